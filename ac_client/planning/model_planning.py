@@ -28,7 +28,7 @@ from ac_client.planning.options import ApplyOptions
 from ac_client.planning.plan_batch import BatchPlanner, first_line
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.service_client.errors import RemoteError
-from autoac.planner import PlannerError, Policy, PolicySet, Profile
+from autoac.planner import InfeasibleBudget, PlannerError, Policy, PolicySet, Profile
 from autoac.planner.units import format_bytes
 from autoac.profiler import Loop, ProfilerBusy
 from autoac.profiler.errors import ProfilerError
@@ -186,13 +186,19 @@ class ModelPlanning:
         if self.options.budget_bytes is None or bucket.loaded is not loaded:
             return
         facts, planned = self.watch.in_backward(bucket, backward), bucket.planned_for
+        if planned.frees_gradients and bucket.profile is not None and self.store.parameters.gradients_exist():
+            facts = facts._replace(gradients=bucket.profile.gradient_nbytes)
         while isinstance(action := next_action(planned, facts), PlanAgain):
             bucket.warn(self._name, action)
             planned = action.terms
         bucket.warn(self._name, action)
         if planned is not bucket.planned_for:
             bucket.observed = planned.loop
-            bucket.planned_for = replace(bucket.planned_for, holds_outputs=planned.holds_outputs)
+            bucket.planned_for = replace(
+                bucket.planned_for,
+                holds_outputs=planned.holds_outputs,
+                frees_gradients=planned.frees_gradients,
+            )
 
     def _plan_again(self, bucket: PlannedBucket, action: PlanAgain, call: ModelCall | None = None) -> None:
         terms, step, profile = action.terms, bucket.step, bucket.profile
@@ -236,9 +242,19 @@ class ModelPlanning:
         """
         terms, correction = action.terms, action.terms.correction
         assert step.profile is not None
-        policy, plan, infeasible = self.planner.plan_or_tightest(
-            step.profile, max(1, terms.limit - correction.total), step.rank_nbytes + terms.others_nbytes
-        )
+        limit = max(1, terms.limit - correction.total)
+        within = step.profile, limit, step.rank_nbytes + terms.others_nbytes
+        try:
+            policy, plan, infeasible = (
+                self.planner.plan_or_tightest(*within)
+                if action.otherwise is None
+                else (*self.planner.plan_within(*within), None)
+            )
+        except InfeasibleBudget:
+            if action.otherwise is None:
+                raise
+            self._load_otherwise(bucket, action, action.otherwise)
+            return
         peak = policy.predicted.peak_bytes + correction.nbytes
         if infeasible is not None and action.row == "out of memory" and peak >= bucket.planned_for.peak:
             raise infeasible
@@ -254,6 +270,25 @@ class ModelPlanning:
                 self.watch.on_device.ask_others_for_room(peak - terms.limit)
             return
         self._log_plan(bucket, action)
+
+    def _load_otherwise(self, bucket: PlannedBucket, action: PlanAgain, terms: PlannedFor) -> None:
+        """Load the plan for other `terms` than those of `action`, which no plan fits.
+
+        Raises:
+            PlannerError, RemoteError: no plan was found; the bucket is as it was.
+        """
+        assert bucket.profile is not None
+        profile = _for_terms(bucket.profile, bucket.planned_for, terms)
+        self._load(
+            bucket, replace(bucket.step, profile=profile), PlanAgain(terms, action.reason, row=action.row)
+        )
+        if bucket.policy.predicted.peak_bytes <= terms.limit:
+            nbytes = format_bytes(bucket.profile.gradient_nbytes)
+            self.planner.warn_once(
+                action.row,
+                f"gradients of the step before ({nbytes}) exist, and no plan fits if backward finds them. "
+                "The plan is for a loop that drops them before, as with zero_grad() after the forward",
+            )
 
     def _log_plan(self, bucket: PlannedBucket, action: PlanAgain) -> None:
         policy, planned = bucket.policy, bucket.planned_for

@@ -4,9 +4,9 @@ docs/budget.md is the page. A plan was made for a step (`PlannedFor`). The steps
 (`StepFacts`). `next_action` compares the two and returns what to do. It is asked at five moments, each with
 the facts that are known then:
 
-    before a forward        waiting, loop, gradients, optimizers, others_nbytes, ran_skipped
+    before a forward        waiting, loop, gradients, stepped, optimizers, others_nbytes, ran_skipped
     a forward has ended     ran_skipped
-    a backward begins       backward
+    a backward begins       backward, gradients
     an optimizer stepped    optimizers
     a step is over          peak, whole, reserved_over; or had_nbytes, if the device ran out of memory
 
@@ -74,9 +74,10 @@ class PlannedFor:
     loop: Loop = field(default_factory=Loop)
     holds_outputs: bool = False  # a step held outputs again that earlier steps had dropped
     gradients: bool = False  # existed before the step
+    frees_gradients: bool | None = None  # these, before backward; None: not assumed yet
     optimizers: OptimizerBytes = NO_OPTIMIZER  # whose state and workspace count
     others_nbytes: int = 0  # held by other models and tensors on the device
-    kept_nbytes: int = 0  # held in forward by names of the step before
+    kept_nbytes: int = 0  # held in forward alone, by names of the step before
     module_tries: int = 0  # batches that were profiled because skipped modules ran, and ran no more
     correction: Correction = Correction()
 
@@ -91,7 +92,8 @@ class StepFacts(NamedTuple):
     waiting: int = 0  # forwards that wait for their backward
     loop: Loop | None = None  # as the steps so far have shown it, for as many forwards as are planned for now
     most_forwards: int = 1  # in flight at once, so far
-    gradients: bool = False  # exist before the step
+    gradients: int = 0  # that exist before the step, or before backward
+    stepped: bool = False  # an optimizer has, since the last backward began
     optimizers: OptimizerBytes | None = None  # of all that have stepped the model, or will
     optimizer_names: str = ""  # of those that were not passed to `apply`
     others_nbytes: int | None = None  # held by other models and tensors on the device
@@ -124,6 +126,7 @@ class PlanAgain:
     reason: str = ""  # in words
     warning: str = ""  # of the step that runs
     profiles: bool = False  # needs a profile of the batch that runs
+    otherwise: PlannedFor | None = None  # what to plan for, without a profile, if no plan fits `terms`
     row: str = ""
 
 
@@ -251,15 +254,20 @@ def _mispredicted(planned: PlannedFor, facts: StepFacts) -> Action | None:
 def _gradients(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Plan for gradients before the step, as microbatches after the first have, or `set_to_none=False`.
 
-    The new plan then serves first microbatches too, which need less.
+    The new plan then serves first microbatches too, which need less. If no plan fits, and the optimizer has
+    stepped, the loop is assumed to free the gradients before backward: `zero_grad` follows the forward.
     """
-    if not facts.gradients or planned.gradients or not facts.can_profile:
+    if not facts.gradients or planned.gradients or planned.frees_gradients or not facts.can_profile:
         return None
-    loop = _loop_to_plan(planned, facts)
+    loop, freed = _loop_to_plan(planned, facts), None
+    if facts.stepped and planned.frees_gradients is None and loop == planned.loop and loop.forwards == 1:
+        kept = planned.kept_nbytes + facts.gradients
+        freed = replace(planned, frees_gradients=True, kept_nbytes=kept, correction=_anew(planned))
     return PlanAgain(
         replace(planned, gradients=True, loop=loop, correction=_anew(planned)),
         "gradients exist before the step",
         profiles=True,
+        otherwise=freed,
     )
 
 
@@ -438,6 +446,21 @@ def _outputs_dropped(planned: PlannedFor, facts: StepFacts) -> Action | None:
     return PlanAgain(replace(planned, loop=replace(planned.loop, drops=backward.dropped)))
 
 
+def _gradients_held(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    if facts.backward is None or not facts.backward.first or not planned.frees_gradients:
+        return None
+    if not facts.gradients:
+        return None
+    warning = _may_go_over(
+        planned,
+        f"gradients of {format_bytes(facts.gradients)} are held in backward, and the plan is for a loop that "
+        "frees them before",
+        "call zero_grad() before the forward",
+        again=True,
+    )
+    return PlanAgain(replace(planned, frees_gradients=False), warning=warning)
+
+
 def _loss_outside(planned: PlannedFor, facts: StepFacts) -> Action | None:
     backward = facts.backward
     if backward is None or not backward.first or backward.nbytes_outside <= FAR_UNDER * planned.limit:
@@ -474,6 +497,7 @@ BACKWARD: dict[str, Row] = {
     "graph retained": _graph_retained,
     "outputs held": _outputs_held,
     "outputs dropped": _outputs_dropped,
+    "gradients held": _gradients_held,
     "loss outside": _loss_outside,
 }
 TABLE = MEASURED | LOOP | BACKWARD
@@ -504,11 +528,13 @@ def _may_go_over(planned: PlannedFor, observed: str, advice: str, *, again: bool
         advice: what the user can do about it.
         again: later steps are planned for it, if the profile is here.
     """
-    then = advice[0].upper() + advice[1:]
-    if again:
-        then = "It was planned elsewhere and stays; " if planned.elsewhere else "It is planned again; "
-        then += advice
-    return f"{observed}: this step may go over the limit of {format_bytes(planned.limit)}. {then}"
+    steps, then = (
+        "this step",
+        "It was planned elsewhere and stays; " if planned.elsewhere else "It is planned again; ",
+    )
+    if not again:
+        steps, then, advice = "this step and later steps", "", advice[0].upper() + advice[1:]
+    return f"{observed}: {steps} may go over the limit of {format_bytes(planned.limit)}. {then}{advice}"
 
 
 def _anew(planned: PlannedFor) -> Correction:

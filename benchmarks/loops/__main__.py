@@ -8,7 +8,7 @@ counter, or on a CPU, for the last two steps, of an allocator's record. Reported
 
 - *weights*: equal to plain's after five steps, bit for bit;
 - *over*: steps above the budget, with a warning in that step (said) or without one (not said);
-- *warnings* in all, which are false where no step was over; *profiles* after the third step.
+- *warnings* of measured steps, which are false where no step was over; *profiles* after the third step.
 
 Contents are not compared: that takes up to 2 MiB in the first step of each plan, half of what these models
 hold.
@@ -23,9 +23,9 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -42,42 +42,47 @@ class OnCpu:
 
     def __init__(self) -> None:
         self._peaks: list[int] = []
-        self._record: Any = None
-        self._before = 0
+        self._timeline: Any = None
+        self._alive: list[
+            Any
+        ] = []  # weak references, which note the release of what was alive before the step
         gc.collect()
-        self._others = self._storages()  # of runs before
+        self._others = set(self._storages())  # of runs before
 
-    def _storages(self) -> dict[int, int]:
-        """Return the bytes of the storages of all tensors that Python knows, by address."""
+    def _storages(self) -> dict[int, Any]:
+        """Return the storages of all tensors that Python knows, by address."""
         import torch
 
-        tensors = [
-            one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.device.type == "cpu"
-        ]
+        from autoac.profiler.torch_facts.storage_table import has_storage
+
+        tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
         tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
-        return {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
+        storages = [one.untyped_storage() for one in tensors if one.device.type == "cpu" and has_storage(one)]
+        return {storage._cdata: storage for storage in storages}
 
     def begin(self) -> None:
-        import torch
-
-        from autoac.profiler.capture.allocations import AllocationRecord
+        from ac_client.measure.memory_timeline import AllocatorTimeline
 
         if len(self._peaks) < 3:
             return
         gc.collect()
-        alive = self._storages()
-        self._before = sum(nbytes for at, nbytes in alive.items() if at not in self._others)
-        self._record = AllocationRecord(torch.device("cpu"))
-        self._record.__enter__()
+        alive = [storage for at, storage in self._storages().items() if at not in self._others]
+        timeline = AllocatorTimeline("cpu", base=sum(storage.nbytes() for storage in alive))
+
+        def watch(storage: Any) -> weakref.ref[Any]:
+            nbytes = storage.nbytes()
+            return weakref.ref(storage, lambda _: timeline.note_release(nbytes))
+
+        self._alive = [watch(storage) for storage in alive]
+        del alive
+        self._timeline = timeline.__enter__()
 
     def end(self) -> None:
-        if self._record is None:
-            self._peaks.append(0)
-            return
-        self._record.__exit__(None, None, None)
-        changes = self._record.changes
-        self._peaks.append(self._before + max(accumulate((c.nbytes for c in changes), initial=0)))
-        self._record = None
+        timeline, self._timeline = self._timeline, None
+        self._alive.clear()
+        if timeline is not None:
+            timeline.__exit__(None, None, None)
+        self._peaks.append(0 if timeline is None else timeline.peak_bytes)
 
     def peaks(self) -> list[int]:
         return self._peaks
@@ -121,10 +126,10 @@ class Messages(logging.Handler):
         lasts = ("cannot be kept", "later steps")
         return bool(self.warnings.get(step)) or any(words in text for text in before for words in lasts)
 
-    def claims(self) -> list[str]:
-        """Return the warnings that say more than what may happen, or what is assumed."""
+    def claims(self, measured: Collection[int]) -> list[str]:
+        """Return the warnings of `measured` steps that say more than what may happen, or what is assumed."""
         hedged = ("may go over", "The plan is for a loop that drops them")
-        texts = [text for texts in self.warnings.values() for text in texts]
+        texts = [text for step in measured for text in self.warnings.get(step, ())]
         return [text for text in texts if not any(hedge in text for hedge in hedged)]
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -217,7 +222,8 @@ def examine(name: str, loop: Callable[[Any], None], meter: Callable[[], Any], sh
         equal = len(run.weights) == len(plain.weights) and all(map(torch.equal, run.weights, plain.weights))
         over = [i for i, peak in enumerate(run.peaks) if peak > budget]
         said = [i for i in over if run.messages.said_by(i)]
-        false = len(run.messages.claims()) if not over else 0
+        measured = [i for i, peak in enumerate(run.peaks) if peak]
+        false = len(run.messages.claims(measured)) if not over else 0
         late = [i for i in run.messages.profiles if i > 2]
         fine = equal and over == said and not false and not late
         good &= fine

@@ -152,6 +152,45 @@ def test_what_is_on_the_device_later_counts_from_the_next_step_on(gpu: ModuleTyp
     assert corrected == [0] * (WATCHED_STEPS + 1)
 
 
+class Slope(nn.Module):
+    """Returns a loss, and the derivative by its input, which becomes a leaf with a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.layers(x.requires_grad_()).square().sum()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        return out, slope
+
+
+def test_what_the_last_graph_holds_is_not_counted_as_other_tensors(gpu: ModuleType) -> None:
+    """Its input, the input's gradient and the outputs are let go of when forward returns."""
+    model = Slope().to("cuda")
+    at = ac_client.applied(ac_client.apply(model, 1.0))
+    for _ in range(3):
+        out, slope = model(torch.ones(512, 64, device="cuda"))
+        (out + slope.square().sum()).backward()
+        model.zero_grad()
+    bucket = at._planning.store.current
+    assert bucket is not None
+    assert at._planning.watch.on_device.others_nbytes() < 1024
+    assert bucket.planned_for.kept_nbytes == pytest.approx(3 * 512 * 64 * 4, abs=1024)
+
+
+def test_state_of_a_second_optimizer_is_counted_once(gpu: ModuleType) -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).to("cuda")
+    first, second = (torch.optim.SGD(part.parameters(), 0.1, 0.9) for part in (model[0], model[2]))
+    at = ac_client.applied(ac_client.apply(model, 1.0, optimizer=first))
+    for _ in range(2):
+        model(torch.ones(64, 256, device="cuda")).square().sum().backward()
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert at._planning.watch.on_device.others_nbytes() < 1024
+
+
 def test_plan_is_not_corrected_before_the_optimizer_has_its_state(gpu: ModuleType) -> None:
     """The step lacks it, so that the correction would be too small, and there are only two."""
     budget = between(bounds_of("cuda:1"), 0.7)

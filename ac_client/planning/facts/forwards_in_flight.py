@@ -78,10 +78,14 @@ class ForwardsInFlight:
         self._last = weakref.ref(forward)
         self._forwards.append(self._last)
 
-    def kept_outputs(self) -> int | None:
-        """Return the bytes of outputs of the last forward that are still held; None if its graph is gone."""
+    def kept_nbytes(self, of_graph: int) -> int | None:
+        """Return the bytes that names keep of the last forward; None if its graph is gone.
+
+        Args:
+            of_graph: bytes that the graph and what backward starts from hold after backward.
+        """
         forward = self._last() if self._last is not None else None
-        return forward.held_nbytes() if forward is not None and forward.begun else None
+        return forward.kept_nbytes(of_graph) if forward is not None and forward.begun else None
 
     def forget(self) -> None:
         """Stop watching all forwards."""
@@ -97,24 +101,24 @@ _MODEL = "autoac: made by a planned model"  # in the metadata of autograd nodes
 class _InFlight:
     """One forward. Only the autograd nodes of its outputs hold it, as their hook."""
 
-    __slots__ = ("__weakref__", "_created_graph", "_outputs", "_tasks", "begun", "listener")
+    __slots__ = ("__weakref__", "_created_graph", "_outputs", "_roots", "_tasks", "begun", "listener")
 
     def __init__(self, tensors: Sequence[Tensor], roots: Sequence[Tensor], listener: Listener) -> None:
         self._created_graph = False
         self.listener: Listener | None = listener
         self.begun = False
         self._tasks: set[int] = set()  # graph tasks that have reached the forward
-        started_from = {_key(root) for root in roots if has_storage(root)}
+        self._roots = {_key(root): _held(root) for root in roots if has_storage(root)}
         self._outputs = [
-            (weakref.ref(t.untyped_storage()), 0 if _key(t) in started_from else t.untyped_storage().nbytes())
-            if has_storage(t)
-            else (None, 0)
+            (_held(t)[0], 0) if _key(t) in self._roots else _held(t) if has_storage(t) else (None, 0)
             for t in tensors
         ]
 
-    def held_nbytes(self) -> int:
-        """Return the bytes of outputs that are still held, without what backward starts from."""
-        return sum({id(ref): nbytes for ref, nbytes in self._outputs if ref is not None and ref()}.values())
+    def kept_nbytes(self, of_graph: int) -> int:
+        """Return the bytes of outputs that are still held, and those of `of_graph` that are not outputs."""
+        roots = self._roots.values()
+        held = {id(ref): nbytes for ref, nbytes in (*self._outputs, *roots) if ref is not None and ref()}
+        return sum(held.values()) + max(0, of_graph - sum(nbytes for _, nbytes in roots))
 
     def __call__(self, _gradients: Any) -> None:
         if torch.compiler.is_compiling():  # compiled autograd traces this, for later steps too
@@ -134,6 +138,12 @@ class _InFlight:
         self.listener(BackwardFacts(first, self._created_graph, retains, frozenset(gone), nbytes, outside))
 
 
+def _held(tensor: Tensor) -> tuple[weakref.ref[Any], int]:
+    """Return a weak reference to the storage of `tensor`, and its bytes."""
+    storage = tensor.untyped_storage()
+    return weakref.ref(storage), storage.nbytes()
+
+
 def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
@@ -141,7 +151,8 @@ def _key(tensor: Tensor) -> int:
 def _of_caller() -> tuple[bool, int]:
     """Return whether the running backward retains its graph, and the bytes made between it and the model.
 
-    Both are read from the frame that called the engine, if it is on this thread, as on a CPU.
+    The bytes include the largest gradients, before and after a node. Both facts are read from the frame that
+    called the engine, if it is on this thread, as on a CPU.
     """
     frame = _frame_of(private.engine_run_backward.__code__)
     if frame is None:
@@ -151,7 +162,8 @@ def _of_caller() -> tuple[bool, int]:
     del frame
     retains = bool(args[1]) if len(args) > 1 else False  # gradients, retain_graph, create_graph, ...
     nodes = [getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots]
-    return retains, sum(_output_nbytes(node) for node in _outside(nodes))
+    sizes = [_output_nbytes(node) for node in _outside(nodes)]
+    return retains, sum(sizes) + 2 * max(sizes, default=0)
 
 
 def _frame_of(code: CodeType) -> FrameType | None:

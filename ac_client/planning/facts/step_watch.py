@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts, ForwardsInFlight, Listener
@@ -17,6 +18,8 @@ from ac_client.planning.next_action import WATCHED_STEPS, StepFacts
 from ac_client.planning.options import ApplyOptions
 from autoac.profiler import device_of
 from autoac.profiler.static_memory import OptimizerBytes, optimizer_bytes
+from autoac.profiler.torch_facts.batch_contents import batch_tensors
+from autoac.profiler.torch_facts.gradients import gradient_of
 
 
 class StepWatch:
@@ -33,7 +36,9 @@ class StepWatch:
         self._in_flight = ForwardsInFlight()
         self._most_forwards = 1  # in flight at once, so far
         self._kept = 0  # bytes that names of the last step held as the last forward began
+        self._last_batch: list[weakref.ref[Tensor]] = []
         self._after_forward: tuple[int, int] | None = None  # allocated bytes, and their peak; None: not read
+        self._stepped_at = 0  # steps of the optimizers when the last backward began
         self._adopted = 0  # optimizers that were adopted when their state was last compared with a plan's
         self.optimizers = ModelOptimizers(model, optimizer)
         self.on_device = ModelOnDevice(model, type(model).__name__, self.optimizers, self.waiting)
@@ -68,21 +73,26 @@ class StepWatch:
             loop = replace(loop, forwards=forwards)
         if bucket.profile is None:  # the policy stays
             return StepFacts(waiting, loop, most, ran_skipped=bucket.ran_skipped)
-        outputs = None if waiting or loop.retains else self._in_flight.kept_outputs()
-        now = 0 if outputs is None else outputs + bucket.profile.kept_nbytes
-        kept_before, self._kept = self._kept, now
-        if not waiting and bucket.statistics.compared < WATCHED_STEPS:
-            state = bucket.planned_for.optimizers.state
-            self.on_device.measure_uncounted(call.args, call.kwargs, outputs or 0, state)
         needs, names = None, ""
         if bucket.step.n_adopted != self.optimizers.adopted:
             bucket.step = replace(bucket.step, n_adopted=self.optimizers.adopted)
             needs, names = self._needs_of_optimizers(call.model)
+        graph = self._in_flight.kept_nbytes(bucket.profile.kept_nbytes)
+        batch = self._kept_batch(call)
+        now = 0 if graph is None or waiting or loop.retains else graph + batch
+        if not waiting and bucket.statistics.compared < WATCHED_STEPS:
+            state = (needs or bucket.planned_for.optimizers).state
+            self.on_device.measure_uncounted(call.args, call.kwargs, now, state)
+        nbytes = bucket.profile.gradient_nbytes if gradients else 0
+        if bucket.planned_for.frees_gradients and not waiting:
+            now += nbytes
+        kept_before, self._kept = self._kept, now
         return StepFacts(
             waiting,
             loop,
             most,
-            gradients,
+            nbytes,
+            self.optimizers.steps > self._stepped_at,
             needs,
             names,
             self.on_device.others_nbytes(),
@@ -92,6 +102,14 @@ class StepWatch:
             kept_before=kept_before,
         )
 
+    def _kept_batch(self, call: ModelCall) -> int:
+        """Return the bytes of the last batch that is still held, with gradients, and remember this one."""
+        batch = list(batch_tensors((*call.args, *call.kwargs.values())))
+        before, self._last_batch = self._last_batch, [weakref.ref(tensor) for tensor in batch]
+        kept = [tensor for ref in before if (tensor := ref()) is not None and tensor.requires_grad]
+        kept = [tensor for tensor in kept if not any(tensor is one for one in batch)]
+        return sum(tensor.nbytes * (1 if gradient_of(tensor) is None else 2) for tensor in kept)
+
     def after_forward(self, out: Any, listener: Listener) -> None:
         """Watch the forward that returned `out` until its backward begins."""
         self._in_flight.add(out, listener, has_loss=self._options.loss is not None)
@@ -100,6 +118,7 @@ class StepWatch:
     def in_backward(self, bucket: PlannedBucket, backward: BackwardFacts) -> StepFacts:
         """Return the facts as a backward begins through a forward that ran under `bucket`."""
         plan, profile, drops = bucket.plan, bucket.profile, bucket.planned_for.loop.drops
+        self._stepped_at = self.optimizers.steps
         if self._after_forward is not None and backward.first and (now := self._read_allocator()) is not None:
             (before, peak_before), (allocated, peak) = self._after_forward, now
             most = peak if peak > peak_before else allocated + backward.dropped_nbytes

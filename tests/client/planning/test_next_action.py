@@ -60,8 +60,8 @@ KEPT: list[tuple[str, PlannedFor, StepFacts]] = [
     ("the peak has an upper bound only, less than 3 % of the limit too low", PLANNED, step(0, 870)),
     ("the peak has a lower bound only", PLANNED, step(700)),
     ("the optimizer did not step", PLANNED, exactly(700, whole=False)),
-    ("gradients were planned for", replace(PLANNED, gradients=True), StepFacts(gradients=True)),
-    ("the batch cannot be profiled now", PLANNED, StepFacts(gradients=True, can_profile=False)),
+    ("gradients were planned for", replace(PLANNED, gradients=True), StepFacts(gradients=70)),
+    ("the batch cannot be profiled now", PLANNED, StepFacts(gradients=70, can_profile=False)),
     (
         "the optimizer's state is counted",
         replace(PLANNED, optimizers=OptimizerBytes(5, 2)),
@@ -171,9 +171,22 @@ def test_prediction_follows_a_peak_that_is_known_exactly() -> None:
 
 
 def test_gradients_before_the_step_are_profiled() -> None:
-    action = again("gradients", PLANNED, StepFacts(gradients=True))
+    action = again("gradients", PLANNED, StepFacts(gradients=70))
     assert action.profiles
     assert action.terms.gradients
+    assert action.otherwise is None, "a microbatch finds them"
+
+
+def test_gradients_that_only_forward_has_room_for_are_assumed_to_be_freed_before_backward() -> None:
+    facts = StepFacts(gradients=70, stepped=True)
+    freed = again("gradients", PLANNED, facts).otherwise
+    assert freed is not None
+    assert (freed.frees_gradients, freed.kept_nbytes, freed.gradients) == (True, 70, False)
+    assert next_action(freed, facts._replace(kept_nbytes=70)) == Keep()
+    assert next_action(freed, backward()) == Keep()
+    held = again("gradients held", freed, backward()._replace(gradients=70))
+    assert "gradients of 70 B are held" in held.warning
+    assert again("gradients", held.terms, facts).otherwise is None
 
 
 def test_state_of_an_optimizer_that_was_not_passed_is_counted() -> None:
@@ -295,12 +308,12 @@ def test_plan_that_was_made_elsewhere_stays_with_the_warning_of_each_row() -> No
     action = next_action(elsewhere, backward(retains_graph=True))
     assert isinstance(action, Keep)
     assert "It was planned elsewhere and stays; one backward" in action.warning
-    assert next_action(elsewhere, StepFacts(gradients=True)) == Keep()
+    assert next_action(elsewhere, StepFacts(gradients=70)) == Keep()
 
 
 @pytest.mark.parametrize(
     ("row", "facts"),
-    [("gradients", StepFacts(gradients=True)), ("loop", StepFacts(loop=Loop(2), most_forwards=2))],
+    [("gradients", StepFacts(gradients=70)), ("loop", StepFacts(loop=Loop(2), most_forwards=2))],
 )
 def test_correction_ends_with_the_step_that_it_was_measured_in(row: str, facts: StepFacts) -> None:
     corrected = replace(PLANNED, correction=Correction(1, nbytes=50, withheld=7))

@@ -87,6 +87,11 @@ def several(n: int) -> Step:
 
 def measured(model: nn.Module, step: Step) -> Report:
     model.zero_grad()
+    return measured_again(model, step)
+
+
+def measured_again(model: nn.Module, step: Step) -> Report:
+    """Measure a step that finds the gradients of the step before."""
     at = ac_client.applied(model)
     with at.measure():
         step(model)
@@ -298,6 +303,39 @@ def test_optimizer_that_was_not_passed_is_counted_once_it_steps(caplog: pytest.L
     assert ac_client.applied(model).policy.predicted.static_bytes > 3 * sum(
         p.nbytes for p in plain.parameters()
     )
+
+
+def test_gradients_that_the_loop_frees_between_forward_and_backward_do_not_count_in_backward(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    frees = True
+
+    def step(model: nn.Module) -> None:
+        torch.manual_seed(2)
+        loss = model(batches()[0])
+        if frees:
+            model.zero_grad()
+        loss.backward()
+
+    plain, model = WithLoss(), WithLoss()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    profile = observe(plain, batches(), {}, optimizer=sgd)
+    budget = find_minimum_peak(profile).found + sum(p.nbytes for p in plain.parameters()) // 2
+    at = ac_client.applied(ac_client.apply(model, budget / GIB, optimizer=sgd))
+    for _ in range(4):
+        step(model)
+        sgd.step()
+    (said,) = warnings(caplog)
+    assert "The plan is for a loop that drops them before" in said
+    report = measured_again(model, step)
+    assert report.measured_peak_bytes <= report.predicted_peak_bytes <= budget
+    assert_gradients_of_the_plain_model(model, plain, step)
+    frees = False
+    step(model)
+    assert "are held in backward" in warnings(caplog)[1]
+    step(model)
+    assert "cannot be kept" in warnings(caplog)[2]
+    assert at.report().predicted_peak_bytes > budget
 
 
 def test_optimizer_that_is_replaced_is_let_go(caplog: pytest.LogCaptureFixture) -> None:
