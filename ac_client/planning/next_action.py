@@ -263,8 +263,9 @@ def _gradients(planned: PlannedFor, facts: StepFacts) -> Action | None:
     if facts.stepped and planned.frees_gradients is None and loop == planned.loop and loop.forwards == 1:
         kept = planned.kept_nbytes + facts.gradients
         freed = replace(planned, frees_gradients=True, kept_nbytes=kept, correction=_anew(planned))
+    kept = min(planned.kept_nbytes, facts.kept_nbytes)  # less, if gradients were among them
     return PlanAgain(
-        replace(planned, gradients=True, loop=loop, correction=_anew(planned)),
+        replace(planned, gradients=True, loop=loop, kept_nbytes=kept, correction=_anew(planned)),
         "gradients exist before the step",
         profiles=True,
         otherwise=freed,

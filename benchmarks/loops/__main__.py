@@ -1,10 +1,12 @@
 """Train 31 loops as people write them, planned at two budgets, and compare with plain.
 
     python -m benchmarks.loops [--on cpu|standin] [--only NAME ...] [--shares 0.6 0.1]
+                               [--above minimum|static]
 
 Each loop runs plainly first, then with a budget that nothing fits, whose error gives the smallest peak, then
-at shares of the way from that to plain's peak. Each step's peak is the device's: of the stand-in's
-counter, or on a CPU, for the last two steps, of an allocator's record. Reported for each run:
+at shares of the way from that (or, with `--above static`, from the bytes between steps) to plain's peak.
+Each step's peak is the device's: of the stand-in's counter, or on a CPU, for the last two steps, of an
+allocator's record. Reported for each run:
 
 - *weights*: equal to plain's after five steps, bit for bit;
 - *over*: steps above the budget, with a warning in that step (said) or without one (not said);
@@ -42,6 +44,7 @@ class OnCpu:
 
     def __init__(self) -> None:
         self._peaks: list[int] = []
+        self.rest = 0  # bytes before the last step
         self._timeline: Any = None
         self._alive: list[
             Any
@@ -67,7 +70,8 @@ class OnCpu:
             return
         gc.collect()
         alive = [storage for at, storage in self._storages().items() if at not in self._others]
-        timeline = AllocatorTimeline("cpu", base=sum(storage.nbytes() for storage in alive))
+        self.rest = sum(storage.nbytes() for storage in alive)
+        timeline = AllocatorTimeline("cpu", base=self.rest)
 
         def watch(storage: Any) -> weakref.ref[Any]:
             nbytes = storage.nbytes()
@@ -97,12 +101,14 @@ class OnStandin:
         import torch
 
         self._cuda, self._peaks = torch.cuda, list[int]()
+        self.rest = 0  # bytes before the last step
         gc.collect()
         self._before = torch.cuda.memory_allocated()
         assert not self._before, f"{self._before} bytes of an earlier run are on the device"
 
     def begin(self) -> None:
         self._cuda.reset_peak_memory_stats()
+        self.rest = self._cuda.memory_allocated() - self._before
 
     def end(self) -> None:
         self._peaks.append(self._cuda.max_memory_allocated() - self._before)
@@ -200,13 +206,21 @@ class Run:
         self._n += 1
 
 
-def examine(name: str, loop: Callable[[Any], None], meter: Callable[[], Any], shares: list[float]) -> bool:
+def examine(
+    name: str,
+    loop: Callable[[Any], None],
+    meter: Callable[[], Any],
+    shares: list[float],
+    above: str = "minimum",
+) -> bool:
     import torch
 
-    plain = Run(loop, meter(), None)
-    most = max(plain.peaks)
-    refused = Run(loop, meter(), 1)
-    least = getattr(refused.error, "smallest_found", None)
+    of_plain = meter()
+    plain = Run(loop, of_plain, None)
+    most, least = max(plain.peaks), of_plain.rest
+    if above == "minimum":
+        refused = Run(loop, meter(), 1)
+        least = getattr(refused.error, "smallest_found", None)
     if least is None:
         print(f"{name}: no smallest peak: {refused.error!r}", flush=True)
         return False
@@ -230,7 +244,7 @@ def examine(name: str, loop: Callable[[Any], None], meter: Callable[[], Any], sh
         ratios = " ".join(f"{peak / budget:.3f}" for peak in run.peaks)
         print(
             f"{'ok  ' if fine else 'FAIL'} {name} {share}: weights {'equal' if equal else 'DIFFER'}; "
-            f"peaks/budget {ratios}; over {over}, said {said}; false warnings {false}; "
+            f"budget {budget:,}; peaks/budget {ratios}; over {over}, said {said}; false warnings {false}; "
             f"late profiles {late}; plain {most / budget:.3f}; {time.monotonic() - begun:.1f} s",
             flush=True,
         )
@@ -248,6 +262,7 @@ def main() -> None:
     parser.add_argument("--on", choices=("cpu", "standin"), default="cpu")
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--shares", nargs="+", type=float, default=[0.6, 0.1])
+    parser.add_argument("--above", choices=("minimum", "static"), default="minimum")
     options = parser.parse_args()
     if options.on == "standin":
         sys.path.insert(0, str(HERE.parents[2] / "tests"))
@@ -258,7 +273,7 @@ def main() -> None:
     import torch
 
     from autoac.profiler.unseen.fingerprints import Comparison
-    from benchmarks.loops.written_loops import LOOPS
+    from benchmarks.loops.written_loops import LARGE, LOOPS
 
     Comparison.enabled = False
 
@@ -266,10 +281,10 @@ def main() -> None:
     meter = OnCpu if options.on == "cpu" else OnStandin
     bad = []
     for name, loop in LOOPS.items():
-        if options.only and name not in options.only:
+        if name not in options.only if options.only else name in LARGE:
             continue
         try:
-            if not examine(name, loop, meter, options.shares):
+            if not examine(name, loop, meter, options.shares, options.above):
                 bad.append(name)
         except Exception as error:  # noqa: BLE001 - of whatever the loop does
             print(f"FAIL {name}: {type(error).__name__}: {error}"[:400], flush=True)

@@ -44,6 +44,9 @@ Loop = Callable[[Env], None]
 LOOPS: dict[str, Loop] = {}
 
 
+LARGE = ("large vocabulary",)  # that run only if they are named
+
+
 def loop(function: Loop) -> Loop:
     LOOPS[function.__name__.replace("_", " ")] = function
     return function
@@ -124,6 +127,23 @@ def readme(env: Env) -> None:
         with env.step():
             ids = tokens(env, i)
             loss = model(ids, labels=ids)["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
+def large_vocabulary(env: Env) -> None:
+    """Train a GPT-2 of 8 layers on a vocabulary whose logits are half of the step's memory."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=8, n_embd=384, n_head=6, use_cache=False))
+    optimizer = planned(env, model)
+    for i in env.steps():
+        with env.step():
+            chance = torch.Generator().manual_seed(i)
+            ids = torch.randint(model.config.vocab_size, (4, 256), generator=chance).to(env.device)
+            loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

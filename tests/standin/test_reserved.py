@@ -99,6 +99,8 @@ def test_memory_that_an_evaluation_has_reserved_is_not_blamed_on_the_plan(
             step(TASK, model, optimizer, batch, done)
             optimizer.zero_grad()
     assert torch.cuda.memory_reserved() > GIB // 4
+    predicted = ac_client.applied(model).report().predicted_reserved_bytes
+    assert predicted == pytest.approx(torch.cuda.memory_reserved(), rel=0.05)
     assert not [r for r in caplog.records if "has reserved" in r.getMessage()]
     torch.cuda.empty_cache()
 

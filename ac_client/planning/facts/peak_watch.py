@@ -99,9 +99,9 @@ class PeakWatch:
             bucket.statistics.add(PeakBounds.of(readings.counts))
             last = bucket.statistics.compared == WATCHED_STEPS
             facts = self.facts(bucket, bucket.statistics.peak, readings.written, last=last)
-        return bucket, self._with_reserved(facts, readings.reserved)
+        return bucket, self._with_reserved(facts, bucket, readings.reserved)
 
-    def _with_reserved(self, facts: StepFacts, before: int) -> StepFacts:
+    def _with_reserved(self, facts: StepFacts, bucket: PlannedBucket, before: int) -> StepFacts:
         """Return `facts`, and by how much the step took what the allocator has reserved over the budget.
 
         What was reserved before the step, for an evaluation say, is not the plan's to keep small.
@@ -111,7 +111,8 @@ class PeakWatch:
             return facts
         now = self.allocator.reserved()
         if facts.peak is not None and facts.peak.at_most is not None:
-            self.fragments = max(0, now - facts.peak.at_most)
+            # The counter may show what needed more than a step: a profile, or an evaluation.
+            self.fragments = max(0, now - min(facts.peak.at_most, bucket.planned_for.peak))
         over = now - budget if now > before else 0
         return facts._replace(reserved_over=over, of_reserved=self._options.budget_of == "reserved")
 

@@ -186,7 +186,8 @@ def test_gradients_that_only_forward_has_room_for_are_assumed_to_be_freed_before
     assert next_action(freed, backward()) == Keep()
     held = again("gradients held", freed, backward()._replace(gradients=70))
     assert "gradients of 70 B are held" in held.warning
-    assert again("gradients", held.terms, facts).otherwise is None
+    counted = again("gradients", held.terms, facts)
+    assert (counted.otherwise, counted.terms.kept_nbytes) == (None, 0)
 
 
 def test_state_of_an_optimizer_that_was_not_passed_is_counted() -> None:
