@@ -4,7 +4,8 @@
                                [--above minimum|static]
 
 Each loop runs plainly first, then with a budget that nothing fits, whose error gives the smallest peak, then
-at shares of the way from that (or, with `--above static`, from the bytes between steps) to plain's peak.
+at shares of the way from that (with `--above static`: from the bytes between steps and the gradients) to
+plain's peak.
 Each step's peak is the device's: of the stand-in's counter, or on a CPU, for the last two steps, of an
 allocator's record. Reported for each run:
 
@@ -178,6 +179,9 @@ class Run:
         self.weights = [
             tensor.detach().cpu().clone() for m in self._kept for tensor in m.state_dict().values()
         ]
+        trained = [p for m in self._kept for p in m.parameters() if p.requires_grad]
+        self.gradient_nbytes = sum(p.nbytes for p in trained)
+        del trained
         self._kept.clear()
         self.peaks = meter.peaks()
         gc.collect()
@@ -217,7 +221,7 @@ def examine(
 
     of_plain = meter()
     plain = Run(loop, of_plain, None)
-    most, least = max(plain.peaks), of_plain.rest
+    most, least = max(plain.peaks), of_plain.rest + plain.gradient_nbytes
     if above == "minimum":
         refused = Run(loop, meter(), 1)
         least = getattr(refused.error, "smallest_found", None)
