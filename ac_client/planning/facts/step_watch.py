@@ -20,6 +20,7 @@ from autoac.profiler import device_of
 from autoac.profiler.static_memory import OptimizerBytes, optimizer_bytes
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.gradients import gradient_of
+from autoac.profiler.torch_facts.storage_table import has_storage
 
 
 class StepWatch:
@@ -106,8 +107,8 @@ class StepWatch:
         """Return the bytes of the last batch that is still held, with gradients, and remember this one."""
         batch = list(batch_tensors((*call.args, *call.kwargs.values())))
         before, self._last_batch = self._last_batch, [weakref.ref(tensor) for tensor in batch]
-        kept = [tensor for ref in before if (tensor := ref()) is not None and tensor.requires_grad]
-        kept = [tensor for tensor in kept if not any(tensor is one for one in batch)]
+        alive = [tensor for ref in before if (tensor := ref()) is not None and has_storage(tensor)]
+        kept = [t for t in alive if t.requires_grad and not any(t is one for one in batch)]
         return sum(tensor.nbytes * (1 if gradient_of(tensor) is None else 2) for tensor in kept)
 
     def after_forward(self, out: Any, listener: Listener) -> None:
