@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import threading
 import time
@@ -15,7 +16,9 @@ from postgres import Server
 from service_app import BOTH, POSTGRES, Serve
 from service_fakes import InProcess, chain_profile, request, save_all
 from sqlalchemy import event, insert, inspect, select, text
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.schema import CreateIndex, CreateTable
 from starlette.testclient import TestClient
 from structlog.testing import capture_logs
 from waiting import until
@@ -50,6 +53,16 @@ def test_migrations_create_the_tables_of_the_code(database: Database) -> None:
         context = MigrationContext.configure(connection, opts={"include_object": ours, "compare_type": True})
         assert compare_metadata(context, metadata) == []
         assert set(metadata.tables) <= set(inspect(connection).get_table_names())
+
+
+def test_first_migration_is_written_out_before_the_tables_change() -> None:
+    """The migration 0005 creates the tables of the code, which must be those of the first release."""
+    statements = [
+        str(CreateTable(table).compile(dialect=sqlite.dialect())) for table in metadata.sorted_tables
+    ]
+    indexes = sorted(str(CreateIndex(i)) for table in metadata.sorted_tables for i in table.indexes)
+    digest = hashlib.sha256("\n".join([*statements, *indexes]).encode()).hexdigest()
+    assert digest[:16] == "ad10cad08aa710d4"
 
 
 @BOTH
