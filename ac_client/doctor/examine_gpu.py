@@ -35,7 +35,8 @@ def examine_gpu(
         OSError: the report cannot be written.
     """
     if not torch.cuda.is_available():
-        built = torch.version.cuda or torch.version.hip or "no GPU"
+        cuda, hip = torch.version.cuda, torch.version.hip
+        built = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "none"
         raise CommandError(
             f"doctor --gpu needs a GPU, got none: torch {torch.__version__} is built for {built}"
         )

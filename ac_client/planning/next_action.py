@@ -74,7 +74,7 @@ class PlannedFor:
     loop: Loop = field(default_factory=Loop)
     holds_outputs: bool = False  # a step held outputs again that earlier steps had dropped
     gradients: bool = False  # existed before the step
-    frees_gradients: bool | None = None  # these, before backward; None: not assumed yet
+    frees_gradients: bool | None = None  # the loop does, before backward; False: it did not; None: not asked
     optimizers: OptimizerBytes = NO_OPTIMIZER  # whose state and workspace count
     others_nbytes: int = 0  # held by other models and tensors on the device
     kept_nbytes: int = 0  # held in forward alone, by names of the step before
@@ -529,13 +529,13 @@ def _may_go_over(planned: PlannedFor, observed: str, advice: str, *, again: bool
         advice: what the user can do about it.
         again: later steps are planned for it, if the profile is here.
     """
-    steps, then = (
-        "this step",
-        "It was planned elsewhere and stays; " if planned.elsewhere else "It is planned again; ",
-    )
-    if not again:
-        steps, then, advice = "this step and later steps", "", advice[0].upper() + advice[1:]
-    return f"{observed}: {steps} may go over the limit of {format_bytes(planned.limit)}. {then}{advice}"
+    if again:
+        steps = "this step"
+        then = "It was planned elsewhere and stays; " if planned.elsewhere else "It is planned again; "
+        then += advice
+    else:
+        steps, then = "this step and later steps", advice[0].upper() + advice[1:]
+    return f"{observed}: {steps} may go over the limit of {format_bytes(planned.limit)}. {then}"
 
 
 def _anew(planned: PlannedFor) -> Correction:

@@ -10,9 +10,7 @@ from typing import Any
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 
-from autoac.api.problems import (
-    REF,
-)
+from autoac.api.problems import REF
 from autoac.api.requests import Kind
 from autoac.api.routes.access import Planner, ServiceOf
 from autoac.api.routes.openapi_helpers import (

@@ -47,9 +47,7 @@ class OnCpu:
         self._peaks: list[int] = []
         self.rest = 0  # bytes before the last step
         self._timeline: Any = None
-        self._alive: list[
-            Any
-        ] = []  # weak references, which note the release of what was alive before the step
+        self._alive: list[Any] = []  # weak references: they note what is released of the time before
         gc.collect()
         self._others = set(self._storages())  # of runs before
 
