@@ -28,7 +28,6 @@ class _Readings:
     loaded: LoadedPolicy  # when the step began
     counts: list[int] | None  # from before forward on; None if the step's peak is not compared
     written: int  # `PeakWatch.written` before forward
-    reserved: int  # before forward
 
 
 class PeakWatch:
@@ -47,6 +46,8 @@ class PeakWatch:
         self._model = weakref.ref(model)
         self._optimizers = optimizers
         self._readings: _Readings | None = None  # of the step that runs, if it is compared
+        self._reserved: int | None = None  # when the last compared step ended
+        self._reserved_outside = 0  # between steps, for an evaluation say
         self._written_at_first = self.written()
 
     def start(self, model: nn.Module) -> None:
@@ -67,6 +68,15 @@ class PeakWatch:
         """Return True if the step that runs is watched."""
         return self._readings is not None
 
+    def forward_begins(self, model: nn.Module, bucket: PlannedBucket | None) -> None:
+        """Note how much was reserved since the last step, before a profile can reserve more."""
+        allocator = allocator_peak(device_of(model))
+        if allocator is None or (bucket is not None and bucket.statistics.compared >= WATCHED_STEPS):
+            return
+        before = allocator.allocated() if self._reserved is None else self._reserved
+        self._reserved = allocator.reserved()
+        self._reserved_outside += max(0, self._reserved - before)
+
     def begin_step(self, bucket: PlannedBucket, *, compares: bool = False) -> None:
         """Take the first reading of a step under `bucket`, if it is one of the first.
 
@@ -76,7 +86,7 @@ class PeakWatch:
         if self.allocator is None or bucket.statistics.compared >= WATCHED_STEPS:
             return
         counts = None if compares or not self.is_complete(bucket) else [self.allocator.allocated_peak()]
-        self._readings = _Readings(bucket, bucket.loaded, counts, self.written(), self.allocator.reserved())
+        self._readings = _Readings(bucket, bucket.loaded, counts, self.written())
 
     def read(self) -> None:
         """Take one more reading of the step that runs."""
@@ -99,22 +109,22 @@ class PeakWatch:
             bucket.statistics.add(PeakBounds.of(readings.counts))
             last = bucket.statistics.compared == WATCHED_STEPS
             facts = self.facts(bucket, bucket.statistics.peak, readings.written, last=last)
-        return bucket, self._with_reserved(facts, bucket, readings.reserved)
+        return bucket, self._with_reserved(facts, bucket)
 
-    def _with_reserved(self, facts: StepFacts, bucket: PlannedBucket, before: int) -> StepFacts:
-        """Return `facts`, and by how much the step took what the allocator has reserved over the budget.
+    def _with_reserved(self, facts: StepFacts, bucket: PlannedBucket) -> StepFacts:
+        """Return `facts`, and by how much profile and steps took what is reserved over the budget.
 
-        What was reserved before the step, for an evaluation say, is not the plan's to keep small.
+        What was reserved outside of them is not the plan's to keep small.
         """
         budget = self._options.budget_bytes
         if self.allocator is None or budget is None:
             return facts
-        now = self.allocator.reserved()
+        self._reserved = now = self.allocator.reserved()
         if facts.peak is not None and facts.peak.at_most is not None:
             # The counter may show what needed more than a step: a profile, or an evaluation.
             self.fragments = max(0, now - min(facts.peak.at_most, bucket.planned_for.peak))
-        over = now - budget if now > before else 0
-        return facts._replace(reserved_over=over, of_reserved=self._options.budget_of == "reserved")
+        over = now - self._reserved_outside - budget
+        return facts._replace(reserved_over=max(0, over), of_reserved=self._options.budget_of == "reserved")
 
     def facts(
         self, bucket: PlannedBucket, peak: PeakBounds | None, written: int, *, last: bool = True
