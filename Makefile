@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans clean
+.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans bench-offload clean
 
 setup: $(READY)
 
@@ -119,6 +119,10 @@ bench-collectives: $(READY)
 # Bounds of the program over blocks, of 4,000 small random graphs, next to brute force: some minutes.
 bench-block-bounds: $(READY)
 	PYTHONPATH=tests/planner $(BIN)/python -m block_bounds
+
+# What a link to the host is worth, by datasheets of an H100: a quarter of an hour.
+bench-offload: $(READY)
+	$(BIN)/python -m benchmarks.offload
 
 # Plans and bounds of 4,000 small random graphs, next to brute force: some minutes.
 bench-random-plans: $(READY)

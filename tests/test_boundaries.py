@@ -24,7 +24,7 @@ PACKAGES = ("planner", "profiler", "api", "ac_client")
 GROUP_OF_FILE = {
     "planner": {
         "base": ("errors", "units", "budget"),
-        "plans": ("plan", "minimum_peak", "frontier", "infeasibility", "shared_code"),
+        "plans": ("plan", "minimum_peak", "frontier", "infeasibility", "shared_code", "offload"),
     },
     "profiler": {
         "base": ("errors",),

@@ -25,7 +25,6 @@ from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import carried_over
 from autoac.planner.solver.arrays import GraphArrays, Ints
 from autoac.planner.solver.highs import Floats, Outcome, Program
-from autoac.planner.solver.memory_constraints import MemoryConstraints
 from autoac.planner.solver.moments import ConstrainedMoment
 from autoac.planner.solver.recompute_windows import (
     END,
@@ -36,7 +35,9 @@ from autoac.planner.solver.recompute_windows import (
     first_runs,
     reads_overwritten,
 )
-from autoac.planner.solver.sparse_rows import ONE, ZERO, Codes, MaximumColumns, RowTable
+from autoac.planner.solver.rows.memory_constraints import MemoryConstraints
+from autoac.planner.solver.rows.move_columns import MoveColumns, MoveProblem
+from autoac.planner.solver.rows.sparse_rows import ONE, ZERO, Codes, MaximumColumns, RowTable
 from autoac.planner.solver.variables import Options, Variables
 
 EDGES_AT_A_TIME = 4096  # so that the tables of (5) stay small
@@ -56,6 +57,7 @@ class BuiltProgram:
     maxima: tuple[MaximumColumns, ...]  # in the order in which they can be worked out
     peak_column: int | None  # if the peak is minimised
     cost_scale: float  # objective * cost_scale is microseconds (or bytes)
+    moves: MoveColumns | None = None
 
     def decisions(self, values: Floats) -> Floats:
         """Return by op of `ops` how far `values` saves it."""
@@ -83,6 +85,7 @@ def build_program(
     *,
     excluded: Iterable[SaveSet] = (),
     options: Options | None = None,
+    moves: MoveProblem | None = None,
 ) -> BuiltProgram:
     """Return the program for the least recompute time within `budget`, or without one for the least peak.
 
@@ -92,6 +95,7 @@ def build_program(
         moments: those at which the budget is written as a row. Backward is resolved at their states.
         excluded: save sets that are ruled out.
         options: switches of the valid inequalities.
+        moves: what may be moved to the host; only with a budget.
     """
     options = options or Options()
     graph = arrays.windows.graph
@@ -99,8 +103,10 @@ def build_program(
     memory = MemoryConstraints(variables, table)
     scale = _power_of_two(max((s.nbytes for s in graph.storages), default=1) / 64)
     peak = variables.new_columns(0 if budget is not None else 1)
-    for moment in variables.moments:
-        memory.add_row(moment, budget, scale, peak)
+    moved = None if moves is None else MoveColumns(variables, moves)
+    for i, moment in enumerate(variables.moments):
+        less = (peak, scale) if moved is None else moved.absent_bytes(i)
+        memory.add_row(moment, budget, scale, *less)
     _add_order_rows(variables, table)
     _add_chain_rows(variables, table)
     if options.lazy_rows:
@@ -127,6 +133,9 @@ def build_program(
         costs[0] = price[(again < 0) | (again == ONE)].sum()
         priced = (again != ZERO) & (again != ONE)
         np.add.at(costs, np.abs(again[priced]) - 1, np.sign(again[priced]) * price[priced])
+        if moved is not None:
+            moved.add_rows(table, costs * cost_scale)
+            costs[moved.stalls - 1] = moved.all_stalls_us / cost_scale
     return BuiltProgram(
         program=Program(costs, lower, upper, integer, table.finish()),
         ops=tuple(OpId(op) for op in arrays.free[variables.s > 0].tolist()),
@@ -137,6 +146,7 @@ def build_program(
         maxima=tuple(memory.maxima),
         peak_column=int(peak[0]) - 1 if len(peak) else None,
         cost_scale=cost_scale,
+        moves=moved,
     )
 
 

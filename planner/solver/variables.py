@@ -22,7 +22,7 @@ from autoac.planner.problem.graph import Graph, OpId
 from autoac.planner.solver.arrays import Bools, GraphArrays, Ints
 from autoac.planner.solver.moments import ConstrainedMoment, row_order, states_of
 from autoac.planner.solver.recompute_windows import END, NEVER
-from autoac.planner.solver.sparse_rows import ONE, ZERO, Codes
+from autoac.planner.solver.rows.sparse_rows import ONE, ZERO, Codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class Options:
     sparse_stride: int = 4  # (2) and of the earlier states every so many; 1: all
     fix_by_price: bool = True  # (15) columns that the relaxation's prices rule out are fixed in advance
     use_groups: bool = True  # (17) an op whose uses lie far apart may run again for each group of them
+    blockwise: bool = True  # chain/: blocks are planned one after another; slow where no two are alike
     repeat_in_blocks: bool = True  # (16) a moment that lacks a row in one block gets it in all alike
 
 

@@ -95,9 +95,11 @@ class SearchProblem:
     @cached_property
     def blockwise(self) -> Blockwise | None:
         """Return the dynamic program over blocks; None for a graph with use groups, which it cannot bound."""
-        return None if self.graph.runs else Blockwise(self.arrays, self.ceiling, timed=True)
+        has_none = self.graph.runs or not self.options.blockwise
+        return None if has_none else Blockwise(self.arrays, self.ceiling, timed=True)
 
     @cached_property
     def blockwise_peak(self) -> Blockwise | None:
         """Return `blockwise` without run times, which is faster."""
-        return None if self.graph.runs else Blockwise(self.arrays, self.ceiling, timed=False)
+        has_none = self.graph.runs or not self.options.blockwise
+        return None if has_none else Blockwise(self.arrays, self.ceiling, timed=False)

@@ -20,7 +20,7 @@ from autoac.planner.problem.graph import OpId, VersionId
 from autoac.planner.solver.arrays import Bools, Floats, Ints
 from autoac.planner.solver.moments import ConstrainedMoment, DuringBurst, DuringForward, DuringStep
 from autoac.planner.solver.recompute_windows import END
-from autoac.planner.solver.sparse_rows import (
+from autoac.planner.solver.rows.sparse_rows import (
     ONE,
     ZERO,
     Codes,
@@ -51,11 +51,16 @@ class MemoryConstraints:
         self._kept_runs: dict[int, int] = {}  # codes of (17), by run
         self._waiting: LinearSum | None = None  # bytes of one waiting microbatch
 
-    def add_row(self, moment: ConstrainedMoment, budget: int | None, scale: float, peak: Codes) -> None:
-        """(13) Add the row: what is live at `moment` fits in `budget`, or in the column `peak`."""
+    def add_row(
+        self, moment: ConstrainedMoment, budget: int | None, scale: float, less: Codes, less_nbytes: float
+    ) -> None:
+        """(13) Add the row: what is live at `moment`, without `less_nbytes` times `less`, fits in `budget`.
+
+        Without a budget it fits in nothing: `less` is the column of the peak.
+        """
         live = self.bytes_at(moment)
-        codes = np.concatenate([*live.codes, peak])
-        coefficients = np.concatenate([*live.coefficients, np.full(len(peak), -scale)]) / scale
+        codes = np.concatenate([*live.codes, less])
+        coefficients = np.concatenate([*live.coefficients, np.full(len(less), -less_nbytes)]) / scale
         limit = 0.0 if budget is None else budget
         self.table.add(np.zeros(len(codes)), codes, coefficients, (limit - live.constant) / scale)
 

@@ -1,0 +1,127 @@
+"""Run a step on three clocks, compute and both directions of the link, and see where compute waits.
+
+The events, and so the bytes on the device, are those of schedule.py for the graph with moves. This module
+adds when they happen. Each direction copies one storage after another, in the order of the events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+
+from autoac.planner.memory.schedule import Backward, Compute, Event, Free, Recompute, schedule
+from autoac.planner.problem.graph import Graph, OpId, SaveSet, VersionId
+from autoac.planner.problem.moves import Link, Move
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The time of a step, in microseconds, and what it holds on the host, in bytes."""
+
+    end_us: float
+    stall_us: float  # of it, compute waits for copies
+    host_peak: int
+    moved: int  # bytes to the host
+
+
+def timing(graph: Graph, save_set: SaveSet, moves: Sequence[Move], link: Link) -> Timing:
+    """Return the times of a step under `save_set`.
+
+    Args:
+        graph: with `moves` (`with_moves`).
+        save_set: saves no moved op.
+        moves: all of them are carried out.
+        link: of device and host.
+    """
+    clocks = _Clocks(graph, moves, link)
+    for event in schedule(graph, save_set):
+        clocks.take(event)
+    return Timing(clocks.now, clocks.stalled, clocks.host_peak, clocks.moved)
+
+
+def compute_times(graph: Graph, save_set: SaveSet, moved: Container[OpId]) -> Iterator[tuple[Event, float]]:
+    """Yield each event with the microsecond at which it begins if compute never waits.
+
+    Args:
+        graph: with moves.
+        save_set: saves none of `moved`.
+        moved: ops that are moved, whose recompute is a copy.
+    """
+    now = 0.0
+    for event in schedule(graph, save_set):
+        yield event, now
+        now += _runtime_us(graph, event, moved)
+
+
+def _runtime_us(graph: Graph, event: Event, moved: Container[OpId]) -> float:
+    match event:
+        case Compute(op):
+            return graph.ops[op].runtime_us
+        case Recompute(op):
+            return 0.0 if op in moved else graph.ops[op].recompute_us
+        case Backward(step):
+            return graph.steps[step].runtime_us
+        case _:
+            return 0.0
+
+
+class _Clocks:
+    """The clocks while a step runs. Only this module uses it."""
+
+    def __init__(self, graph: Graph, moves: Sequence[Move], link: Link) -> None:
+        self._graph, self._link, self._moved_ops = graph, link, {move.op for move in moves}
+        fetched = {(move.op, move.fetch) for move in moves}
+        self._fetches = {
+            h
+            for move in moves
+            for w in graph.ops[move.op].writes
+            for h in graph.versions[w].saved_tensors
+            for step in graph.saved_tensors[h].unpacked
+            if (move.op, step) in fetched and h == graph.versions[w].saved_tensors[-1]
+        }
+        self.now = self.stalled = 0.0
+        self.host_peak = self.moved = self._host = 0
+        self._out_free = self._in_free = 0.0
+        self._copied: dict[VersionId, float] = {}  # when the copy out ends; waited for where it is freed
+        self._arrives: dict[VersionId, float] = {}  # when the copy in ends; waited for at the first use
+
+    def take(self, event: Event) -> None:
+        """Let `event` happen."""
+        graph = self._graph
+        match event:
+            case Free(v) if v in self._copied and v not in self._arrives:
+                self._wait(self._copied[v])
+            case Recompute(op) if op in self._moved_ops:
+                for w in graph.ops[op].writes:
+                    begin = max(self.now, self._in_free, self._copied[w])
+                    self._in_free = self._arrives[w] = begin + self._link.in_us(graph.nbytes(w))
+                return
+            case Recompute(op):
+                self._use(graph.ops[op].reads)
+            case Backward(step):
+                unpacks = (h for h in graph.steps[step].unpacks if h not in self._fetches)
+                self._use([graph.saved_tensors[h].version for h in unpacks])
+            case _:
+                pass
+        self.now += _runtime_us(graph, event, self._moved_ops)
+        if isinstance(event, Compute) and event.op in self._moved_ops:
+            self._leave(event.op)
+
+    def _leave(self, op: OpId) -> None:
+        for w in self._graph.ops[op].writes:
+            nbytes = self._graph.nbytes(w)
+            self._out_free = max(self.now, self._out_free) + self._link.out_us(nbytes)
+            self._copied[w] = self._out_free
+            self.moved += nbytes
+            self._host += nbytes
+        self.host_peak = max(self.host_peak, self._host)
+
+    def _use(self, versions: Sequence[VersionId]) -> None:
+        for v in versions:
+            if self._copied.pop(v, None) is not None:  # the first use; the host's memory is free from here on
+                self._wait(self._arrives[v])
+                self._host -= self._graph.nbytes(v)
+
+    def _wait(self, until: float) -> None:
+        self.stalled += max(until - self.now, 0.0)
+        self.now = max(self.now, until)

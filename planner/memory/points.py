@@ -1,0 +1,82 @@
+"""Choose the points of moves: as early a free and as late a fetch as the link allows, with some slack.
+
+Out of the device, copies go in the order in which forward makes their storages; into it, in the order in
+which backward uses them. Slack is what makes the plan stand if a copy takes longer than was measured.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection
+
+from autoac.planner.memory.clocks import compute_times
+from autoac.planner.memory.schedule import Backward, Compute, Recompute
+from autoac.planner.problem.graph import Graph, Moment, OpId, SaveSet, StepId
+from autoac.planner.problem.moves import Link, Move, with_moves
+
+SLACK = 0.1  # of the time of a copy: from its end to where the memory is freed or used
+
+
+def choose_points(
+    graph: Graph, save_set: SaveSet, ops: Collection[OpId], link: Link, slack: float = SLACK
+) -> tuple[Move, ...]:
+    """Return moves of those of `ops` that backward needs, in forward order, if `save_set` is saved otherwise.
+
+    An op is left out if it cannot be back before backward uses it.
+
+    Args:
+        graph: without moves.
+        save_set: of `graph`, without `ops`.
+        ops: of `movable`.
+        link: of device and host.
+        slack: see SLACK.
+    """
+    n = len(graph.ops)
+    released = {
+        op: max(graph.storages[graph.versions[w].storage].released for w in graph.ops[op].writes)
+        for op in ops
+    }
+    lazily = with_moves(graph, [Move(op, Moment(released[op]), None) for op in ops], link)
+    begins = [0.0] * (graph.end + 1)  # by moment
+    steps_seen = [False] * len(graph.steps)
+    made: dict[OpId, float] = {}
+    first_use: dict[OpId, tuple[StepId, float]] = {}
+    now = 0.0
+    for event, now in compute_times(lazily, save_set, set(ops)):
+        match event:
+            case Compute(op):
+                begins[op] = now
+                made[op] = now + graph.ops[op].runtime_us
+            case Recompute(op, _, step):
+                if not steps_seen[step]:
+                    begins[n + step], steps_seen[step] = now, True
+                if op in released:
+                    first_use.setdefault(op, (step, now))
+            case Backward(step):
+                if not steps_seen[step]:
+                    begins[n + step], steps_seen[step] = now, True
+    begins[graph.end] = now
+
+    free: dict[OpId, Moment] = {}
+    link_free = 0.0
+    for op in sorted(first_use):
+        for w in graph.ops[op].writes:
+            link_free = max(link_free, made[op]) + link.out_us(graph.nbytes(w)) * (1 + slack)
+        free[op] = Moment(max(bisect_left(begins, link_free), released[op], op + 1))
+    unpacking = [step.id for step in graph.steps if step.unpacks]
+    starts = [begins[n + j] for j in unpacking]
+    moves = []
+    link_free = begins[graph.end]
+    for op, (step, used) in sorted(first_use.items(), key=lambda item: (-item[1][1], -item[0])):
+        nbytes = sum(graph.nbytes(w) for w in graph.ops[op].writes)
+        begin = min(link_free, used) - link.in_us(nbytes) * (1 + slack)
+        k = max(bisect_right(starts, begin) - 1, 0)
+        fetch = min(unpacking[k], step)
+        if free[op] <= n + fetch:
+            link_free = begin
+            moves.append(Move(op, free[op], fetch))
+    return tuple(sorted(moves, key=lambda move: move.op))
+
+
+def _released(graph: Graph, op: OpId) -> list[Moment]:
+    return [graph.storages[graph.versions[w].storage].released for w in graph.ops[op].writes]

@@ -1,0 +1,224 @@
+"""Plan what to move to the host, where that is faster than to recompute.
+
+A relaxation with moves (solver/rows/move_columns.py) says which outputs are worth the link, and proves a
+bound. The points of these moves follow from the times of the step (memory/points.py). Then the step with the
+moves is a Graph like any other, and the usual search finds what else to save; the three clocks say how long
+compute waits.
+
+Source: docs/formulation.md, section 10.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from autoac.planner.errors import InfeasibleBudget
+from autoac.planner.formats.profile import Profile
+from autoac.planner.memory.clocks import Timing, timing
+from autoac.planner.memory.points import choose_points
+from autoac.planner.memory.schedule import Recompute, schedule
+from autoac.planner.memory.simulate import fits, peak_of
+from autoac.planner.minimum_peak import search_peak_within
+from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S, STEP_SHARE, Plan, plan, step_time_us
+from autoac.planner.problem.build import build
+from autoac.planner.problem.graph import Graph, OpId, SaveSet
+from autoac.planner.problem.moves import Link, Move, movable, with_moves
+from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
+from autoac.planner.solver.constrained_moments import first_moments
+from autoac.planner.solver.incumbent import Goal
+from autoac.planner.solver.moments import DuringBurst
+from autoac.planner.solver.program import build_program
+from autoac.planner.solver.rows.move_columns import MoveProblem
+from autoac.planner.solver.search import Search
+from autoac.planner.solver.start.search_problem import SearchProblem
+from autoac.planner.solver.time_limit import Allowance, Stopwatch
+from autoac.planner.solver.variables import options_for
+
+SHARES = (1.0, 0.8, 1.0, 0.8)  # of the bandwidth that relaxations count on, one after another
+WORTH = 0.005  # of the step: what moves must save for the host to be used
+WORK_LIMIT = 10.0  # units of work for all searches of moves,
+SEARCH_WORK = 5.0  # and for one
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """A save set with moves that fits, and its times.
+
+    Attributes:
+        graph: with the moves.
+        save_set: of `graph`; saves no moved op.
+    """
+
+    graph: Graph = field(repr=False)
+    save_set: SaveSet = field(repr=False)
+    moves: tuple[Move, ...]
+    timing: Timing
+    extra_us: float  # recomputes and stalls
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPlan:
+    """The fastest way found to keep a step within a budget, with moves or without. Times in microseconds."""
+
+    without: Plan | None  # None: nothing fits without moves
+    best: Offload | None  # None: no moves save enough
+    bound_us: float  # of recomputes and stalls: no moves and save set with one recompute of an op take less
+
+    @property
+    def extra_us(self) -> float:
+        """Return the time of recomputes and stalls."""
+        if self.best is not None:
+            return self.best.extra_us
+        assert self.without is not None
+        return self.without.recompute_us
+
+
+def plan_offload(
+    profile: Profile | Graph,
+    *,
+    budget_bytes: int,
+    link: Link,
+    gap: float = DEFAULT_GAP,
+    work_limit: float = WORK_LIMIT,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+) -> OffloadPlan:
+    """Plan a step within a budget, with a link to the host: save, recompute or move.
+
+    Nothing moves where everything fits, or where that does not save half a percent of the step.
+
+    Args:
+        profile: one training step, or the Graph of one.
+        budget_bytes: that the device may hold at any moment.
+        link: of device and host, with the bytes that may be used there.
+        gap: as in `plan`.
+        work_limit: units of work for the search of moves, besides that of `plan`.
+        time_limit_s: as in `plan`.
+
+    Raises:
+        InfeasibleBudget: no save set fits, and no moves were found with which one does.
+        InvalidBudget, InvalidLimit: as in `plan`.
+    """
+    graph = profile if isinstance(profile, Graph) else build(profile)
+    step_us = step_time_us(graph)
+    without, infeasible = None, None
+    try:
+        without = plan(profile, budget_bytes=budget_bytes, gap=gap, time_limit_s=time_limit_s)
+        if without.recompute_us == 0 or graph.waiting_microbatches:
+            return OffloadPlan(without, None, without.bound_us)
+    except InfeasibleBudget as error:
+        infeasible = error
+    problem = SearchProblem(graph, replace(options_for(profile, None), use_groups=False))
+    goal = Goal(gap, STEP_SHARE * gap * step_us)
+    allowance = Allowance(work_limit, Stopwatch(time_limit_s), None)
+    known = None if without is None else (SearchProblem(without.graph), without.save_set)
+    best, bound_us = _search(problem, budget_bytes, link, goal, allowance, known)
+    if best is None and infeasible is not None:
+        raise infeasible
+    if without is not None and (best is None or best.extra_us > without.recompute_us - WORTH * step_us):
+        return OffloadPlan(without, None, min(bound_us, without.recompute_us))
+    assert best is not None
+    return OffloadPlan(without, best, min(bound_us, best.extra_us))
+
+
+def _search(
+    problem: SearchProblem,
+    budget: int,
+    link: Link,
+    goal: Goal,
+    allowance: Allowance,
+    without: tuple[SearchProblem, SaveSet] | None,
+) -> tuple[Offload | None, float]:
+    """Return the best moves that were found, and what is proven of the time of all.
+
+    Args:
+        without: a problem of the same step, perhaps with use groups, and a save set without moves that fits.
+    """
+    graph, arrays = problem.graph, problem.arrays
+    nbytes = movable(graph, link)
+    best: Offload | None = None
+    bound = 0.0
+    known = first_moments(problem.windows, (graph.everything,))
+    tried: set[frozenset[OpId]] = set()
+    for share in SHARES if nbytes else ():
+        built = build_program(
+            arrays, budget, known, options=problem.options, moves=MoveProblem(nbytes, link.slower(share))
+        )
+        relaxed = allowance.solve(built.program, built.cost_scale, relaxed=True)
+        if relaxed.values is None or built.moves is None:
+            break
+        if share == 1.0:
+            bound = max(bound, relaxed.bound * built.cost_scale)
+        moved = built.moves.moved(relaxed.values)
+        if moved not in tried:
+            tried.add(moved)
+            saved = built.save_set(relaxed.values) - moved
+            found, search = _with(problem, budget, link, moved, saved, goal, allowance)
+            known |= {moment for moment in search.moments if not isinstance(moment, DuringBurst)}
+            if found is None and best is None and without is not None:  # move what was saved: that fits
+                grouped, save_set = without
+                found, _ = _with(grouped, budget, link, moved & save_set, save_set, goal, allowance)
+            if found is not None and (best is None or found.extra_us < best.extra_us):
+                best = found
+        good = best is not None and best.extra_us - bound <= max(goal.gap * best.extra_us, goal.tolerance)
+        if good or allowance.over:
+            break
+    return best, bound
+
+
+def _with(
+    problem: SearchProblem,
+    budget: int,
+    link: Link,
+    moved: frozenset[OpId],
+    saved: SaveSet,
+    goal: Goal,
+    allowance: Allowance,
+) -> tuple[Offload | None, Search]:
+    """Return the best of what a search finds with `moved`, and the search.
+
+    Args:
+        saved: about what is saved besides; the points are first chosen for it.
+    """
+    graph = problem.graph
+    fullest = peak_of(graph, graph.everything).moment
+    moves = choose_points(graph, saved - moved, moved, link)
+    moves = tuple(move for move in moves if move.is_absent(graph, fullest))
+    moving = SearchProblem(with_moves(graph, moves, link), replace(problem.options, blockwise=False))
+    own = allowance.with_work_up_to(SEARCH_WORK)
+    had = own.work_left
+    search = Search(moving, budget, goal=goal, allowance=own, start=[saved])
+    if search.best.save_set is None:
+        smallest = search_peak_within(moving, own, budget)
+        if smallest.proven > budget:
+            allowance.spend(had - own.work_left)
+            return None, search
+        search.best.offer(smallest.save_set)
+    search.run()
+    allowance.spend(had - own.work_left)
+    if search.best.save_set is None:
+        return None, search
+    save_set = with_forced_saves(moving.graph, search.best.save_set)
+    again = recomputed_by_backward(moving.graph, save_set)
+    moves = tuple(move for move in moves if again[move.op])
+    later = choose_points(graph, save_set, [move.op for move in moves], link)
+    found = [_judged(graph, save_set, points, budget, link) for points in (moves, later)]
+    return min((f for f in found if f is not None), key=lambda f: f.extra_us, default=None), search
+
+
+def _judged(
+    graph: Graph, save_set: SaveSet, moves: tuple[Move, ...], budget: int, link: Link
+) -> Offload | None:
+    """Return the Offload of `moves` under `save_set`; None if it is over a budget, or a fetch is too late."""
+    moving = with_moves(graph, moves, link)
+    fetches = {(move.op, move.fetch) for move in moves}
+    moved = {move.op for move in moves}
+    late = any(
+        isinstance(event, Recompute) and event.op in moved and (event.op, event.step) not in fetches
+        for event in schedule(moving, save_set)
+    )
+    if late or not fits(moving, save_set, budget):
+        return None
+    times = timing(moving, save_set, moves, link)
+    if times.host_peak > link.host_bytes:
+        return None
+    return Offload(moving, save_set, moves, times, times.end_us - step_time_us(graph))

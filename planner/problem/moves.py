@@ -1,0 +1,139 @@
+"""Move the outputs of ops to the host in forward and back in backward, at points of the program.
+
+NOTE [ Moves ]
+
+A move has four points, in the order in which the host issues work, never by a clock:
+
+    leave   after the op has run in forward, its outputs are queued for the copy out
+    free    before the op or backward step `free`, compute waits for that copy, and the device frees them
+    fetch   when backward step `fetch` begins, memory is allocated, and the copy in is queued;
+            of several in one step, that of the last op first
+    use     the first unpack or recompute that reads them waits for the copy in
+
+So the bytes live on the device depend on the order of work alone; times change only how long compute waits.
+For backward, a moved op is one that is not saved and that reads nothing when it runs again: `with_moves`
+says that in a Graph, and schedule.py, simulate.py and the solver need no word for it.
+
+    chain(4, 4, 4), op 0 moved with free=2, fetch=step 1:   op 0 reads nothing, is held up to op 2, and has
+    one more saved tensor, which step 1 unpacks: there it runs again, without cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoac.planner.problem.graph import Graph, Moment, OpId, SavedTensor, SavedTensorId, StepId, VersionId
+
+HANDLING = 0.01  # of the time on the link: so much is a move charged, so that none is planned for nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The link between the device and the memory of its host, with both directions busy."""
+
+    out_bytes_per_us: float
+    in_bytes_per_us: float
+    latency_us: float  # of a copy
+    host_bytes: int  # that may be used
+
+    def out_us(self, nbytes: int) -> float:
+        """Return the microseconds that a copy of `nbytes` to the host takes."""
+        return self.latency_us + nbytes / self.out_bytes_per_us
+
+    def in_us(self, nbytes: int) -> float:
+        """Return the microseconds that a copy of `nbytes` from the host takes."""
+        return self.latency_us + nbytes / self.in_bytes_per_us
+
+    def slower(self, share: float) -> Link:
+        """Return the link with `share` of the bandwidth."""
+        out, into = share * self.out_bytes_per_us, share * self.in_bytes_per_us
+        return replace(self, out_bytes_per_us=out, in_bytes_per_us=into)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Moves the outputs of `op`: NOTE [ Moves ].
+
+    Invariant: `op < free <= n_ops + fetch`, and the first use is in step `fetch` or later.
+    """
+
+    op: OpId
+    free: Moment
+    fetch: StepId | None  # None: at the first use
+
+    def is_absent(self, graph: Graph, moment: Moment) -> bool:
+        """Return True if the device does not hold the outputs at `moment`."""
+        return self.fetch is not None and self.free <= moment <= len(graph.ops) + self.fetch
+
+
+def movable(graph: Graph, link: Link) -> dict[OpId, int]:
+    """Return by op that may be moved the bytes of its outputs.
+
+    All of its outputs are storages that nothing writes over, and each is unpacked exactly once. Copies for
+    which latency counts more than bandwidth do not pay.
+    """
+    in_groups = {run for row in graph.runs for run in row}
+    found = {}
+    for op in graph.ops:
+        if op.compiled or op.must_recompute or op.id in in_groups or not op.writes:
+            continue
+        if not all(_is_simple(graph, w) for w in op.writes):
+            continue
+        nbytes = sum(map(graph.nbytes, op.writes))
+        if nbytes >= link.latency_us * link.out_bytes_per_us and nbytes > 0:
+            found[op.id] = nbytes
+    return found
+
+
+def _is_simple(graph: Graph, w: VersionId) -> bool:
+    version = graph.versions[w]
+    tensors = [graph.saved_tensors[h] for h in version.saved_tensors]
+    return (
+        graph.nbytes(w) > 0
+        and len(graph.storages[version.storage].versions) == 1
+        and graph.storages[version.storage].released < graph.end
+        and bool(tensors)
+        and all(len(set(saved.unpacked)) == 1 for saved in tensors)
+    )
+
+
+def with_moves(graph: Graph, moves: Sequence[Move], link: Link) -> Graph:
+    """Return `graph` with `moves`: a save set of it that does not save a moved op moves its outputs.
+
+    A save set that does save the op leaves it on the device. Ids stay what they are; saved tensors are added
+    at the end.
+    """
+    ops, versions, storages = list(graph.ops), list(graph.versions), list(graph.storages)
+    saved_tensors, steps = list(graph.saved_tensors), list(graph.steps)
+    n = len(ops)
+    for move in sorted(moves, key=lambda move: move.op):  # a fetch is put before those of earlier ops
+        op = ops[move.op]
+        for r in op.reads:
+            versions[r] = replace(versions[r], readers=tuple(x for x in versions[r].readers if x != op.id))
+        nbytes = sum(map(graph.nbytes, op.writes))
+        ops[op.id] = replace(
+            op,
+            reads=(),
+            must_save="",
+            workspace_bytes=0,  # only forward runs the kernel
+            extra_bytes=op.extra_bytes + op.workspace_bytes,
+            replay_us=HANDLING * link.out_us(nbytes) - op.runtime_us,
+        )
+        for w in op.writes:
+            storage = storages[versions[w].storage]
+            storages[storage.id] = replace(storage, released=max(storage.released, move.free))
+            if move.fetch is None:
+                continue
+            h, step = SavedTensorId(len(saved_tensors)), steps[move.fetch]
+            saved_tensors.append(SavedTensor(h, w, op.id + 1, (step.id,), Moment(n + step.id + 1)))
+            versions[w] = replace(versions[w], saved_tensors=(*versions[w].saved_tensors, h))
+            steps[step.id] = replace(step, unpacks=(h, *step.unpacks), drops=(*step.drops, h))
+    return replace(
+        graph,
+        ops=tuple(ops),
+        versions=tuple(versions),
+        storages=tuple(storages),
+        saved_tensors=tuple(saved_tensors),
+        steps=tuple(steps),
+    )

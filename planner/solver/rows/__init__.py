@@ -1,0 +1,1 @@
+"""Write the rows of the program: bytes at moments, moves over the link."""
