@@ -16,7 +16,7 @@ demo: $(READY)
 
 # In two processes: many tests wait for children, ranks or a database.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --durations=25
 
 # Chromium for the tests of pages, from the system's packages (Debian, Ubuntu). Needs root.
 browser:
