@@ -16,7 +16,7 @@ from autoac.planner.memory.clocks import timing
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.offload import OffloadPlan, plan_offload
 from autoac.planner.plan import step_time_us
-from autoac.planner.problem.graph import Moment, OpId, SaveSet, StepId
+from autoac.planner.problem.graph import Moment, OpId, SaveSet, StepId, chain
 from autoac.planner.problem.moves import Link, Move, movable, with_moves
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 
@@ -63,7 +63,28 @@ def test_plan_fits_by_the_second_simulator(seed: int) -> None:
 def test_no_moves_beat_the_bound(seed: int) -> None:
     graph, link, rng = random_step(seed, 5)
     high = peak_bytes(graph, graph.everything)
-    budget = max(1, rng.randint(high // 2, high))
+    compare_with_brute_force(graph, link, max(1, rng.randint(high // 2, high)))
+
+
+def random_chain(rng: random.Random) -> Graph:
+    """Return a chain of four ops, the first of them large, with steps of some length between their uses."""
+    graph = chain(
+        *(rng.randint(4, 9) for _ in range(3)), 1, runtime_us=[rng.choice((1, 4, 20)) for _ in range(4)]
+    )
+    steps = tuple(replace(step, runtime_us=float(rng.choice((0, 1, 4)))) for step in graph.steps)
+    return replace(graph, steps=steps)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_moves_in_a_chain_beat_the_bound(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = random_chain(rng)
+    link = Link(rng.choice((0.5, 1.0, 3.0)), rng.choice((0.5, 1.0, 3.0)), 0.0, rng.choice((1 << 60, 9)))
+    high = peak_bytes(graph, graph.everything)
+    compare_with_brute_force(graph, link, high - rng.randint(1, 9))
+
+
+def compare_with_brute_force(graph: Graph, link: Link, budget: int) -> None:
     least = fastest(graph, link, budget)
     try:
         found = plan_offload(graph, budget_bytes=budget, link=link, gap=0.0)
@@ -89,8 +110,10 @@ def fastest(graph: Graph, link: Link, budget: int) -> float | None:
                         if not all(again[op] and op not in save_set for op in ops):
                             continue
                         if peak_bytes(moving, save_set) <= budget:
-                            extra = timing(moving, save_set, moves, link).end_us - step_time_us(graph)
-                            best = extra if best is None else min(best, extra)
+                            times = timing(moving, save_set, moves, link)
+                            extra = times.end_us - step_time_us(graph)
+                            if times.host_peak <= link.host_bytes and (best is None or extra < best):
+                                best = extra
     return best
 
 
