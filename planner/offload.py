@@ -37,6 +37,7 @@ from autoac.planner.solver.variables import options_for
 SHARES = (1.0, 0.8, 1.0, 0.8)  # of the bandwidth that relaxations count on, one after another
 WORTH = 0.005  # of the step: what moves must save for the host to be used
 WORK_LIMIT = 10.0  # units of work for all searches of moves,
+FEW = 40  # so few ops that may be moved are decided by the program, without rounding
 SEARCH_WORK = 5.0  # and for one
 
 
@@ -143,7 +144,7 @@ def _search(
         built = build_program(
             arrays, budget, known, options=problem.options, moves=MoveProblem(nbytes, link.slower(share))
         )
-        relaxed = allowance.solve(built.program, built.cost_scale, relaxed=True)
+        relaxed = allowance.solve(built.program, built.cost_scale, relaxed=len(nbytes) > FEW)
         if relaxed.values is None or built.moves is None:
             break
         if share == 1.0:
@@ -155,8 +156,9 @@ def _search(
             found, search = _with(problem, budget, link, moved, saved, goal, allowance)
             known |= {moment for moment in search.moments if not isinstance(moment, DuringBurst)}
             if found is None and best is None and without is not None:  # move what was saved: that fits
-                grouped, save_set = without
-                found, _ = _with(grouped, budget, link, moved & save_set, save_set, goal, allowance)
+                other, save_set = without
+                own = movable(other.graph, link) if other.graph.runs else moved  # with use groups, other ids
+                found, _ = _with(other, budget, link, save_set & set(own), save_set, goal, allowance)
             if found is not None and (best is None or found.extra_us < best.extra_us):
                 best = found
         good = best is not None and best.extra_us - bound <= max(goal.gap * best.extra_us, goal.tolerance)

@@ -135,6 +135,7 @@ def build_program(
         np.add.at(costs, np.abs(again[priced]) - 1, np.sign(again[priced]) * price[priced])
         if moved is not None:
             moved.add_rows(table, costs * cost_scale)
+            integer[moved.o - 1] = True
             costs[moved.stalls - 1] = moved.all_stalls_us / cost_scale
     return BuiltProgram(
         program=Program(costs, lower, upper, integer, table.finish()),
