@@ -108,10 +108,11 @@ def plan_offload(
             return OffloadPlan(without, None, without.bound_us)
     except InfeasibleBudget as error:
         infeasible = error
-    problem = SearchProblem(graph, replace(options_for(profile, None), use_groups=False))
+    options = replace(options_for(profile, None), use_groups=False)
+    problem = SearchProblem(graph, options)
     goal = Goal(gap, STEP_SHARE * gap * step_us)
     allowance = Allowance(work_limit, Stopwatch(time_limit_s), None)
-    known = None if without is None else (SearchProblem(without.graph), without.save_set)
+    known = None if without is None else (SearchProblem(without.graph, options), without.save_set)
     best, bound_us = _search(problem, budget_bytes, link, goal, allowance, known)
     if best is None and infeasible is not None:
         raise infeasible
