@@ -104,7 +104,7 @@ def plan_offload(
     without, infeasible = None, None
     try:
         without = plan(profile, budget_bytes=budget_bytes, gap=gap, time_limit_s=time_limit_s)
-        if without.recompute_us == 0 or graph.waiting_microbatches:
+        if without.recompute_us == 0 or graph.waiting_microbatches or not movable(graph, link):
             return OffloadPlan(without, None, without.bound_us)
     except InfeasibleBudget as error:
         infeasible = error
