@@ -72,15 +72,16 @@ def rows_of(name: str) -> tuple[list[str], list[tuple[int, float, float]]]:
             begin = time.process_time()
             found = plan_offload(profile, budget_bytes=budget, link=link_of(gb_s))
             took = time.process_time() - begin - alone_s
-            assert found.without is not None
-            ratio = found.extra_us / found.without.recompute_us
+            assert found.without_moves is not None
+            alone_us = found.without_moves.recompute_us
+            ratio = found.extra_us / alone_us
             best = found.best
             moved, stalls, jitter = 0.0, 0.0, 0.0
             if best is not None:
-                moved, stalls = best.timing.moved / GIB, best.timing.stall_us / step_us
+                moved, stalls = best.timing.moved_bytes / GIB, best.timing.stall_us / step_us
                 jitter = with_jitter(best, link_of(gb_s)) / step_us
             rows.append(
-                f"| {name} | {budget / GIB:.2f} | {gb_s} | {found.without.recompute_us / step_us:.2%} | "
+                f"| {name} | {budget / GIB:.2f} | {gb_s} | {alone_us / step_us:.2%} | "
                 f"{found.extra_us / step_us:.2%} | {ratio:.2f} | {found.bound_us / step_us:.2%} | "
                 f"{moved:.1f} | {stalls:.2%} | {jitter:.2%} | {took:.1f} |"
             )

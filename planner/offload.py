@@ -61,7 +61,7 @@ class Offload:
 class OffloadPlan:
     """The fastest way found to keep a step within a budget, with moves or without. Times in microseconds."""
 
-    without: Plan | None  # None: nothing fits without moves
+    without_moves: Plan | None  # None: nothing fits
     best: Offload | None  # None: no moves save enough
     bound_us: float  # of recomputes and stalls: no moves and save set with one recompute of an op take less
 
@@ -70,8 +70,8 @@ class OffloadPlan:
         """Return the time of recomputes and stalls."""
         if self.best is not None:
             return self.best.extra_us
-        assert self.without is not None
-        return self.without.recompute_us
+        assert self.without_moves is not None
+        return self.without_moves.recompute_us
 
 
 def plan_offload(

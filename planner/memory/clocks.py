@@ -21,7 +21,7 @@ class Timing:
     end_us: float
     stall_us: float  # of it, compute waits for copies
     host_peak: int
-    moved: int  # bytes to the host
+    moved_bytes: int  # to the host
 
 
 def timing(graph: Graph, save_set: SaveSet, moves: Sequence[Move], link: Link) -> Timing:
@@ -36,7 +36,7 @@ def timing(graph: Graph, save_set: SaveSet, moves: Sequence[Move], link: Link) -
     clocks = _Clocks(graph, moves, link)
     for event in schedule(graph, save_set):
         clocks.take(event)
-    return Timing(clocks.now, clocks.stalled, clocks.host_peak, clocks.moved)
+    return Timing(clocks.now, clocks.stalled, clocks.host_peak, clocks.moved_bytes)
 
 
 def compute_times(graph: Graph, save_set: SaveSet, moved: Container[OpId]) -> Iterator[tuple[Event, float]]:
@@ -70,17 +70,14 @@ class _Clocks:
 
     def __init__(self, graph: Graph, moves: Sequence[Move], link: Link) -> None:
         self._graph, self._link, self._moved_ops = graph, link, {move.op for move in moves}
-        fetched = {(move.op, move.fetch) for move in moves}
-        self._fetches = {
-            h
+        self._fetches = {  # saved tensors that `with_moves` has added
+            graph.versions[w].saved_tensors[-1]
             for move in moves
+            if move.fetch is not None
             for w in graph.ops[move.op].writes
-            for h in graph.versions[w].saved_tensors
-            for step in graph.saved_tensors[h].unpacked
-            if (move.op, step) in fetched and h == graph.versions[w].saved_tensors[-1]
         }
         self.now = self.stalled = 0.0
-        self.host_peak = self.moved = self._host = 0
+        self.host_peak = self.moved_bytes = self._host = 0
         self._out_free = self._in_free = 0.0
         self._copied: dict[VersionId, float] = {}  # when the copy out ends; waited for where it is freed
         self._arrives: dict[VersionId, float] = {}  # when the copy in ends; waited for at the first use
@@ -112,7 +109,7 @@ class _Clocks:
             nbytes = self._graph.nbytes(w)
             self._out_free = max(self.now, self._out_free) + self._link.out_us(nbytes)
             self._copied[w] = self._out_free
-            self.moved += nbytes
+            self.moved_bytes += nbytes
             self._host += nbytes
         self.host_peak = max(self.host_peak, self._host)
 

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from autoac.planner.memory.clocks import compute_times
 from autoac.planner.memory.schedule import Backward, Compute, Recompute
 from autoac.planner.problem.graph import Graph, Moment, OpId, SaveSet, StepId
-from autoac.planner.problem.moves import Link, Move, with_moves
+from autoac.planner.problem.moves import Link, Move, released, with_moves
 
 SLACK = 0.1  # of the time of a copy: from its end to where the memory is freed or used
 
@@ -32,11 +32,8 @@ def choose_points(
         slack: see SLACK.
     """
     n = len(graph.ops)
-    released = {
-        op: max(graph.storages[graph.versions[w].storage].released for w in graph.ops[op].writes)
-        for op in ops
-    }
-    lazily = with_moves(graph, [Move(op, Moment(released[op]), None) for op in ops], link)
+    held_until = {op: max(released(graph, op)) for op in ops}
+    lazily = with_moves(graph, [Move(op, Moment(held_until[op]), None) for op in ops], link)
     begins = [0.0] * (graph.end + 1)  # by moment
     steps_seen = [False] * len(graph.steps)
     made: dict[OpId, float] = {}
@@ -50,7 +47,7 @@ def choose_points(
             case Recompute(op, _, step):
                 if not steps_seen[step]:
                     begins[n + step], steps_seen[step] = now, True
-                if op in released:
+                if op in held_until:
                     first_use.setdefault(op, (step, now))
             case Backward(step):
                 if not steps_seen[step]:
@@ -62,7 +59,7 @@ def choose_points(
     for op in sorted(first_use):
         for w in graph.ops[op].writes:
             link_free = max(link_free, made[op]) + link.out_us(graph.nbytes(w)) * (1 + slack)
-        free[op] = Moment(max(bisect_left(begins, link_free), released[op], op + 1))
+        free[op] = Moment(max(bisect_left(begins, link_free), held_until[op], op + 1))
     unpacking = [step.id for step in graph.steps if step.unpacks]
     starts = [begins[n + j] for j in unpacking]
     moves = []
@@ -76,7 +73,3 @@ def choose_points(
             link_free = begin
             moves.append(Move(op, free[op], fetch))
     return tuple(sorted(moves, key=lambda move: move.op))
-
-
-def _released(graph: Graph, op: OpId) -> list[Moment]:
-    return [graph.storages[graph.versions[w].storage].released for w in graph.ops[op].writes]

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from autoac.planner.problem.graph import Graph, Moment, OpId, SavedTensor, SavedTensorId, StepId, VersionId
 
-HANDLING = 0.01  # of the time on the link: so much is a move charged, so that none is planned for nothing
+HANDLING = 0.01  # of the time on the link: what a search charges for a move, so that none is in vain
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,11 @@ def movable(graph: Graph, link: Link) -> dict[OpId, int]:
         if nbytes >= link.latency_us * link.out_bytes_per_us and nbytes > 0:
             found[op.id] = nbytes
     return found
+
+
+def released(graph: Graph, op: OpId) -> list[Moment]:
+    """Return for each output of `op` the first moment at which neither Python nor forward holds it."""
+    return [graph.storages[graph.versions[w].storage].released for w in graph.ops[op].writes]
 
 
 def _is_simple(graph: Graph, w: VersionId) -> bool:

@@ -46,7 +46,6 @@ def run(graph: Graph, save_set: SaveSet, moves: Sequence[Move], link: Link) -> R
     back: dict[VersionId, Task] = {}
     waits: list[Task] = []  # that the next task of compute waits for
     is_free: set[VersionId] = set()
-    fetched: set[int] = set()
     used: set[VersionId] = set()
     moment = -1
 
@@ -70,7 +69,6 @@ def run(graph: Graph, save_set: SaveSet, moves: Sequence[Move], link: Link) -> R
 
     def fetch(move: Move) -> None:
         nonlocal live, peak
-        fetched.add(move.op)
         live += sum(map(graph.nbytes, graph.ops[move.op].writes))
         extra = graph.steps[moment - n].extra_bytes_while_unpacking if moment >= n else 0
         extra = graph.steps[move.fetch].extra_bytes_while_unpacking if move.fetch is not None else extra

@@ -59,8 +59,8 @@ def test_tensor_that_another_stream_reads_is_saved(gpu: ModuleType) -> None:
 
 
 def test_recompute_that_ignores_streams_would_race(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device must be able to tell. The first comparison of an op's contents waits for all streams."""
-    gradients("recompute_all")
+    """The device must be able to tell."""
+    gradients("recompute_all")  # the first comparison of an op's contents waits for all streams
     gpu.take_races()
     monkeypatch.setattr(streams_seen, "several", False)
     monkeypatch.setattr(region, "has_streams", lambda: False)

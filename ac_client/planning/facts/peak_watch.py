@@ -46,7 +46,7 @@ class PeakWatch:
         self._model = weakref.ref(model)
         self._optimizers = optimizers
         self._readings: _Readings | None = None  # of the step that runs, if it is compared
-        self._reserved: int | None = None  # when the last compared step ended
+        self._reserved: int | None = None  # when it was last read
         self._reserved_outside = 0  # between steps, for an evaluation say
         self._written_at_first = self.written()
 

@@ -56,7 +56,7 @@ class MemoryConstraints:
     ) -> None:
         """(13) Add the row: what is live at `moment`, without `less_nbytes` times `less`, fits in `budget`.
 
-        Without a budget it fits in nothing: `less` is the column of the peak.
+        Without a budget the limit is 0, and `less` is the column of the peak.
         """
         live = self.bytes_at(moment)
         codes = np.concatenate([*live.codes, less])

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoac.planner.problem.graph import Graph, OpId
-from autoac.planner.problem.moves import Link
+from autoac.planner.problem.moves import Link, released
 from autoac.planner.solver.arrays import Bools, Floats
 from autoac.planner.solver.moments import DuringForward, position_in_step
 from autoac.planner.solver.rows.sparse_rows import Codes, RowTable
@@ -65,7 +65,7 @@ class MoveColumns:
         self._begins = np.concatenate([[0.0], np.cumsum(times)])
         self._made = self._begins[self._rows + 1]
         self._used = np.array([_first_use(graph, op) for op in self.ops], np.int64)  # steps
-        self._released = np.array([_released(graph, op) for op in self.ops], np.int64)
+        self._released = np.array([min(released(graph, op)) for op in self.ops], np.int64)
 
     def absent_bytes(self, i: int) -> tuple[Codes, float]:
         """Return the code of the bytes that are on the host at moment `i`, and the coefficient."""
@@ -137,10 +137,6 @@ def _first_use(graph: Graph, op: OpId) -> int:
         for h in graph.versions[w].saved_tensors
         for step in graph.saved_tensors[h].unpacked
     )
-
-
-def _released(graph: Graph, op: OpId) -> int:
-    return min(graph.storages[graph.versions[w].storage].released for w in graph.ops[op].writes)
 
 
 def _cuts(times: Floats) -> Floats:

@@ -95,11 +95,13 @@ class SearchProblem:
     @cached_property
     def blockwise(self) -> Blockwise | None:
         """Return the dynamic program over blocks; None for a graph with use groups, which it cannot bound."""
-        has_none = self.graph.runs or not self.options.blockwise
-        return None if has_none else Blockwise(self.arrays, self.ceiling, timed=True)
+        return self._blockwise(timed=True)
 
     @cached_property
     def blockwise_peak(self) -> Blockwise | None:
         """Return `blockwise` without run times, which is faster."""
+        return self._blockwise(timed=False)
+
+    def _blockwise(self, *, timed: bool) -> Blockwise | None:
         has_none = self.graph.runs or not self.options.blockwise
-        return None if has_none else Blockwise(self.arrays, self.ceiling, timed=False)
+        return None if has_none else Blockwise(self.arrays, self.ceiling, timed=timed)

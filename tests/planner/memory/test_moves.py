@@ -18,8 +18,6 @@ from autoac.planner.problem.graph import Moment, OpId, SaveSet, StepId
 from autoac.planner.problem.moves import Link, Move, movable, with_moves
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 
-FAST = Link(1e9, 1e9, 0.0, 1 << 60)
-
 
 def random_link(rng: random.Random) -> Link:
     return Link(
@@ -27,12 +25,17 @@ def random_link(rng: random.Random) -> Link:
     )
 
 
+def timed_step(rng: random.Random, most_ops: int) -> Graph:
+    """Return a small step whose backward takes time."""
+    graph = build(graphs.random_profile(rng, most_ops))
+    steps = tuple(replace(step, runtime_us=float(rng.randrange(6))) for step in graph.steps)
+    return replace(graph, steps=steps)
+
+
 def random_step(seed: int) -> tuple[Graph, SaveSet, tuple[Move, ...], Link]:
     """Return a step, what it saves, and moves at points drawn at random."""
     rng = random.Random(seed)
-    graph = build(graphs.random_profile(rng, 9))
-    steps = tuple(replace(step, runtime_us=float(rng.randrange(6))) for step in graph.steps)
-    graph, link = replace(graph, steps=steps), random_link(rng)
+    graph, link = timed_step(rng, 9), random_link(rng)
     chosen = [op for op in movable(graph, link) if rng.random() < 0.7]
     save_set = frozenset(op.id for op in graph.ops if rng.random() < 0.5) - set(chosen)
     all_of_them = [Move(op, Moment(op + 1), None) for op in chosen]
