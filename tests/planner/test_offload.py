@@ -72,7 +72,7 @@ def test_no_moves_beat_the_bound(seed: int) -> None:
     compare_with_brute_force(graph, link, max(1, rng.randint(high // 2, high)))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(20), 26, 35, 41, 56])  # each row decides at least one of them
 def test_no_moves_in_a_chain_beat_the_bound(seed: int) -> None:
     rng = random.Random(seed)
     graph = random_chain(rng, 4)
