@@ -17,9 +17,17 @@ from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.clocks import Timing, timing
 from autoac.planner.memory.points import choose_points
 from autoac.planner.memory.schedule import Recompute, schedule
-from autoac.planner.memory.simulate import fits, peak_of
+from autoac.planner.memory.simulate import fits, instant_name, peak_of
 from autoac.planner.minimum_peak import search_peak_within
-from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S, STEP_SHARE, Plan, plan, step_time_us
+from autoac.planner.plan import (
+    DEFAULT_GAP,
+    DEFAULT_TIME_LIMIT_S,
+    STEP_SHARE,
+    Plan,
+    plan,
+    plan_of,
+    step_time_us,
+)
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
 from autoac.planner.problem.moves import Link, Move, movable, with_moves
@@ -61,6 +69,9 @@ class Offload:
 class OffloadPlan:
     """The fastest way found to keep a step within a budget, with moves or without. Times in microseconds."""
 
+    problem: SearchProblem = field(repr=False)
+    profile: Profile | None = field(repr=False)
+    budget: int
     without_moves: Plan | None  # None: nothing fits
     best: Offload | None  # None: no moves save enough
     bound_us: float  # of recomputes and stalls: no moves and save set with one recompute of an op take less
@@ -72,6 +83,30 @@ class OffloadPlan:
             return self.best.extra_us
         assert self.without_moves is not None
         return self.without_moves.recompute_us
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan to carry out."""
+        best = self.best
+        if best is None:
+            assert self.without_moves is not None
+            return replace(self.without_moves, bound_us=self.bound_us)
+        made = plan_of(self.problem, self.profile, self.budget, self.problem.graph.everything)
+        peak = peak_of(best.graph, best.save_set)
+        moved = {move.op for move in best.moves}
+        again = recomputed_by_backward(best.graph, best.save_set)
+        return replace(
+            made,
+            graph=best.graph,
+            save_set=best.save_set,
+            recompute_set=frozenset(op.id for op in best.graph.ops if again[op.id]) - moved,
+            peak=peak.live_bytes,
+            peak_at=instant_name(best.graph, peak),
+            recompute_us=best.extra_us - best.timing.stall_us,
+            bound_us=self.bound_us,
+            moves=best.moves,
+            timing=best.timing,
+        )
 
 
 def plan_offload(
@@ -101,15 +136,16 @@ def plan_offload(
     """
     graph = profile if isinstance(profile, Graph) else build(profile)
     step_us = step_time_us(graph)
+    options = replace(options_for(profile, None), use_groups=False)
+    problem = SearchProblem(graph, options)
+    of = profile if isinstance(profile, Profile) else None
     without, infeasible = None, None
     try:
         without = plan(profile, budget_bytes=budget_bytes, gap=gap, time_limit_s=time_limit_s)
         if without.recompute_us == 0 or graph.waiting_microbatches or not movable(graph, link):
-            return OffloadPlan(without, None, without.bound_us)
+            return OffloadPlan(problem, of, budget_bytes, without, None, without.bound_us)
     except InfeasibleBudget as error:
         infeasible = error
-    options = replace(options_for(profile, None), use_groups=False)
-    problem = SearchProblem(graph, options)
     goal = Goal(gap, STEP_SHARE * gap * step_us)
     allowance = Allowance(work_limit, Stopwatch(time_limit_s), None)
     known = None if without is None else (SearchProblem(without.graph, options), without.save_set)
@@ -117,9 +153,9 @@ def plan_offload(
     if best is None and infeasible is not None:
         raise infeasible
     if without is not None and (best is None or best.extra_us > without.recompute_us - WORTH * step_us):
-        return OffloadPlan(without, None, min(bound_us, without.recompute_us))
+        return OffloadPlan(problem, of, budget_bytes, without, None, min(bound_us, without.recompute_us))
     assert best is not None
-    return OffloadPlan(without, best, min(bound_us, best.extra_us))
+    return OffloadPlan(problem, of, budget_bytes, without, best, min(bound_us, best.extra_us))
 
 
 def _search(
@@ -222,6 +258,6 @@ def _judged(
     if late or not fits(moving, save_set, budget):
         return None
     times = timing(moving, save_set, moves, link)
-    if times.host_peak > link.host_bytes:
+    if times.moved_bytes > link.host_bytes:
         return None
     return Offload(moving, save_set, moves, times, times.end_us - step_time_us(graph))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
@@ -11,6 +11,9 @@ from autoac.planner.budget import budget_in_bytes
 from autoac.planner.errors import InfeasibleBudget, InvalidBudget, InvalidLimit, PlannerError, SolverOutOfTime
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import (
+    OFFLOAD,
+    THE_END,
+    MovePoints,
     Policy,
     Predicted,
     decisions,
@@ -20,12 +23,15 @@ from autoac.planner.formats.policy import (
 )
 from autoac.planner.formats.profile import Profile
 from autoac.planner.infeasibility import infeasible, with_blame
+from autoac.planner.memory.clocks import Timing
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import Timeline, instant_name, peak_of, simulate
 from autoac.planner.minimum_peak import WORK_LIMIT as FLOOR_WORK_LIMIT
 from autoac.planner.minimum_peak import search_minimum_peak, search_peak_within
 from autoac.planner.problem.apply_constraints import constrained, with_forward_limit
+from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
+from autoac.planner.problem.moves import Move, triggers
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 from autoac.planner.problem.use_groups import later_runs
 from autoac.planner.shared_code import shared_calls, with_few_variants
@@ -72,11 +78,26 @@ class Plan:
     rounds: int  # how many relaxations were solved
     solver_s: float = field(default=0.0, compare=False)  # seconds of the solver's own clock
     constraints: Constraints | None = None  # that the plan obeys
+    moves: tuple[Move, ...] = ()  # `graph` has them (NOTE [ Moves ])
+    timing: Timing | None = None  # with moves: of the step
+
+    @property
+    def stall_us(self) -> float:
+        """Return the time that compute waits for copies."""
+        return 0.0 if self.timing is None else self.timing.stall_us
+
+    @property
+    def moved_bytes(self) -> int:
+        """Return the bytes that the step moves to the host."""
+        return 0 if self.timing is None else self.timing.moved_bytes
 
     @property
     def gap(self) -> float:
-        """Return the share of the recompute time that is not proven necessary: (time - bound) / time."""
-        return relative_gap(self.recompute_us, self.bound_us)
+        """Return the share of the extra time that is not proven necessary: (time - bound) / time.
+
+        The extra time is that of recomputes, and of stalls where outputs move.
+        """
+        return relative_gap(self.recompute_us + self.stall_us, self.bound_us)
 
     @property
     def floor(self) -> int:
@@ -92,6 +113,11 @@ class Plan:
     def step_us(self) -> float:
         """Return the time of forward and backward with nothing recomputed."""
         return step_time_us(self.graph)
+
+    @property
+    def moved(self) -> frozenset[OpId]:
+        """Return the ops whose outputs move to the host."""
+        return frozenset(move.op for move in self.moves)
 
     def policy(self) -> Policy:
         """Return the plan as the runtime loads it. The same plan gives the same text."""
@@ -115,11 +141,13 @@ class Plan:
                 recompute_bound_us=self.bound_us,
                 step_us=self.step_us,
                 gap=self.gap,
+                stall_us=self.stall_us,
+                moved_bytes=self.moved_bytes,
             ),
             tools=tool_versions() | planned_for(profile.environment),
             constraints=self.constraints,
             forward_ends=profile.forward_ends,
-            **decided(profile, self.graph, self.save_set),
+            **decided(profile, self.graph, self.save_set, self.moves),
         )
 
 
@@ -366,11 +394,12 @@ def _budget(budget_gb: float | None, budget_bytes: int | None, headroom_bytes: i
     return nbytes - headroom_bytes
 
 
-def decided(profile: Profile, graph: Graph, save_set: SaveSet) -> dict[str, Any]:
-    """Return the fields of a policy that hold decisions: `decisions`, and `use_groups` if there are any.
+def decided(profile: Profile, graph: Graph, save_set: SaveSet, moves: Sequence[Move] = ()) -> dict[str, Any]:
+    """Return the fields of a policy that hold decisions: `decisions`, and `use_groups` and `moves` if any.
 
     Args:
-        graph: built from `profile`, perhaps with use groups.
+        graph: built from `profile`, perhaps with use groups and moves.
+        moves: of ops that `save_set` does not save.
     """
     others = later_runs(graph)
     ops = (op.id for op in graph.ops if op.id not in others)
@@ -382,4 +411,16 @@ def decided(profile: Profile, graph: Graph, save_set: SaveSet) -> dict[str, Any]
             use_groups[key_of[row[0]]] = tuple(key_of[OpId(graph.ops[run].latest_use)] for run in row)
             if len(row) > 1:
                 fates[key_of[row[0]]] = f"recompute@{len(row)}"
-    return {"version": version_for(use_groups), "decisions": fates, "use_groups": use_groups}
+    points = {}
+    fetches = triggers(build(profile)) if moves else {}
+    for move in moves:
+        free = key_of.get(OpId(move.free), THE_END)
+        fetch = move.op if move.fetch is None else fetches[move.fetch]
+        points[key_of[move.op]] = MovePoints(free=free, fetch=key_of[fetch])
+        fates[key_of[move.op]] = OFFLOAD
+    return {
+        "version": version_for(use_groups, points),
+        "decisions": fates,
+        "use_groups": use_groups,
+        "moves": points,
+    }

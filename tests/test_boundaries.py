@@ -75,7 +75,7 @@ profiler/entry:         base torch_facts checkpoints compiler distributed timing
                         planner/base planner/formats
 profiler:               base timing static entry
 ac_client/base:         planner planner/base planner/formats profiler/base
-ac_client/runtime:      base planner/formats profiler/torch_facts profiler/unseen
+ac_client/runtime:      base planner/base planner/formats profiler/torch_facts profiler/unseen
                         profiler/distributed profiler/checkpoints
 ac_client/measure:      base runtime planner planner/base planner/report profiler profiler/torch_facts
                         profiler/distributed

@@ -71,18 +71,19 @@ class LoadedPolicy:
 
     @cached_property
     def recomputes(self) -> bool:
-        """Return True if the policy recomputes at least one op."""
+        """Return True if the policy recomputes or moves at least one op."""
         return any(decision != "save" for decision in self.policy.decisions.values())
 
     @cached_property
     def forwards(self) -> tuple[ForwardRoute, ...]:
         """Return one route for each forward before a backward."""
         starts = (0, *self.policy.forward_ends)
-        spans = module_reruns(self.plan.graph, self.plan.save_set) if self.plan is not None else ()
+        plan = self.plan
+        spans = module_reruns(plan.graph, plan.save_set) if plan is not None and not plan.moves else ()
         return tuple(
             ForwardRoute(
                 decisions,
-                Route(decisions, self.policy.use_groups),
+                Route(decisions, self.policy.use_groups, self.policy.moves),
                 PartCalls(decisions),
                 reruns={b - start: e - start for b, e in spans if start <= b < start + len(decisions)},
             )

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoac.planner.formats.op_key import ROOT, OpKey, spans_by_module
-from autoac.planner.formats.policy import Decision
+from autoac.planner.formats.policy import Decision, MovePoints
 
 COPY = "aten.clone.default"
 EMPTY = "aten.empty.memory_format"  # torch's own batch norm allocates one of no bytes; cuDNN's does not
@@ -48,6 +48,13 @@ class UseGroup:
 
 Span = tuple[int, int]
 """Positions [begin, end) in a route."""
+
+
+class MoveAt(NamedTuple):
+    """Where the outputs of an op that moves to the host are freed and fetched, as positions."""
+
+    free: int
+    fetch: int | None  # of the op whose outputs backward then first unpacks; None: at the first use
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,10 @@ class Route:
     """
 
     def __init__(
-        self, decisions: Mapping[str, Decision], use_groups: Mapping[str, Sequence[str]] | None = None
+        self,
+        decisions: Mapping[str, Decision],
+        use_groups: Mapping[str, Sequence[str]] | None = None,
+        moves: Mapping[str, MovePoints] | None = None,
     ) -> None:
         self.keys = list(decisions)
         position = {key: i for i, key in enumerate(self.keys)}
@@ -89,6 +99,13 @@ class Route:
             for key, latest in (use_groups or {}).items()
             if key in position and all(name in position for name in latest)
         }
+        end = len(self.keys)
+        self.moves = {
+            position[key]: MoveAt(position.get(points.free, end), position.get(points.fetch))
+            for key, points in (moves or {}).items()
+            if key in position
+        }
+        self.triggers = frozenset(move.fetch for move in self.moves.values() if move.fetch is not None)
         self._boundaries = sorted({g.latest for groups in self.use_groups.values() for g in groups[1:]})
         parsed = [OpKey.parse(key) for key in self.keys]
         self.modules = [key.module for key in parsed]
@@ -98,14 +115,15 @@ class Route:
         self._siblings: dict[str, str | None] = {}
         # Ops after the last module may be those of the loss that the profile was taken with.
         self.last_in_module = max((i for i, module in enumerate(self.modules) if module != ROOT), default=-1)
-        self._recomputed = [0]  # number of recomputed ops before each position
-        for decision in self.decisions:
-            self._recomputed.append(self._recomputed[-1] + (decision != "save"))
+        points = self.triggers | {move.free for move in self.moves.values()}
+        self._seen = [0]  # number of ops before each position that the runtime must see
+        for i, decision in enumerate(self.decisions):
+            self._seen.append(self._seen[-1] + (decision != "save" or i in points))
 
     def saves_all(self, span: Span) -> bool:
-        """Return True if every op of `span` is saved."""
+        """Return True if every op of `span` is saved, and nothing is freed or fetched at one."""
         begin, end = span
-        return self._recomputed[begin] == self._recomputed[end]
+        return self._seen[begin] == self._seen[end]
 
     def is_call(self, path: str, span: Span) -> bool:
         """Return True if `span` is a span in which the module `path` runs."""
@@ -318,6 +336,21 @@ class Cursor:
     def has_use_groups(self) -> bool:
         """Return True if the policy recomputes an op once for each group of its uses."""
         return bool(self._route.use_groups)
+
+    @property
+    def has_moves(self) -> bool:
+        """Return True if the policy moves outputs of ops to the host."""
+        return bool(self._route.moves)
+
+    @property
+    def move(self) -> MoveAt | None:
+        """Return how the outputs of the op that started last move; None if they do not."""
+        return self._route.moves.get(self._position - 1)
+
+    @property
+    def is_trigger(self) -> bool:
+        """Return True if backward fetches something as it first unpacks what the last op to start made."""
+        return self._position - 1 in self._route.triggers
 
     @property
     def position(self) -> int:

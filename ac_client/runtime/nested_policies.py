@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from ac_client.runtime.cursor import Cursor, UseGroup
-from autoac.planner.formats.policy import SAVE
+from autoac.planner.formats.policy import OFFLOAD, SAVE, Decision
 from autoac.planner.formats.profile import DECIDES
 from autoac.profiler.torch_facts.op_facts import OpFacts
 from autoac.profiler.torch_facts.private import OpOverload, OpOverloadPacket
@@ -167,7 +167,9 @@ class PlannedPolicy:
         decision = self.cursor.next_decision(facts.name_in_keys)
         if decision is None:
             return None
-        return CheckpointPolicy.PREFER_SAVE if decision == SAVE else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.PREFER_SAVE if decision in (SAVE, OFFLOAD) else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
 
 OpPolicy = ConstantPolicy | OpListPolicy | FunctionPolicy | TorchFunctionPolicy | PlannedPolicy
@@ -291,6 +293,8 @@ class PolicyStack:
         needs_output: True if a policy must see the output of an op.
         packing: the innermost packing; None if no frame has one.
         grouping: a plan in which ops have use groups, or several checkpoints; None if ops run once.
+        moving: a plan that moves outputs of ops to the host; None if there is none.
+        planned: the decision of the plan for the op decided last; None if it has none, or is not alone.
         saves_all: True if every op is saved.
         recomputes_all: True if every op is recomputed, except those with `OpFacts.must_save`.
         forced_by: the policy that said MUST_RECOMPUTE for the op decided last; "" if none did.
@@ -302,8 +306,10 @@ class PolicyStack:
         "forced_by",
         "frames",
         "grouping",
+        "moving",
         "needs_output",
         "packing",
+        "planned",
         "recomputes_all",
         "saves_all",
     )
@@ -323,6 +329,8 @@ class PolicyStack:
             self.forced_by = str(self.frames[0])
         cursors = [f.policy.cursor for f in self.frames if isinstance(f.policy, PlannedPolicy)]
         self.grouping: Grouping | None = next((cursor for cursor in cursors if cursor.has_use_groups), None)
+        self.moving: Cursor | None = next((cursor for cursor in cursors if cursor.has_moves), None)
+        self.planned: Decision | None = None
         checkpoints = [f.checkpoint for f in self.frames if f.checkpoint is not None]
         if not cursors and len(checkpoints) > 1:
             self.grouping = OpenCheckpoints(checkpoints)
@@ -335,8 +343,8 @@ class PolicyStack:
         """
         if self._cursor is not None:
             # A plan recomputes ops whose results decide only where the user lifted the default.
-            decision_of_plan = self._cursor.next_decision(facts.name_in_keys)
-            saved = decision_of_plan is None or decision_of_plan == SAVE
+            self.planned = decision_of_plan = self._cursor.next_decision(facts.name_in_keys)
+            saved = decision_of_plan is None or decision_of_plan in (SAVE, OFFLOAD)
             return saved or facts.must_save not in ("", DECIDES)
         decision = self._constant
         if decision is None:

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from ac_client.runtime.cursor import UseGroup
+from ac_client.runtime.moves.copies import HostCopy
 from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
 from ac_client.runtime.write_guard import StaleError, WriteGuard, detached_alias, version_counter
 from autoac.profiler.torch_facts import private
@@ -298,6 +299,20 @@ class FunctionNode(Node):
     """A call of a torch.autograd.Function, recorded as one op. `func` runs its forward above autograd."""
 
     __slots__ = ()
+
+
+class MovedNode(Node):
+    """A recorded op whose outputs are on the host. `func` is not called: the outputs are copied back.
+
+    Attributes:
+        copies: one for each of `outs`; None where that is None.
+    """
+
+    __slots__ = ("copies",)
+
+    def __init__(self, name: str, stream: int) -> None:
+        super().__init__(next_order(), name, _nothing, (), {}, (), None, stream)
+        self.copies: tuple[HostCopy | None, ...] = ()
 
 
 class FixedShapeOp:

@@ -61,12 +61,14 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ac_client.runtime.cursor import UseGroup
+from ac_client.runtime.moves.region_moves import RegionMoves
 from ac_client.runtime.nested_policies import SAVES, PlannedPolicy, PolicyConflict, PolicyFrame, PolicyStack
 from ac_client.runtime.nodes import FixedShapeOp, Node, NodeVersion, UnsupportedTensor, next_order
 from ac_client.runtime.recorded_function import RecordedFunction
 from ac_client.runtime.replay import EventLog, RegionGraph, recording_off
 from ac_client.runtime.saved_tensor_hooks import RegionHooks
 from ac_client.runtime.tracked_storages import TrackedStorages, move_handles
+from autoac.planner.formats.policy import OFFLOAD
 from autoac.profiler.distributed.fsdp import watch_sharding
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import RecordingMode, anything_compiled, watch_compiled
@@ -110,6 +112,7 @@ class Region(RecordingMode):
         self.policies_pushed = 0
         self._compiled_unseen = False  # nothing was compiled in this process when the region was opened
         self._paused = False
+        self._moves: RegionMoves | None = None
         self._function: RecordedFunction | None = None  # the call of a Function that is running
         # Returns the path of the module that runs, where contents are compared.
         self._module: Callable[[], str] | None = None
@@ -153,6 +156,8 @@ class Region(RecordingMode):
         """
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._hooks.exit()
+        if self._moves is not None:
+            self._moves.close()
         self.storages.close()
         if self._compiled_unseen and watch_compiled() and anything_compiled():
             raise RuntimeError(
@@ -193,6 +198,8 @@ class Region(RecordingMode):
         self._policy = PolicyStack(self._frames)
         self._hooks.packing = self._policy.packing
         self._hooks.grouping = self._grouping = self._policy.grouping
+        if self._policy.moving is not None and self._moves is None:
+            self._hooks.moves = self._moves = RegionMoves(self._policy.moving, self.storages, self.graph)
 
     def pause(self) -> bool:
         """Remove the mode while ops run that are all saved; return False if that is impossible now.
@@ -279,6 +286,8 @@ class Region(RecordingMode):
         if facts.fills_packed >= 0:
             self.storages.pin(args[facts.fills_packed])
         policy = self._policy
+        if self._moves is not None and not policy.needs_output:
+            return self._run_with_moves(self._moves, func, facts, args, kwargs)
         if not policy.needs_output:
             if policy.recomputes_all and not facts.must_save:
                 saved = False
@@ -306,6 +315,9 @@ class Region(RecordingMode):
         if self._log is not None:
             self._log.add("compute", call.facts.name)
         decided = self._policy.saves_function(call.facts)
+        if self._moves is not None:
+            self._moves.reach()
+            self._moves.settle(call.arguments.tensors)
         recording_off.depth += 1  # the model does not run the copies of what the call may write
         try:
             function = RecordedFunction(
@@ -348,6 +360,33 @@ class Region(RecordingMode):
         function.call.note_outputs(args, kwargs or {}, out)
         if self._asks_inside and self._policy.saves(func, facts, args, kwargs, out):
             function.saved = True
+        return out
+
+    def _run_with_moves(
+        self,
+        moves: RegionMoves,
+        func: Any,
+        facts: OpFacts,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+    ) -> Any:
+        """Run an op of a plan that moves outputs to the host."""
+        policy = self._policy
+        saved = policy.saves(func, facts, args, kwargs)
+        moves.reach()
+        if facts.mutates:
+            written = list(written_tensors(facts, args, kwargs or {}))
+            moves.settle(written)
+            if not saved and facts.in_place:
+                saved = not self.storages.writes_a_version(facts, args, kwargs)
+        if not (saved or facts.never_recomputed):
+            out = self._run_recorded(func, facts, args, kwargs)
+        else:
+            out = self._run_saved(func, facts, args, kwargs)
+            if policy.planned == OFFLOAD and not facts.mutates and not facts.blank:
+                moves.leave(facts, out, self._stream)
+        if policy.planned is not None:
+            moves.mark(out)
         return out
 
     def _save_crossing(self, tensors: Iterable[Tensor]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ac_client.runtime.nodes import (
     CallNode,
+    MovedNode,
     Node,
     NodeVersion,
     Source,
@@ -62,6 +63,8 @@ class Pass:
         self.uncounted = False  # for one burst: it consumes no uses and leaves nothing behind (rule g)
         # Tensors on cached versions that backward received, with their version counters then, by serial.
         self.handed_out: dict[int, list[tuple[Tensor, int]]] = {}
+        # What makes compute wait for the copy of a cached version from the host, by serial.
+        self.arriving: dict[int, Callable[[], None]] = {}
 
     def remaining_uses(self, version: NodeVersion) -> int:
         """Return the uses of `version` that this pass has not consumed."""
@@ -79,6 +82,14 @@ class Pass:
             self.cache.pop(serial, None)
             if self.handed_out:
                 self.handed_out.pop(serial, None)
+            if self.arriving and serial in self.arriving:
+                self.arriving.pop(serial)()
+
+    def await_arrival(self, versions: Iterable[NodeVersion]) -> None:
+        """Have compute wait for those of `versions` that are still on their way from the host."""
+        for version in versions:
+            if version.serial in self.arriving:
+                self.arriving.pop(version.serial)()
 
     def track_handed_out(self, version: NodeVersion, tensor: Tensor) -> None:
         """Note that backward received `tensor`, if its memory stays cached and other ops will read it."""
@@ -223,6 +234,7 @@ class RegionGraph:
             else:
                 ended.cache.clear()
                 ended.handed_out.clear()
+                ended.arriving.clear()
                 if self.weights is not None:
                     self.weights.release()  # a loss that outlives backward holds this graph
 
@@ -278,11 +290,15 @@ def recompute(target: NodeVersion, running: Pass, graph: RegionGraph) -> Tensor:
         running.uncounted = True
         running.cache.update(counted.cache)
         running.handed_out.update(counted.handed_out)
+        running.arriving = counted.arriving
     with FlagSwitcher() as flags:
         for kind, nodes in itertools.groupby(sorted(burst, key=_order), key=type):
             if kind is CallNode:
                 for node in nodes:
                     _rerun(node, running, graph, target, flags)
+            elif kind is MovedNode:
+                for node in nodes:
+                    _fetch(node, running, graph, target)
             else:
                 with _BelowAutograd() if kind is Node else _unrecorded():
                     for node in nodes:
@@ -297,12 +313,31 @@ def _order(node: Node) -> int:
     return node.order
 
 
+def _fetch(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion) -> None:
+    """Queue the copies of what `node` made from the host."""
+    assert isinstance(node, MovedNode)
+    if graph.log is not None:
+        graph.log.add("recompute", node.name)
+    running.executed.add(node.order)
+    for ref, copy in zip(node.outs, node.copies, strict=True):
+        version = ref() if ref is not None else None
+        if version is None or copy is None:
+            continue
+        needed = version is target or running.uncounted or running.remaining_uses(version) > 0
+        storage, wait = copy.fetch()
+        if needed:
+            cache = running.cache
+            cache[version.serial] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            running.arriving[version.serial] = wait
+
+
 def _rerun(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, flags: FlagSwitcher) -> None:
     """Run the module of `node` again, cache the versions that backward needs, and consume what it read."""
     assert isinstance(node, CallNode)
     cache = running.cache
     for read in node.reads:
         running.check_handed_out(read, node.name)
+    running.await_arrival(node.reads)
     with _BelowAutograd():
         args = [_argument(arg, node, cache, _NO_BUFFERS) for arg in node.args]
     versions = [ref() if ref is not None else None for ref in node.outs]
@@ -329,8 +364,9 @@ def _replay(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, 
     if running.handed_out:
         for read in node.reads:
             running.check_handed_out(read, node.name)
+    if running.arriving:
+        running.await_arrival(node.reads)
     buffers = _buffers_to_write(node, running) if node.rewrites or node.writes_sources else _NO_BUFFERS
-
     args = [_argument(arg, node, cache, buffers) for arg in node.args]
     kwargs = node.kwargs
     if kwargs:

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ac_client.runtime.nodes import NodeVersion, add_use, remove_use
-from ac_client.runtime.replay import RegionGraph, handle_of_key, recompute, recording_off, view_of
+from ac_client.runtime.replay import Pass, RegionGraph, handle_of_key, recompute, recording_off, view_of
 from ac_client.runtime.split_backward import leaves_gradients
 from ac_client.runtime.view_recipes import Recipe
 from ac_client.runtime.write_guard import ContentsDiffer, WriteGuard, detached_alias
 from autoac.profiler.torch_facts.op_facts import LEAVE_BYTES_UNWRITTEN
 from autoac.profiler.unseen.fingerprints import Fingerprint, can_compare, fingerprint, same_contents
+
+
+class Trigger(Protocol):
+    """Fetches other versions from the host when the tensor of a handle is unpacked."""
+
+    def fetch(self, running: Pass) -> None:
+        """Fetch once in each pass. The caller holds the lock of the graph."""
+
+    def unpacked(self) -> None:
+        """Fetch if backward runs."""
 
 
 class RecomputedHandle:
@@ -35,6 +45,7 @@ class RecomputedHandle:
         "graph",
         "key",
         "recipe",
+        "trigger",
     )
 
     def __init__(
@@ -46,6 +57,7 @@ class RecomputedHandle:
         self.device = device
         # Fingerprint of the tensor, where backward compares.
         self.contents: Fingerprint | None = None
+        self.trigger: Trigger | None = None
         self.key = graph.registry.register(self)
         self._last: weakref.ref[Tensor] | None = None  # the tensor that the last unpack returned
         self._last_task = -1  # the graph task of the last unpack
@@ -78,12 +90,16 @@ class RecomputedHandle:
                 and self._last_task != running.task
             ):
                 running = self.graph.restart()
+            if self.trigger is not None and consumes:
+                self.trigger.fetch(running)
             version = self._version
             recomputed = running.cache.get(version.serial)
             if recomputed is None:
                 recomputed = recompute(version, running, self.graph)
             elif running.handed_out:
                 running.check_handed_out(version, "backward")
+            if running.arriving:
+                running.await_arrival((version,))
             tensor = view_of(version, recomputed, self.recipe)
             if self.contents is not None and not same_contents(fingerprint(tensor), self.contents):
                 node = version.node
@@ -142,12 +158,13 @@ def handle_for(tensor: Tensor, version: NodeVersion, recipe: Recipe, graph: Regi
 class SavedHandle(WriteGuard):
     """A handle in place of a tensor that stays saved."""
 
-    __slots__ = ("__weakref__", "_registry", "key")
+    __slots__ = ("__weakref__", "_registry", "key", "trigger")
 
     def __init__(self, tensor: Tensor, graph: RegionGraph) -> None:
         if tensor.grad_fn is not None or tensor._base is not None:
             tensor = detached_alias(tensor)
         WriteGuard.__init__(self, tensor)
+        self.trigger: Trigger | None = None
         self._registry = graph.registry
         self.key = self._registry.register(self)
 
@@ -157,6 +174,8 @@ class SavedHandle(WriteGuard):
         Raises:
             StaleError: the tensor was written after forward.
         """
+        if self.trigger is not None:
+            self.trigger.unpacked()
         self.check("backward")
         return self.tensor
 

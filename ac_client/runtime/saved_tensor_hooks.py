@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ac_client.runtime.moves.region_moves import RegionMoves
 from ac_client.runtime.nested_policies import Grouping, Packing
 from ac_client.runtime.nodes import NodeVersion
 from ac_client.runtime.replay import RegionGraph
-from ac_client.runtime.saved_handles import OuterHookHandle, SavedHandle, handle_for, unpack
+from ac_client.runtime.saved_handles import OuterHookHandle, RecomputedHandle, SavedHandle, handle_for, unpack
 from ac_client.runtime.tracked_storages import TrackedStorages
 from ac_client.runtime.view_recipes import recipe_of
 from autoac.profiler.torch_facts import private
@@ -29,12 +30,14 @@ class RegionHooks:
         packing: the innermost `packing` of the policies; None if no policy has one.
         pack_in_call: set while a call is recorded as one op; returns None for a tensor from outside of it.
         grouping: says which run of an op serves a tensor that is packed now; None if ops run once.
+        moves: of a plan that moves outputs of ops to the host.
     """
 
     def __init__(self, storages: TrackedStorages, graph: RegionGraph) -> None:
         self.packing: Packing | None = None
         self.pack_in_call: Callable[[Tensor], Any] | None = None
         self.grouping: Grouping | None = None
+        self.moves: RegionMoves | None = None
         self._storages = storages
         self._key = storages.key
         self._graph = graph
@@ -86,11 +89,18 @@ class RegionHooks:
                 if recipe is None and has_storage(tensor):  # nested tensors are strided as well
                     recipe = recipe_of(tensor)
                 if recipe is not None:
-                    return handle_for(tensor, version, recipe, self._graph)
+                    return self._with_trigger(handle_for(tensor, version, recipe, self._graph), tensor)
         packing = self.packing or self._outer
         if packing is not None:
             return OuterHookHandle(tensor, *packing)
-        return SavedHandle(tensor, self._graph)
+        return self._with_trigger(SavedHandle(tensor, self._graph), tensor)
+
+    def _with_trigger(
+        self, handle: RecomputedHandle | SavedHandle, tensor: Tensor
+    ) -> RecomputedHandle | SavedHandle:
+        if self.moves is not None:
+            handle.trigger = self.moves.trigger_of(tensor)
+        return handle
 
 
 def enter_saved_tensor_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:

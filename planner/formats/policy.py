@@ -23,11 +23,21 @@ from autoac.planner.formats.profile import Environment, Profile
 FORMAT: Final = "autoac.policy"
 VERSION: Final = 1
 VERSION_WITH_USE_GROUPS: Final = 2
+VERSION_WITH_MOVES: Final = 4  # 3 was another format
 
 SAVE: Final = "save"
-Decision = Annotated[str, Field(pattern=r"^(save|recompute(@[2-9]|@[1-9][0-9])?)$")]
+OFFLOAD: Final = "offload"
+THE_END: Final = "the end"
+Decision = Annotated[str, Field(pattern=r"^(save|offload|recompute(@[2-9]|@[1-9][0-9])?)$")]
 """recompute@2: backward recomputes the op twice, once for each of its use groups."""
 Bytes = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]  # may be negative
+
+
+class MovePoints(FrozenModel):
+    """Where the outputs of an op that moves to the host leave the device's memory, and come back."""
+
+    free: Name  # the op before which they are freed; THE_END of forward
+    fetch: Name  # the op of which backward then first unpacks an output; the op itself: at its own first use
 
 
 class Predicted(FrozenModel):
@@ -40,14 +50,17 @@ class Predicted(FrozenModel):
     recompute_us: Microseconds
     recompute_bound_us: Microseconds  # proven: no plan within the budget recomputes less
     step_us: Microseconds  # forward and backward with nothing recomputed
-    gap: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]  # (recompute - bound) / recompute
+    gap: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]  # (extra - bound) / extra; see stall_us
+    # With moves, the extra time is that of recomputes and of stalls, and so is the bound.
+    stall_us: Annotated[Microseconds, Field(exclude_if=lambda us: us == 0)] = 0.0  # compute waits for copies
+    moved_bytes: Annotated[Count, Field(exclude_if=lambda nbytes: nbytes == 0)] = 0  # to the host
 
 
 class Policy(FrozenModel):
     """The decisions of a plan, with its predictions, in the format that is stored, sent and carried out."""
 
     format: Literal["autoac.policy"] = FORMAT
-    version: Literal[1, 2] = VERSION  # 2 if there are use groups
+    version: Literal[1, 2, 4] = VERSION  # 2 if there are use groups, 4 if there are moves
     model: Name
     fingerprint: Name  # of the profile: the same model, shapes and kind of device
     profile_digest: Name
@@ -64,6 +77,8 @@ class Policy(FrozenModel):
     # By key of a recomputed op, in the order of backward: the op up to which its outputs are used, for each
     # run. NOTE [ Use groups ] in problem/use_groups.py. Left out, with version 1, if no op has use groups.
     use_groups: dict[Name, tuple[Name, ...]] = Field(default_factory=dict)
+    # By key of an op that moves to the host: NOTE [ Moves ] in problem/moves.py. Left out if nothing moves.
+    moves: dict[Name, MovePoints] = Field(default_factory=dict)
     decisions: dict[Name, Decision]  # by op key, in execution order
 
     def to_json(self) -> str:
@@ -73,7 +88,7 @@ class Policy(FrozenModel):
     def data(self) -> dict[str, Any]:
         """Return the published form as a dict, without the fields that do not apply."""
         left_out = {"constraints"} if self.constraints is None else set()
-        optional = ("corrected_by_bytes", "forward_ends", "use_groups")
+        optional = ("corrected_by_bytes", "forward_ends", "use_groups", "moves")
         left_out |= {name for name in optional if not getattr(self, name)}
         return self.model_dump(mode="json", exclude=left_out)
 
@@ -101,12 +116,12 @@ class Policy(FrozenModel):
     @property
     def recomputed(self) -> int:
         """Return the number of ops that backward recomputes."""
-        return sum(decision != SAVE for decision in self.decisions.values())
+        return sum(decision not in (SAVE, OFFLOAD) for decision in self.decisions.values())
 
     @model_validator(mode="after")
     def _use_groups_are_of_decisions(self) -> Self:
-        if self.version != (version := version_for(self.use_groups)):
-            raise ValueError(f"version must be {version} for these use_groups, got {self.version}")
+        if self.version != (version := version_for(self.use_groups, self.moves)):
+            raise ValueError(f"version must be {version} for these use_groups and moves, got {self.version}")
         position = {key: i for i, key in enumerate(self.decisions)}
         for key, latest in self.use_groups.items():
             decided = self.decisions.get(key, "save")
@@ -119,6 +134,20 @@ class Policy(FrozenModel):
             raise ValueError("each op that is recomputed several times must have use_groups")
         return self
 
+    @model_validator(mode="after")
+    def _moves_are_of_decisions(self) -> Self:
+        if self.moves.keys() != {key for key, decided in self.decisions.items() if decided == OFFLOAD}:
+            raise ValueError("moves must have exactly the ops whose decision is offload")
+        position = {key: i for i, key in enumerate(self.decisions)}
+        for key, points in self.moves.items():
+            if not position[key] < position.get(points.free, len(position)):
+                raise ValueError(f"{key} must be freed before a later op, got {points.free}")
+            if points.fetch not in position:
+                raise ValueError(
+                    f"{key} must be fetched where an op of the policy is unpacked, got {points.fetch}"
+                )
+        return self
+
     @classmethod
     def from_json(cls, text: str | bytes) -> Policy:
         """Return the Policy that `text` holds in the published form; text from a stranger is safe to read.
@@ -129,8 +158,10 @@ class Policy(FrozenModel):
         return read(cls, text, MalformedPolicy)
 
 
-def version_for(use_groups: Collection[str]) -> int:
-    """Return the version of a policy with these use groups: the oldest, so that older clients can read it."""
+def version_for(use_groups: Collection[str], moves: Collection[str] = ()) -> int:
+    """Return the version of a policy with these parts: the oldest, so that older clients can read it."""
+    if moves:
+        return VERSION_WITH_MOVES
     return VERSION_WITH_USE_GROUPS if use_groups else VERSION
 
 

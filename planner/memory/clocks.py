@@ -16,12 +16,11 @@ from autoac.planner.problem.moves import Link, Move
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The time of a step, in microseconds, and what it holds on the host, in bytes."""
+    """The time of a step, in microseconds, and what it moves to the host, in bytes."""
 
     end_us: float
     stall_us: float  # of it, compute waits for copies
-    host_peak: int
-    moved_bytes: int  # to the host
+    moved_bytes: int  # to the host, which holds them until autograd has dropped what needs them
 
 
 def timing(graph: Graph, save_set: SaveSet, moves: Sequence[Move], link: Link) -> Timing:
@@ -36,7 +35,7 @@ def timing(graph: Graph, save_set: SaveSet, moves: Sequence[Move], link: Link) -
     clocks = _Clocks(graph, moves, link)
     for event in schedule(graph, save_set):
         clocks.take(event)
-    return Timing(clocks.now, clocks.stalled, clocks.host_peak, clocks.moved_bytes)
+    return Timing(clocks.now, clocks.stalled, clocks.moved_bytes)
 
 
 def compute_times(graph: Graph, save_set: SaveSet, moved: Container[OpId]) -> Iterator[tuple[Event, float]]:
@@ -77,7 +76,7 @@ class _Clocks:
             for w in graph.ops[move.op].writes
         }
         self.now = self.stalled = 0.0
-        self.host_peak = self.moved_bytes = self._host = 0
+        self.moved_bytes = 0
         self._out_free = self._in_free = 0.0
         self._copied: dict[VersionId, float] = {}  # when the copy out ends; waited for where it is freed
         self._arrives: dict[VersionId, float] = {}  # when the copy in ends; waited for at the first use
@@ -110,14 +109,11 @@ class _Clocks:
             self._out_free = max(self.now, self._out_free) + self._link.out_us(nbytes)
             self._copied[w] = self._out_free
             self.moved_bytes += nbytes
-            self._host += nbytes
-        self.host_peak = max(self.host_peak, self._host)
 
     def _use(self, versions: Sequence[VersionId]) -> None:
         for v in versions:
-            if self._copied.pop(v, None) is not None:  # the first use; the host's memory is free from here on
+            if self._copied.pop(v, None) is not None:  # the first use
                 self._wait(self._arrives[v])
-                self._host -= self._graph.nbytes(v)
 
     def _wait(self, until: float) -> None:
         self.stalled += max(until - self.now, 0.0)

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from autoac.planner.memory.clocks import compute_times
 from autoac.planner.memory.schedule import Backward, Compute, Recompute
 from autoac.planner.problem.graph import Graph, Moment, OpId, SaveSet, StepId
-from autoac.planner.problem.moves import Link, Move, released, with_moves
+from autoac.planner.problem.moves import Link, Move, last_free, released, triggers, with_moves
 
 SLACK = 0.1  # of the time of a copy: from its end to where the memory is freed or used
 
@@ -31,7 +31,7 @@ def choose_points(
         link: of device and host.
         slack: see SLACK.
     """
-    n = len(graph.ops)
+    n, end = len(graph.ops), last_free(graph)
     held_until = {op: max(released(graph, op)) for op in ops}
     lazily = with_moves(graph, [Move(op, Moment(held_until[op]), None) for op in ops], link)
     begins = [0.0] * (graph.end + 1)  # by moment
@@ -59,17 +59,19 @@ def choose_points(
     for op in sorted(first_use):
         for w in graph.ops[op].writes:
             link_free = max(link_free, made[op]) + link.out_us(graph.nbytes(w)) * (1 + slack)
-        free[op] = Moment(max(bisect_left(begins, link_free), held_until[op], op + 1))
-    unpacking = [step.id for step in graph.steps if step.unpacks]
+        free[op] = Moment(min(max(bisect_left(begins, link_free), held_until[op], op + 1), end))
+    unpacking = list(triggers(graph))
     starts = [begins[n + j] for j in unpacking]
     moves = []
     link_free = begins[graph.end]
     for op, (step, used) in sorted(first_use.items(), key=lambda item: (-item[1][1], -item[0])):
         nbytes = sum(graph.nbytes(w) for w in graph.ops[op].writes)
         begin = min(link_free, used) - link.in_us(nbytes) * (1 + slack)
-        k = max(bisect_right(starts, begin) - 1, 0)
-        fetch = min(unpacking[k], step)
-        if free[op] <= n + fetch:
+        k = min(bisect_right(starts, begin), bisect_right(unpacking, step)) - 1
+        if k < 0 and unpacking and unpacking[0] <= step:
+            k = 0
+        fetch = unpacking[k] if k >= 0 else None
+        if fetch is not None and free[op] <= n + fetch:
             link_free = begin
             moves.append(Move(op, free[op], fetch))
     return tuple(sorted(moves, key=lambda move: move.op))

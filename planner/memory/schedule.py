@@ -47,6 +47,7 @@ from autoac.planner.problem.graph import (
     Graph,
     Op,
     OpId,
+    SavedTensor,
     SavedTensorId,
     SaveSet,
     StepId,
@@ -312,7 +313,7 @@ class _Replay:
             for h in step.unpacks:
                 if h not in self.unpacked_now:
                     yield from self._unpack(
-                        graph.saved_tensors[h].version, step.id, first=h not in self.unpacked_before
+                        graph.saved_tensors[h], step.id, first=h not in self.unpacked_before
                     )
                 self.unpacked_now.add(h)
             self.unpacked_before |= self.unpacked_now
@@ -329,7 +330,8 @@ class _Replay:
         for v in self.forward.frees_at.get(moment, ()):
             yield Free(v, self.graph.nbytes(v))
 
-    def _unpack(self, v: VersionId, step: StepId, *, first: bool) -> Iterator[Event]:
+    def _unpack(self, saved: SavedTensor, step: StepId, *, first: bool) -> Iterator[Event]:
+        v = saved.version
         if self.saved[v] and not self.by_uses[v]:
             return
         if self.cached[v] or self.by_uses[v]:
@@ -341,7 +343,8 @@ class _Replay:
                 self.temporary.append(v)
             else:
                 yield from self._recompute(burst, step)
-                self.in_use.append(v)
+                if not saved.fetches:
+                    self.in_use.append(v)
         self.uses_left[v] -= first
 
     def _end_step(self) -> Iterator[Event]:

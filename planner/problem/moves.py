@@ -7,7 +7,8 @@ A move has four points, in the order in which the host issues work, never by a c
     leave   after the op has run in forward, its outputs are queued for the copy out
     free    before the op or backward step `free`, compute waits for that copy, and the device frees them
     fetch   when backward step `fetch` begins, memory is allocated, and the copy in is queued;
-            of several in one step, that of the last op first
+            of several in one step, that of the last op first. The runtime knows such a step by the op of
+            which it first unpacks an output (`triggers`)
     use     the first unpack or recompute that reads them waits for the copy in
 
 So the bytes live on the device depend on the order of work alone; times change only how long compute waits.
@@ -23,7 +24,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoac.planner.problem.graph import Graph, Moment, OpId, SavedTensor, SavedTensorId, StepId, VersionId
+from autoac.planner.formats.op_key import ROOT, OpKey
+from autoac.planner.problem.graph import (
+    Graph,
+    Moment,
+    Op,
+    OpId,
+    SavedTensor,
+    SavedTensorId,
+    StepId,
+    VersionId,
+)
 
 HANDLING = 0.01  # of the time on the link: what a search charges for a move, so that none is in vain
 
@@ -70,15 +81,16 @@ class Move:
 def movable(graph: Graph, link: Link) -> dict[OpId, int]:
     """Return by op that may be moved the bytes of its outputs.
 
-    All of its outputs are storages that nothing writes over, and each is unpacked exactly once. Copies for
-    which latency counts more than bandwidth do not pay.
+    All of its outputs are storages that nothing writes over, and each is unpacked exactly once; the model's
+    forward lets go of them and saves them. Copies for which latency counts more than bandwidth do not pay.
     """
     in_groups = {run for row in graph.runs for run in row}
     found = {}
+    end = last_free(graph)
     for op in graph.ops:
-        if op.compiled or op.must_recompute or op.id in in_groups or not op.writes:
+        if op.compiled or op.must_recompute or op.id in in_groups or not op.writes or _is_function(op):
             continue
-        if not all(_is_simple(graph, w) for w in op.writes):
+        if not all(_is_simple(graph, w, end) for w in op.writes):
             continue
         nbytes = sum(map(graph.nbytes, op.writes))
         if nbytes >= link.latency_us * link.out_bytes_per_us and nbytes > 0:
@@ -86,20 +98,54 @@ def movable(graph: Graph, link: Link) -> dict[OpId, int]:
     return found
 
 
+def triggers(graph: Graph) -> dict[StepId, OpId]:
+    """Return the steps at which a fetch may begin, each with the op by which the runtime knows it.
+
+    The step begins with the first unpack of what that op made in the model's forward.
+    """
+    end = last_free(graph)
+    in_groups = {run for row in graph.runs for run in row}
+    unpacked: set[OpId] = set()
+    found = {}
+    for step in graph.steps:
+        ops = [graph.versions[graph.saved_tensors[h].version].op for h in step.unpacks]
+        if ops and ops[0] not in unpacked and ops[0] not in in_groups:
+            op, seen = graph.ops[ops[0]], graph.saved_tensors[step.unpacks[0]].packed < end
+            storages = (graph.storages[graph.versions[w].storage] for w in op.writes)
+            if seen and not (op.compiled or _is_function(op)) and all(len(s.versions) == 1 for s in storages):
+                found[step.id] = op.id
+        unpacked.update(ops)
+    return found
+
+
+def last_free(graph: Graph) -> Moment:
+    """Return the last moment before which moved outputs may be freed: forward is over by then.
+
+    Ops after the last module may be those of a loss, which the runtime does not see.
+    """
+    in_modules = (op.id + 1 for op in graph.ops if OpKey.parse(op.name).module != ROOT)
+    return Moment(max(in_modules, default=0))
+
+
+def _is_function(op: Op) -> bool:
+    """Return True for a call of an autograd Function, which may save its outputs before it returns them."""
+    return "/" in op.name and "." not in OpKey.parse(op.name).op
+
+
 def released(graph: Graph, op: OpId) -> list[Moment]:
     """Return for each output of `op` the first moment at which neither Python nor forward holds it."""
     return [graph.storages[graph.versions[w].storage].released for w in graph.ops[op].writes]
 
 
-def _is_simple(graph: Graph, w: VersionId) -> bool:
+def _is_simple(graph: Graph, w: VersionId, end: Moment) -> bool:
     version = graph.versions[w]
     tensors = [graph.saved_tensors[h] for h in version.saved_tensors]
     return (
         graph.nbytes(w) > 0
         and len(graph.storages[version.storage].versions) == 1
-        and graph.storages[version.storage].released < graph.end
+        and graph.storages[version.storage].released <= end
         and bool(tensors)
-        and all(len(set(saved.unpacked)) == 1 for saved in tensors)
+        and all(len(set(saved.unpacked)) == 1 and saved.packed < end for saved in tensors)
     )
 
 
@@ -131,7 +177,9 @@ def with_moves(graph: Graph, moves: Sequence[Move], link: Link) -> Graph:
             if move.fetch is None:
                 continue
             h, step = SavedTensorId(len(saved_tensors)), steps[move.fetch]
-            saved_tensors.append(SavedTensor(h, w, op.id + 1, (step.id,), Moment(n + step.id + 1)))
+            saved_tensors.append(
+                SavedTensor(h, w, op.id + 1, (step.id,), Moment(n + step.id + 1), fetches=True)
+            )
             versions[w] = replace(versions[w], saved_tensors=(*versions[w].saved_tensors, h))
             steps[step.id] = replace(step, unpacks=(h, *step.unpacks), drops=(*step.drops, h))
     return replace(

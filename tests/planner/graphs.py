@@ -351,7 +351,7 @@ def random_profile(rng: random.Random, most_ops: int = 8, *, overwritten: bool =
             into = rng.choice(sorted(newest.values()))
         sizes = [rng.randrange(10) for _ in range(rng.choice((1, 1, 1, 1, 2)))] if into is None else []
         written = tape.op(
-            f"op{rng.randrange(3)}",
+            f"test.op{rng.randrange(3)}",
             reads,
             *sizes,
             us=rng.randrange(6),

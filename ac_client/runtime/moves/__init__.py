@@ -1,0 +1,1 @@
+"""Move storages to the host in forward and back in backward."""
