@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans bench-offload clean
+.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-moves bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans bench-offload clean
 
 setup: $(READY)
 
@@ -99,6 +99,10 @@ bench-profile: $(READY)
 # 1,000 random programs on several streams, on the stand-in at its worst timing: a few minutes.
 bench-streams: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m standin.worst_timing
+
+# 1,000 random programs that move outputs to the host, on the stand-in: some minutes.
+bench-moves: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m standin.worst_timing moves
 
 # 1,000 random nestings of checkpoint, ours next to torch's: some minutes.
 bench-nested: $(READY)

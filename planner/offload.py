@@ -102,8 +102,8 @@ class OffloadPlan:
             recompute_set=frozenset(op.id for op in best.graph.ops if again[op.id]) - moved,
             peak=peak.live_bytes,
             peak_at=instant_name(best.graph, peak),
-            recompute_us=best.extra_us - best.timing.stall_us,
-            bound_us=self.bound_us,
+            recompute_us=max(0.0, best.extra_us - best.timing.stall_us),
+            bound_us=max(0.0, self.bound_us),
             moves=best.moves,
             timing=best.timing,
         )

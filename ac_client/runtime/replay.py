@@ -56,6 +56,9 @@ class Pass:
         self.first_task = task  # the graph task in which the pass began; identifies the pass
         self.task = task  # the graph task that is running
         self.split: Split | None = None
+        # What makes compute wait for the copy of a cached version from the host, by serial. It comes before
+        # the cache: if an exception ends the pass, compute waits before the memory is freed.
+        self.arriving: dict[int, Callable[[], None]] = {}
         self.cache: dict[int, Tensor] = {}  # by serial of the version
         self.uses: dict[int, int] = {}  # remaining uses, by serial of the version
         self.executed: set[int] = set()  # orders of the nodes that ran, or that nothing needs any more
@@ -63,8 +66,6 @@ class Pass:
         self.uncounted = False  # for one burst: it consumes no uses and leaves nothing behind (rule g)
         # Tensors on cached versions that backward received, with their version counters then, by serial.
         self.handed_out: dict[int, list[tuple[Tensor, int]]] = {}
-        # What makes compute wait for the copy of a cached version from the host, by serial.
-        self.arriving: dict[int, Callable[[], None]] = {}
 
     def remaining_uses(self, version: NodeVersion) -> int:
         """Return the uses of `version` that this pass has not consumed."""
@@ -79,11 +80,11 @@ class Pass:
         uses = self.uses.get(serial, version.uses) - 1  # as `remaining_uses`; a call would cost as much
         self.uses[serial] = uses
         if uses <= 0:
+            if self.arriving and serial in self.arriving:
+                self.arriving.pop(serial)()
             self.cache.pop(serial, None)
             if self.handed_out:
                 self.handed_out.pop(serial, None)
-            if self.arriving and serial in self.arriving:
-                self.arriving.pop(serial)()
 
     def await_arrival(self, versions: Iterable[NodeVersion]) -> None:
         """Have compute wait for those of `versions` that are still on their way from the host."""
@@ -232,9 +233,9 @@ class RegionGraph:
                 self.suspended = ended
                 split.graphs.add(self)
             else:
+                ended.arriving.clear()
                 ended.cache.clear()
                 ended.handed_out.clear()
-                ended.arriving.clear()
                 if self.weights is not None:
                     self.weights.release()  # a loss that outlives backward holds this graph
 
@@ -329,6 +330,8 @@ def _fetch(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion) -
             cache = running.cache
             cache[version.serial] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             running.arriving[version.serial] = wait
+        else:
+            wait()
 
 
 def _rerun(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, flags: FlagSwitcher) -> None:

@@ -127,6 +127,13 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
         del unseen
         return storage
 
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(address: int, nbytes: int, _flags: int) -> int:
+            device.register_host(address, nbytes)
+            return 0
+
+    cuda.cudart = lambda: Runtime
     cuda._initialized = True
     cuda._exchange_device = cuda._maybe_exchange_device = torch._C._cuda_exchangeDevice
     torch.UntypedStorage.clone = clone  # torch's clones and resizes storages of CUDA in a build for CUDA only

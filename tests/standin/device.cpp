@@ -285,6 +285,12 @@ class Kernel {
     for (const auto& [address, writes] : used_) right_ &= writes ? write(address, launch_) : read(address, launch_);
   }
 
+  void uses_host(const Tensor& tensor, bool writes) {
+    Lock lock(device_mutex);
+    auto begin = static_cast<const char*>(tensor.const_data_ptr());
+    right_ &= use_host(begin, begin + tensor.nbytes(), writes, launch_);
+  }
+
   void made(const Tensor& tensor) {
     Lock lock(device_mutex);
     if (!launch_.number || !tensor.defined() || !tensor.device().is_cuda()) return;
@@ -397,6 +403,8 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   kernel.uses(source, false);
   kernel.uses(self, true);
   kernel.launch(source.is_cuda() ? source.device() : self.device(), "aten::copy_");
+  if (!self.is_cuda()) kernel.uses_host(self, true);
+  if (!source.is_cuda()) kernel.uses_host(source, false);
   auto to = call.to_host(self);
   {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -548,6 +556,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_stream", [](c10::StreamId stream, DeviceIndex device) {
     current_device = device;
     current_stream[device] = stream;
+  });
+  m.def("register_host", [](uintptr_t address, size_t nbytes) {
+    Lock lock(device_mutex);
+    registered[reinterpret_cast<const char*>(address)] = reinterpret_cast<const char*>(address) + nbytes;
   });
   m.def("synchronize", locked([](DeviceIndex device) { synchronize(device); }));
   m.def("default_generator", [](DeviceIndex device) { return default_generator(device); });

@@ -135,6 +135,40 @@ void check_free(const Block& block) {
   for (const auto& entry : block.readers) check(entry.second);
 }
 
+// ---- memory of the host that is registered: the device copies from and to it in the order of its streams
+
+struct HostUse {
+  const char* end;
+  Launch writer;
+  std::map<Queue, Launch> readers;
+};
+
+std::map<const char*, const char*> registered;  // from the begin of a range to its end
+std::map<const char*, HostUse> host_uses;       // by the begin of what a copy wrote
+
+// Note that `now` copies from or to the host; return false if that is a race.
+bool use_host(const char* begin, const char* end, bool writes, const Launch& now) {
+  auto range = registered.upper_bound(begin);
+  if (range == registered.begin() || std::prev(range)->second <= begin) return true;
+  bool right = true;
+  for (auto it = host_uses.begin(); it != host_uses.end();) {
+    auto& use = it->second;
+    const bool overlaps = it->first < end && begin < use.end;
+    if (overlaps) right &= ordered(use.writer, " writes on the host, without waiting", now, " uses what ");
+    if (overlaps && writes) {
+      for (const auto& entry : use.readers) {
+        right &= ordered(entry.second, " reads on the host, without waiting", now, " writes what ");
+      }
+      it = host_uses.erase(it);
+      continue;
+    }
+    if (overlaps) use.readers[now.queue] = now;
+    ++it;
+  }
+  if (writes) host_uses[begin] = {end, now, {}};
+  return right;
+}
+
 // ---- the allocator
 
 void merge(Memory& memory, Block* block, Block* neighbour) {

@@ -2,30 +2,31 @@
 
 NOTE [ Order of copies ]
 
-    copy out   waits for what compute has queued, and for the last copy that read this memory of the host
+    copy out   waits for what compute has queued; so it comes after all that compute has waited for, such as
+               the last copy in from the same memory of the host
     free       compute waits for the copy out before anything can be written where the storage was
     copy in    waits for what compute has queued, since its memory may have been used before, and for the
                copy out of the same storage
     use        compute waits for the copy in
 
 The stream of compute is looked up at each of these, before any stream is entered, since it would be that one
-inside. Nothing calls `record_stream`, which would have bytes depend on times. On a CPU copies are over when
-they return.
+inside. Where compute runs on several streams, a copy out waits for all copies in as well. Nothing calls
+`record_stream`, which would have bytes depend on times. On a CPU copies are over when they return.
 
 Source: races that others published: Megatron-LM#7398, TRL#7195, torchtitan#2581, torchtune#1867, TRL#5700.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ac_client.runtime.moves.host_memory import HostChunk, Read, host_memory
+from ac_client.runtime.moves.host_memory import HostChunk, host_memory
 from ac_client.runtime.write_guard import StaleError, detached_alias, version_counter
 from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.streams import streams_seen
 
 
 class Departure:
@@ -53,6 +54,10 @@ class Departure:
             self.copy.written = True
         self._wait.now()
         del self._tensor, self.storage
+
+    def __del__(self) -> None:
+        if hasattr(self, "storage"):  # the region never ended
+            self._wait.now()
 
 
 class HostCopy:
@@ -97,7 +102,6 @@ class HostCopy:
             with into:
                 target.copy_(chunk.data, non_blocking=True)
             arrived = into.record_event()
-            chunk.read = Read(next(_numbers), arrived)
         del unseen
         return target.untyped_storage(), _Wait(arrived, device).now
 
@@ -136,10 +140,10 @@ def _copy_out(storage: torch.UntypedStorage) -> tuple[HostChunk, torch.Event | N
         copied = None
     else:
         compute = torch.accelerator.current_stream(device)
-        out = _streams(device)[0]
+        out, into = _streams(device)
         out.wait_event(compute.record_event())
-        if chunk.written_after is not None:
-            out.wait_event(chunk.written_after.event)
+        if streams_seen.several:
+            out.wait_stream(into)
         with out:
             chunk.data.copy_(source, non_blocking=True)
         copied = out.record_event()
@@ -147,7 +151,6 @@ def _copy_out(storage: torch.UntypedStorage) -> tuple[HostChunk, torch.Event | N
     return chunk, copied
 
 
-_numbers = itertools.count()
 _made: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
 
 

@@ -15,22 +15,14 @@ import torch
 from autoac.planner.units import format_bytes
 
 ARENA_NBYTES = 64 << 20  # at least
-ALIGNMENT = 512
+ROUNDING = 512  # of chunks, as of the blocks of a GPU's allocator; a CPU's are not rounded
 
 
-class Read(NamedTuple):
-    """A copy from the host. All of a device run on one stream, so a later one ends later."""
-
-    number: int
-    event: torch.Event
-
-
-class _Free(NamedTuple):
-    """A free range of an arena, and the last copy that reads it."""
+class _Range(NamedTuple):
+    """Bytes of an arena."""
 
     begin: int
     end: int
-    read: Read | None
 
 
 class HostChunk:
@@ -38,37 +30,34 @@ class HostChunk:
 
     Attributes:
         data: uint8 [nbytes].
-        written_after: the copy from the same memory that a copy to `data` must wait for, or None.
-        read: the last copy from `data`, which `copies.py` sets.
     """
 
-    __slots__ = ("_arena", "_begin", "_memory", "data", "read", "written_after")
+    __slots__ = ("_arena", "_memory", "_range", "data")
 
-    def __init__(self, memory: HostMemory, arena: _Arena, begin: int, nbytes: int) -> None:
-        self._memory, self._arena, self._begin = memory, arena, begin
-        self.data = arena.data[begin : begin + nbytes]
-        self.written_after: Read | None = None
-        self.read: Read | None = None
+    def __init__(self, memory: HostMemory, arena: _Arena, taken: _Range, nbytes: int) -> None:
+        self._memory, self._arena, self._range = memory, arena, taken
+        self.data = arena.data[taken.begin : taken.begin + nbytes]
 
     def __del__(self) -> None:
-        self._memory._give_back(self._arena, self._begin, self.data.numel(), self.read or self.written_after)
+        self._memory._give_back(self._arena, self._range)
 
 
 class _Arena:
     """Pages of the host, and which of them are free, by address."""
 
-    __slots__ = ("data", "free")
+    __slots__ = ("data", "device_type", "free")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device_type: str) -> None:
+        self.device_type = device_type  # of the driver that it is registered with
         self.data = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-        self.free = [_Free(0, nbytes, None)]
+        self.free = [_Range(0, nbytes)]
 
 
 class HostMemory:
     """All chunks of this process.
 
     Attributes:
-        used: bytes in chunks now.
+        used: bytes in chunks now, rounded as on the device that they are of.
         peak: most bytes in chunks so far; set it to start again.
     """
 
@@ -88,26 +77,27 @@ class HostMemory:
         Raises:
             MemoryError: the host has too little memory, or may register no more.
         """
+        rounding = 1 if device.type == "cpu" else ROUNDING
+        rounded = -(-nbytes // rounding) * rounding
         with self._lock:
-            found = self._cut(_aligned(nbytes))
+            found = self._cut(rounded, device)
             if found is None:
-                self._add_arena(max(_aligned(nbytes), ARENA_NBYTES), device)
-                found = self._cut(_aligned(nbytes))
+                self._add_arena(max(rounded, ARENA_NBYTES), device)
+                found = self._cut(rounded, device)
                 assert found is not None
             arena, free = found
-            chunk = HostChunk(self, arena, free.begin, nbytes)
-            chunk.written_after = free.read
-            self.used += nbytes
+            chunk = HostChunk(self, arena, free, nbytes)
+            self.used += rounded
             self.peak = max(self.peak, self.used)
             return chunk
 
-    def _cut(self, nbytes: int) -> tuple[_Arena, _Free] | None:
+    def _cut(self, nbytes: int, device: torch.device) -> tuple[_Arena, _Range] | None:
         """Take `nbytes` from the smallest free range that is large enough."""
         fitting = [
             (free.end - free.begin, i, arena)
             for arena in self._arenas
             for i, free in enumerate(arena.free)
-            if free.end - free.begin >= nbytes
+            if arena.device_type == device.type and free.end - free.begin >= nbytes
         ]
         if not fitting:
             return None
@@ -115,11 +105,11 @@ class HostMemory:
         free = arena.free[i]
         rest = free._replace(begin=free.begin + nbytes)
         arena.free[i : i + 1] = [rest] if rest.begin < rest.end else []
-        return arena, free
+        return arena, free._replace(end=rest.begin)
 
     def _add_arena(self, nbytes: int, device: torch.device) -> None:
         try:
-            arena = _Arena(nbytes)
+            arena = _Arena(nbytes, device.type)
         except OSError as error:
             raise MemoryError(_too_much(nbytes, self.reserved, str(error))) from error
         cudart = torch.cuda.cudart() if device.type == "cuda" else None
@@ -129,26 +119,16 @@ class HostMemory:
                 raise MemoryError(_too_much(nbytes, self.reserved, f"cudaHostRegister returned {status}"))
         self._arenas.append(arena)
 
-    def _give_back(self, arena: _Arena, begin: int, nbytes: int, read: Read | None) -> None:
+    def _give_back(self, arena: _Arena, returned: _Range) -> None:
         with self._lock:
-            self.used -= nbytes
-            returned = _Free(begin, begin + _aligned(nbytes), read)
-            ranges = sorted([*arena.free, returned], key=lambda free: free.begin)
+            self.used -= returned.end - returned.begin
+            ranges = sorted([*arena.free, returned])
             i = ranges.index(returned)
             if i + 1 < len(ranges) and ranges[i].end == ranges[i + 1].begin:
-                ranges[i : i + 2] = [_joined(ranges[i], ranges[i + 1])]
+                ranges[i : i + 2] = [_Range(returned.begin, ranges[i + 1].end)]
             if i and ranges[i - 1].end == ranges[i].begin:
-                ranges[i - 1 : i + 1] = [_joined(ranges[i - 1], ranges[i])]
+                ranges[i - 1 : i + 1] = [_Range(ranges[i - 1].begin, ranges[i].end)]
             arena.free = ranges
-
-
-def _joined(a: _Free, b: _Free) -> _Free:
-    reads = [read for read in (a.read, b.read) if read is not None]
-    return _Free(a.begin, b.end, max(reads, key=lambda read: read.number, default=None))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _too_much(nbytes: int, reserved: int, why: str) -> str:

@@ -1,0 +1,257 @@
+"""Compare random programs that move outputs to the host with plain ones: gradients bit for bit, and bytes.
+
+    make bench-moves
+
+runs 1,000 of them on the stand-in device of tests/standin, at the worst timing that events allow: what a
+stream has not waited for is NaN, and so is freed memory. `python -m benchmarks.fuzzers.moved_programs` runs
+them on a GPU if there is one, else between two arenas of a CPU.
+
+Each program is profiled once, and moves are drawn at random. It then runs in several ways: as profiled, with
+the graph kept and run a second time, for the gradients of one parameter only, without a backward, and with an
+exception in forward. Nothing may be left on the host after any of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from ac_client.runtime.cursor import Cursor, Route
+from ac_client.runtime.moves.host_memory import host_memory
+from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.replay import EventLog
+from autoac.planner import Graph, build
+from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.plan import decided
+from autoac.planner.problem.graph import SaveSet
+from autoac.planner.problem.moves import Move, with_moves
+from autoac.profiler import profile
+from autoac.profiler.torch_facts.module_paths import watch_modules
+from benchmarks.fuzzers.expected_log import expected_log
+from benchmarks.fuzzers.random_moves import ANY, random_moves
+from benchmarks.fuzzers.random_programs import run_programs
+
+ROWS, WIDTH = 64, 32
+DRAWS = 2  # of moves for each program
+ON_CPU = 8 + 5056  # a number that becomes a tensor, and the state of the generator: no bytes of a device
+
+
+class Part(nn.Module):
+    """A few random ops on what earlier parts returned."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, pool: list[Tensor]) -> Tensor:
+        chance = random.Random(self.seed)
+        y = chance.choice(pool) @ self.weight
+        for _ in range(chance.randint(1, 5)):
+            y = self._op(chance, y, pool)
+        return y
+
+    def _op(self, chance: random.Random, y: Tensor, pool: Sequence[Tensor]) -> Tensor:
+        other = chance.choice(pool)
+        match chance.randrange(12):
+            case 0:
+                return torch.tanh(y)
+            case 1:
+                return F.gelu(y)
+            case 2:
+                return torch.softmax(y, -1)
+            case 3:
+                return F.dropout(y, 0.2)
+            case 4:
+                return F.layer_norm(y, (WIDTH,), self.scale)
+            case 5:
+                return y * other
+            case 6:
+                return y.sin().add_(other)
+            case 7:
+                return (y.view(8, ROWS // 8, WIDTH).transpose(1, 2) * 2).transpose(1, 2).reshape(ROWS, WIDTH)
+            case 8:
+                a, b = y.chunk(2, 1)
+                return torch.cat((a.sigmoid() * b, a + b.cos()), 1)
+            case 9:
+                return F.relu(y * self.scale, inplace=True)
+            case 10:
+                return torch.exp(-(y**2)) + other
+            case _:
+                return F.linear(F.silu(y), self.weight)
+
+
+class Program(nn.Module):
+    """A model of random parts."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        chance = random.Random(seed)
+        self.parts = nn.ModuleList(Part(chance.randrange(1 << 30)) for _ in range(chance.randint(2, 6)))
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        pool = [x]
+        for i, part in enumerate(self.parts):
+            if self.fails and i == len(self.parts) - 1:
+                raise InterruptedError
+            pool.append(part(pool))
+        return pool[-1]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The outcome of one program; `differs` says in what it differs from the plain one, or from the plan."""
+
+    seed: int
+    differs: str
+    moves: int
+    moved_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.seed}: {self.differs}"
+
+
+def loss_of(out: Tensor) -> Tensor:
+    """Return a scalar, which saves nothing of the model."""
+    return out.sum()
+
+
+def tried(seed: int) -> Tried:
+    """Run the program of `seed`."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chance = random.Random(seed)
+    batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device)
+    found = profile(Program(seed).to(device), batch, loss=loss_of)
+    graph, n_moves, moved_bytes = build(found), 0, 0
+    expected = _gradients(seed, batch, None)
+    for _ in range(DRAWS):
+        save_set, moves = random_moves(graph, chance, chance.choice((0.2, 0.6, 1.0)))
+        fields = decided(found, with_moves(graph, moves, ANY), save_set, moves)
+        route = Route(fields["decisions"], fields["use_groups"], fields["moves"])
+        nbytes = sum(graph.nbytes(w) for move in moves for w in graph.ops[move.op].writes)
+        n_moves, moved_bytes = n_moves + len(moves), moved_bytes + nbytes
+        differs = _as_predicted(graph, save_set, moves, seed, batch, route, nbytes) or _in_other_ways(
+            seed, batch, route, expected
+        )
+        if differs:
+            return Tried(seed, differs, n_moves, moved_bytes)
+    return Tried(seed, "", n_moves, moved_bytes)
+
+
+def _as_predicted(
+    graph: Graph,
+    save_set: SaveSet,
+    moves: Sequence[Move],
+    seed: int,
+    batch: Tensor,
+    route: Route,
+    nbytes: int,
+) -> str:
+    """Run a step as it was profiled, and compare it with the planner."""
+    moving = with_moves(graph, moves, ANY)
+    host_memory.peak, log = 0, EventLog()
+    with AllocatorTimeline(device=batch.device) as timeline:
+        model = _model(seed, batch.device)
+        timeline.mark("step")
+        before = 0 if batch.device.type == "cpu" else torch.cuda.memory_allocated(batch.device)
+        held, loss = _forward(model, batch, route, log)
+        loss.backward()
+        del held
+    own = graph.static_bytes if batch.device.type == "cpu" else graph.static_bytes - before
+    peak = timeline.peak_since("step") + own - _parameters(model) * (batch.device.type == "cpu")
+    wanted = peak_bytes(moving, save_set)
+    if log.events != expected_log(moving, save_set):
+        return "other events than predicted"
+    if not wanted <= peak <= wanted + (ON_CPU if batch.device.type == "cpu" else 0):
+        return f"the peak is {peak}, predicted {wanted}"
+    if host_memory.peak != nbytes:
+        return f"the host's peak is {host_memory.peak}, predicted {nbytes}"
+    return ""
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+
+
+def _in_other_ways(seed: int, batch: Tensor, route: Route, expected: list[Tensor]) -> str:
+    """Run the program in ways that were not profiled, and compare what it computes with plain."""
+    for way in ("whole", "twice", "one", "never", "fails"):
+        found = _gradients(seed, batch, route, way)
+        wanted = expected[:1] if way == "one" else [] if way in ("never", "fails") else expected
+        if not all(map(torch.equal, found, wanted)) or len(found) != len(wanted):
+            return f"gradients differ ({way})"
+        if host_memory.used:
+            return f"{host_memory.used} bytes are left on the host ({way})"
+    return ""
+
+
+def _gradients(seed: int, batch: Tensor, route: Route | None, way: str = "whole") -> list[Tensor]:
+    model = _model(seed, batch.device)
+    parameters = list(model.parameters())
+    model.fails = way == "fails"
+    try:
+        _, loss = _forward(model, batch, route)
+    except InterruptedError:
+        return []
+    if way == "never":
+        return []
+    if way == "one":
+        return list(torch.autograd.grad(loss, parameters[:1], allow_unused=True, materialize_grads=True))
+    if way == "twice":
+        torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return [gradient.clone() for gradient in found]
+
+
+def _model(seed: int, device: torch.device) -> Program:
+    model = Program(seed).to(device)
+    torch.manual_seed(seed)
+    return model
+
+
+def _forward(
+    model: Program, batch: Tensor, route: Route | None, log: EventLog | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the loss."""
+    if route is None:
+        out = model(batch)
+        return out, loss_of(out)
+    cursor = Cursor(route)
+    watch_modules(model, cursor.enter, cursor.leave)  # type: ignore[arg-type]
+    with save_recompute_policy(cursor, log=log):
+        out = model(batch)
+        return out, loss_of(out)
+
+
+def summary(found: Sequence[Tried]) -> str:
+    """Return what ran, as text."""
+    moves, nbytes = sum(one.moves for one in found), sum(one.moved_bytes for one in found)
+    return f"{len(found)} programs, {moves} moves of {nbytes / 2**20:.1f} MiB in all"
+
+
+def main(races: Callable[[], list[str]] = list) -> None:
+    """Run the command in the module docstring.
+
+    Args:
+        races: returns the races since its last call, on a device that notes them.
+    """
+
+    def without_races(seed: int) -> Tried:
+        found = tried(seed)
+        raced = races()
+        return found if found.differs or not raced else replace(found, differs=raced[0])
+
+    run_programs(__doc__, without_races, summary)
+
+
+if __name__ == "__main__":
+    main()
