@@ -162,7 +162,9 @@ class Applied:
             measured_peak_bytes=self._measured_peak(),
             save_all_peak_bytes=predicted.save_all_peak_bytes if predicted else None,
             predicted_step_us=(
-                predicted.step_us + predicted.recompute_us + (recording_us or 0) if predicted else None
+                predicted.step_us + predicted.recompute_us + predicted.stall_us + (recording_us or 0)
+                if predicted
+                else None
             ),
             measured_step_us=statistics.median(gaps) * 1e6 if gaps else None,
             recompute_us=predicted.recompute_us if predicted else None,
@@ -170,6 +172,8 @@ class Applied:
             gap=predicted.gap if predicted else None,
             ops=len(policy.decisions) if policy else 0,
             recomputed=policy.recomputed if policy else 0,
+            moved_bytes=predicted.moved_bytes if predicted else 0,
+            stall_us=predicted.stall_us if predicted else 0.0,
             recorded=bucket.loaded.n_recorded if bucket is not None else 0,
             steps=shown.steps,
             off_path=shown.off_path,

@@ -14,6 +14,7 @@ from ac_client.applied_model import Applied
 from ac_client.arguments import (
     check_budget,
     check_constraints,
+    check_host_budget,
     check_loop,
     check_model,
     check_optimizer,
@@ -52,6 +53,7 @@ def apply(
     require_service: bool = False,
     headroom_gb: float = 0.0,
     budget_of: BudgetOf = "allocated",
+    host_budget_gb: float | None = None,
     constraints: Constraints | None = None,
     strict: bool = False,
     shapes: Shapes = "bucket",
@@ -87,6 +89,8 @@ def apply(
         headroom_gb: left free below the budget, for what no plan counts.
         budget_of: "allocated": the budget is for the bytes that the allocator hands out. "reserved": for
             those that it takes from the GPU, fragments included (docs/budget.md).
+        host_budget_gb: GiB of the host's memory that saved tensors may be moved to, where the link to the
+            GPU makes that faster than to recompute them (docs/budget.md). By default none are.
         constraints: what must hold for the plan in addition to the budget: pins by module path or op, FSDP
             units, a budget for forward, ... (docs/constraints.md).
         strict: raise LeftThePath if the ops that run are not those of the policy, instead of saving what is
@@ -113,9 +117,11 @@ def apply(
     Raises:
         TypeError: `model` is not a module, `optimizer` not an optimizer, `policy` not a policy or path,
             `constraints` not Constraints, `group` not a group, `loss` not a function, or a switch not a bool.
-        InvalidBudget: budget or headroom is not a number of GiB (one in bytes is refused); or there is no
-            budget, and the policy set is empty; or it is for reserved memory, and the model is not on a GPU.
-        ValueError: `shapes`, `group` or `budget_of` is not one of its valid values; `service` is not a URL;
+        InvalidBudget: a budget or the headroom is not a number of GiB (one in bytes is refused); or there is
+            no budget, and the policy set is empty; or it is for reserved memory, and the model is not on a
+            GPU.
+        ValueError: `shapes`, `group` or `budget_of` is not one of its valid values; `service` is not a URL,
+            or comes with `host_budget_gb`, since its plans move nothing;
             `alias` cannot be a name, or comes with `policy`; or `alias` or `require_service` come without
             `service`.
         ServiceUnavailable: the service is away, and `require_service` was passed or `budget_gb` was
@@ -152,6 +158,7 @@ def apply(
     check_source(budget_gb, policy, alias, service, require_service=require_service)
     check_constraints(constraints, planned=policy is not None or alias is not None)
     budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, budget_of, model)
+    host_budget_bytes = check_host_budget(host_budget_gb, budget_bytes, service)
     check_loop(loss, forwards_in_flight, verify)
     check_unplanned(model, may_checkpoint=take_over_checkpoints)
     if is_called_compiled(given) or compiled_parts(model):
@@ -175,6 +182,7 @@ def apply(
         budget_bytes=budget_bytes,
         headroom_bytes=headroom_bytes,
         budget_of=budget_of,
+        host_budget_bytes=host_budget_bytes,
         constraints=constraints,
         service=service,
         require_service=require_service,

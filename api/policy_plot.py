@@ -25,7 +25,7 @@ from autoac.planner.report.what_if import as_planned
 IDLE, KEPT, AGAIN = range(3)
 """The number of each decision: unused in backward, saved, recomputed."""
 
-_FATES = {Decision.UNUSED: IDLE, Decision.SAVED: KEPT, Decision.RECOMPUTED: AGAIN}
+_FATES = {Decision.UNUSED: IDLE, Decision.MOVED: IDLE, Decision.SAVED: KEPT, Decision.RECOMPUTED: AGAIN}
 _OF_FATES = {number: fate for fate, number in _FATES.items()}
 OUTLINE = 400  # moments of memory that are drawn for a point
 LEVEL = 6  # of gzip: a quarter of the size, within hundredths of a second
@@ -59,7 +59,7 @@ def draw(profile: Profile, policy: Policy) -> bytes:
         OtherProfile: the policy was made from another profile.
     """
     plan = as_planned(policy, profile)
-    fates = op_decisions(plan.graph, plan.save_set)
+    fates = op_decisions(plan.graph, plan.save_set, plan.moved)
     data = picture(plan, policy=policy).data() | {
         "fates": {  # by op
             "fate": [_FATES[op.decision] for op in fates],
@@ -108,7 +108,9 @@ def _outlined(plan: Plan) -> dict[str, Any]:
         "end_us": round(clock.end_us, 1),
         "begin_us": [round(clock.begin_us[i], 1) for i in kept],
         "live_bytes": [levels[i] for i in kept],
-        "fates": "".join(str(_FATES[op.decision]) for op in op_decisions(plan.graph, plan.save_set)),  # by op
+        "fates": "".join(
+            str(_FATES[op.decision]) for op in op_decisions(plan.graph, plan.save_set, plan.moved)
+        ),  # by op
     }
 
 

@@ -24,6 +24,7 @@ from .frontier import Frontier, find_frontier, frontier_in_words
 from .memory.schedule import schedule
 from .memory.simulate import Timeline, simulate
 from .minimum_peak import MinimumPeak, find_minimum_peak
+from .offload import plan_offload
 from .pipeline.plan_stages import Stage, Stages, plan_stage, plan_stages
 from .plan import Plan, plan
 from .problem.apply_constraints import constrained
@@ -87,6 +88,7 @@ __all__ = [
     "more_in_words",
     "picture",
     "plan",
+    "plan_offload",
     "plan_stage",
     "plan_stages",
     "schedule",

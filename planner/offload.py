@@ -10,9 +10,12 @@ Source: docs/formulation.md, section 10.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import TypedDict, Unpack
 
 from autoac.planner.errors import InfeasibleBudget
+from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.clocks import Timing, timing
 from autoac.planner.memory.points import choose_points
@@ -28,18 +31,19 @@ from autoac.planner.plan import (
     plan_of,
     step_time_us,
 )
-from autoac.planner.problem.build import build
+from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
 from autoac.planner.problem.moves import Link, Move, movable, with_moves
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 from autoac.planner.solver.constrained_moments import first_moments
+from autoac.planner.solver.highs import OnProgress, Stopped
 from autoac.planner.solver.incumbent import Goal
 from autoac.planner.solver.moments import DuringBurst
 from autoac.planner.solver.program import build_program
 from autoac.planner.solver.rows.move_columns import MoveProblem
 from autoac.planner.solver.search import Search
 from autoac.planner.solver.start.search_problem import SearchProblem
-from autoac.planner.solver.time_limit import Allowance, Stopwatch
+from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch
 from autoac.planner.solver.variables import options_for
 
 SHARES = (1.0, 0.8, 1.0, 0.8)  # of the bandwidth that relaxations count on, one after another
@@ -47,6 +51,19 @@ WORTH = 0.005  # of the step: what moves must save for the host to be used
 WORK_LIMIT = 10.0  # units of work for all searches of moves,
 FEW = 40  # so few ops that may be moved are decided by the program, without rounding
 SEARCH_WORK = 5.0  # and for one
+
+
+class PlanTerms(TypedDict, total=False):
+    """Arguments of `plan` that a plan with moves takes too."""
+
+    headroom_bytes: int
+    constraints: Constraints | None
+    gap: float
+    work_limit: float
+    time_limit_s: float
+    clock: Clock | None
+    start: Iterable[SaveSet]
+    progress: OnProgress | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +88,12 @@ class OffloadPlan:
 
     problem: SearchProblem = field(repr=False)
     profile: Profile | None = field(repr=False)
-    budget: int
+    terms: PlanTerms
+    budget: int  # headroom included
     without_moves: Plan | None  # None: nothing fits
     best: Offload | None  # None: no moves save enough
     bound_us: float  # of recomputes and stalls: no moves and save set with one recompute of an op take less
+    why_unmoved: str = ""
 
     @property
     def extra_us(self) -> float:
@@ -85,13 +104,28 @@ class OffloadPlan:
         return self.without_moves.recompute_us
 
     @property
+    def is_proven(self) -> bool:
+        """Return True if the plan is as good as was asked for."""
+        gap = self.terms.get("gap", DEFAULT_GAP)
+        enough = gap * max(self.extra_us, STEP_SHARE * step_time_us(self.problem.graph))
+        return self.extra_us - self.bound_us <= enough
+
+    @property
     def plan(self) -> Plan:
         """Return the plan to carry out."""
         best = self.best
         if best is None:
             assert self.without_moves is not None
-            return replace(self.without_moves, bound_us=self.bound_us)
-        made = plan_of(self.problem, self.profile, self.budget, self.problem.graph.everything)
+            return replace(self.without_moves, bound_us=self.bound_us, why_unmoved=self.why_unmoved)
+        headroom = self.terms.get("headroom_bytes", 0)
+        made = plan_of(
+            self.problem,
+            self.profile,
+            self.budget - headroom,
+            self.problem.graph.everything,
+            headroom=headroom,
+            constraints=self.terms.get("constraints"),
+        )
         peak = peak_of(best.graph, best.save_set)
         moved = {move.op for move in best.moves}
         again = recomputed_by_backward(best.graph, best.save_set)
@@ -104,6 +138,7 @@ class OffloadPlan:
             peak_at=instant_name(best.graph, peak),
             recompute_us=max(0.0, best.extra_us - best.timing.stall_us),
             bound_us=max(0.0, self.bound_us),
+            stopped=Stopped.OPTIMAL if self.is_proven else Stopped.WORK_LIMIT,
             moves=best.moves,
             timing=best.timing,
         )
@@ -114,9 +149,8 @@ def plan_offload(
     *,
     budget_bytes: int,
     link: Link,
-    gap: float = DEFAULT_GAP,
-    work_limit: float = WORK_LIMIT,
-    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    moves_work_limit: float = WORK_LIMIT,
+    **terms: Unpack[PlanTerms],
 ) -> OffloadPlan:
     """Plan a step within a budget, with a link to the host: save, recompute or move.
 
@@ -126,36 +160,51 @@ def plan_offload(
         profile: one training step, or the Graph of one.
         budget_bytes: that the device may hold at any moment.
         link: of device and host, with the bytes that may be used there.
-        gap: as in `plan`.
-        work_limit: units of work for the search of moves, besides that of `plan`.
-        time_limit_s: as in `plan`.
+        moves_work_limit: units of work for the search of moves, besides that of `plan`.
+        terms: as in `plan`. A budget of forward's own allows no moves.
 
     Raises:
         InfeasibleBudget: no save set fits, and no moves were found with which one does.
-        InvalidBudget, InvalidLimit: as in `plan`.
+        InvalidBudget, InvalidLimit, InvalidConstraints: as in `plan`.
     """
-    graph = profile if isinstance(profile, Graph) else build(profile)
+    constraints = terms.get("constraints") or Constraints()
+    graph = constrained(profile, constraints)
     step_us = step_time_us(graph)
     options = replace(options_for(profile, None), use_groups=False)
     problem = SearchProblem(graph, options)
     of = profile if isinstance(profile, Profile) else None
     without, infeasible = None, None
+    headroom = terms.get("headroom_bytes", 0)
+    several = isinstance(profile, Profile) and bool(profile.forward_ends)
+    limited = constraints.forward_budget_bytes is not None
+    may_move = not (several or limited or graph.waiting_microbatches) and bool(movable(graph, link))
     try:
-        without = plan(profile, budget_bytes=budget_bytes, gap=gap, time_limit_s=time_limit_s)
-        if without.recompute_us == 0 or graph.waiting_microbatches or not movable(graph, link):
-            return OffloadPlan(problem, of, budget_bytes, without, None, without.bound_us)
+        without = plan(profile, budget_bytes=budget_bytes, **terms)
+        if without.recompute_us == 0 or not may_move:
+            why = (
+                "it all fits on the device"
+                if without.recompute_us == 0
+                else "no output of this step may move"
+            )
+            return OffloadPlan(problem, of, terms, budget_bytes, without, None, without.bound_us, why)
     except InfeasibleBudget as error:
+        if not may_move:
+            raise
         infeasible = error
+    gap = terms.get("gap", DEFAULT_GAP)
     goal = Goal(gap, STEP_SHARE * gap * step_us)
-    allowance = Allowance(work_limit, Stopwatch(time_limit_s), None)
+    stopwatch = Stopwatch(terms.get("time_limit_s", DEFAULT_TIME_LIMIT_S), terms.get("clock"))
+    allowance = Allowance(moves_work_limit, stopwatch, terms.get("progress"))
     known = None if without is None else (SearchProblem(without.graph, options), without.save_set)
-    best, bound_us = _search(problem, budget_bytes, link, goal, allowance, known)
+    best, bound_us = _search(problem, budget_bytes - headroom, link, goal, allowance, known)
     if best is None and infeasible is not None:
         raise infeasible
     if without is not None and (best is None or best.extra_us > without.recompute_us - WORTH * step_us):
-        return OffloadPlan(problem, of, budget_bytes, without, None, min(bound_us, without.recompute_us))
+        why = f"no moves were found that save {WORTH:.1%} of the step"
+        bound_us = min(bound_us, without.recompute_us)
+        return OffloadPlan(problem, of, terms, budget_bytes, without, None, bound_us, why)
     assert best is not None
-    return OffloadPlan(problem, of, budget_bytes, without, best, min(bound_us, best.extra_us))
+    return OffloadPlan(problem, of, terms, budget_bytes, without, best, min(bound_us, best.extra_us))
 
 
 def _search(

@@ -80,6 +80,7 @@ class Plan:
     constraints: Constraints | None = None  # that the plan obeys
     moves: tuple[Move, ...] = ()  # `graph` has them (NOTE [ Moves ])
     timing: Timing | None = None  # with moves: of the step
+    why_unmoved: str = ""  # where moves were allowed, and there are none
 
     @property
     def stall_us(self) -> float:
@@ -412,11 +413,12 @@ def decided(profile: Profile, graph: Graph, save_set: SaveSet, moves: Sequence[M
             if len(row) > 1:
                 fates[key_of[row[0]]] = f"recompute@{len(row)}"
     points = {}
-    fetches = triggers(build(profile)) if moves else {}
+    keys = profile.keys()
+    fetches = {step: keys[op] for step, op in triggers(build(profile)).items()} if moves else {}
     for move in moves:
-        free = key_of.get(OpId(move.free), THE_END)
-        fetch = move.op if move.fetch is None else fetches[move.fetch]
-        points[key_of[move.op]] = MovePoints(free=free, fetch=key_of[fetch])
+        free = next((key for op, key in key_of.items() if op >= move.free), THE_END)
+        fetch = key_of[move.op] if move.fetch is None else fetches[move.fetch]
+        points[key_of[move.op]] = MovePoints(free=free, fetch=fetch)
         fates[key_of[move.op]] = OFFLOAD
     return {
         "version": version_for(use_groups, points),

@@ -13,6 +13,7 @@ from .model_device import device_of
 from .observe import observe, profile
 from .steps.training_loop import Loop, Loss
 from .timing.cache import Times
+from .timing.link import link_of
 from .timing.on_device import datasheet_of_this_cpu
 from .timing.roofline import DATASHEETS, Device, KernelKind
 
@@ -34,6 +35,7 @@ __all__ = [
     "datasheet_of_this_cpu",
     "device_name",
     "device_of",
+    "link_of",
     "observe",
     "profile",
 ]

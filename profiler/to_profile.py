@@ -152,6 +152,7 @@ def assemble(
         reasons=tuple(reasons),
         notes=tuple(notes),
         forward_ends=tuple(forward.forward_ends) if len(forward.forward_ends) > 1 else (),
+        loss_begins=end if (end := max(forward.forward_ends, default=0)) < len(forward.ops) else None,
     )
 
 

@@ -63,7 +63,7 @@ profiler/compiler:      base torch_facts planner/formats
 profiler/distributed:   base torch_facts
 profiler/checkpoints:   torch_facts
 profiler/restore:       base torch_facts checkpoints
-profiler/timing:        torch_facts unseen restore
+profiler/timing:        torch_facts unseen restore planner/formats
 profiler/capture:       base torch_facts unseen distributed restore timing planner/base
                         planner/formats
 profiler/static:        base torch_facts distributed timing planner/base planner/formats

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ac_client.cli.options import Json, TimeLimit
+from ac_client.cli.options import HostBudget, Json, TimeLimit, plan_with_host
 from ac_client.cli.output import (
     as_json_types,
     format_of,
@@ -64,6 +64,7 @@ def explain(
             "--html", help="Write a page that draws memory over the step, and what is live at each moment."
         ),
     ] = None,
+    host_budget_gb: HostBudget = 0.0,
     time_limit_s: TimeLimit = 600.0,
     as_json: Json = False,
 ) -> None:
@@ -84,7 +85,6 @@ def explain(
         why,
     )
     from autoac.planner import explain as in_words
-    from autoac.planner import plan as plan_profile
     from autoac.planner import why_in_words as why_text
     from autoac.planner.budget import budget_in_bytes
     from autoac.planner.formats.policy_set import SET_FORMAT
@@ -103,9 +103,11 @@ def explain(
         if constraints and isinstance(profile, Graph):
             constraints = constraints.beyond_the_graph
         with show_progress(f"planning {name}") as progress:
-            return plan_profile(
+            return plan_with_host(
                 profile,
-                budget_bytes=budget,
+                budget,
+                host_budget_gb,
+                rates=observed.link if observed is not None else None,
                 constraints=constraints,
                 time_limit_s=time_limit_s,
                 clock=time.monotonic,
@@ -115,6 +117,7 @@ def explain(
     text = read(subject)
     name = named_as_given(subject)
     planned: Plan | None = None
+    observed: Profile | None = None
     if format_of(text) == SET_FORMAT:
         options = (profile_file, budget_gb, tensors, more_gb, html)
         if table or any(option is not None for option in options):
@@ -153,7 +156,9 @@ def explain(
     answer: dict[str, Any] = policy_header(policy)
     words = [in_words(planned, table=table) if planned else in_words(policy)]
     if planned is not None:
-        answer["modules"] = as_json_types(by_module(op_decisions(planned.graph, planned.save_set)))
+        answer["modules"] = as_json_types(
+            by_module(op_decisions(planned.graph, planned.save_set, planned.moved))
+        )
         answer["tensors"] = []
         for key in tensors or []:
             reason = why(planned, key)

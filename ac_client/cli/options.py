@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import typer
 
 if TYPE_CHECKING:
-    from autoac.planner import Constraints
+    from autoac.planner import Constraints, Graph, Plan, Profile
+    from autoac.planner.formats.profile import LinkRates
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, also for an error.")]
 
@@ -28,6 +29,47 @@ TimeLimit = Annotated[
         "--time-limit", help="Seconds for each plan. A safety net: the solver's work is limited too."
     ),
 ]
+
+
+HostBudget = Annotated[
+    float,
+    typer.Option(
+        "--host-budget-gb",
+        metavar="GB",
+        help="GiB of the host that saved tensors may be moved to, where the link makes that faster than to "
+        "recompute them. The profile must have the link.",
+    ),
+]
+
+
+def plan_with_host(
+    profile: Profile | Graph,
+    budget_bytes: int,
+    host_budget_gb: float,
+    *,
+    rates: LinkRates | None = None,
+    **terms: Any,
+) -> Plan:
+    """Plan a step, and move what pays to the host if that has a budget.
+
+    Args:
+        rates: of the link; by default those of the profile.
+        terms: as for `plan`.
+    """
+    from autoac.planner import Profile, plan, plan_offload
+    from autoac.planner.budget import headroom_in_bytes
+    from autoac.planner.problem.moves import Link
+
+    host_bytes = headroom_in_bytes(host_budget_gb, "--host-budget-gb")
+    if not host_bytes:
+        return plan(profile, budget_bytes=budget_bytes, **terms)
+    rates = profile.link if rates is None and isinstance(profile, Profile) else rates
+    if rates is None:
+        raise typer.BadParameter(
+            "must be left out, since the profile has no link: profile the model on its GPU, or with --on",
+            param_hint="--host-budget-gb",
+        )
+    return plan_offload(profile, budget_bytes=budget_bytes, link=Link.of(rates, host_bytes), **terms).plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ac_client.cli.options import Gap, Json, PlanningOptions, ProfileFile, TimeLimit, spread_options
+from ac_client.cli.options import (
+    Gap,
+    HostBudget,
+    Json,
+    PlanningOptions,
+    ProfileFile,
+    TimeLimit,
+    plan_with_host,
+    spread_options,
+)
 from ac_client.cli.output import (
     check_output,
     deliver,
@@ -60,7 +69,7 @@ def profile(
     import torch
 
     from ac_client.model_loader import load_setup
-    from autoac.profiler import DATASHEETS, observe
+    from autoac.profiler import DATASHEETS, device_of, link_of, observe
 
     module_name, _, function_name = function.partition(":")
     if not (module_name and function_name):
@@ -86,6 +95,8 @@ def profile(
             on=device,
             autocast=getattr(torch, autocast) if autocast is not None else None,
         )
+        link = link_of(device or device_of(setup.model, setup.args, setup.kwargs))
+        observed = observed.model_copy(update={"link": link})
     deliver(
         output,
         observed.to_json() + "\n",
@@ -122,6 +133,7 @@ def plan(
         Literal["present", "absent"] | None,
         typer.Option(help="Whether gradients exist before the step; the default is as profiled."),
     ] = None,
+    host_budget_gb: HostBudget = 0.0,
     *,
     options: PlanningOptions,
     as_json: Json = False,
@@ -130,16 +142,17 @@ def plan(
 
     Finds the save set that fits the budget with the least recompute time, and writes it as a policy.
     """
-    from autoac.planner import plan as plan_profile
+    from autoac.planner.budget import budget_in_bytes
     from autoac.planner.units import format_bytes, format_us
 
     check_output(output)
     observed = read_profile(profile_file)
     headroom_bytes, constraints = options.headroom_bytes, options.constraints(gradients)
     with show_progress(f"planning {observed.model}") as progress:
-        planned = plan_profile(
+        planned = plan_with_host(
             observed,
-            budget_gb=budget_gb,
+            budget_in_bytes(budget_gb),
+            host_budget_gb,
             headroom_bytes=headroom_bytes,
             constraints=constraints,
             gap=options.gap,
@@ -153,10 +166,18 @@ def plan(
         policy.to_json(),
         {"policy": str(output)} | policy_header(policy),
         f"{policy.model}: peak {format_bytes(planned.peak)} of {format_bytes(policy.budget_bytes)}, "
-        f"{format_us(planned.recompute_us)} of recompute, gap {planned.gap:.1%}{_early_stop(planned)} "
-        f"-> {output}",
+        f"{format_us(planned.recompute_us)} of recompute, {_moved(planned)}gap {planned.gap:.1%}"
+        f"{_early_stop(planned)} -> {output}",
         as_json,
     )
+
+
+def _moved(planned: Plan) -> str:
+    from autoac.planner.units import format_bytes, format_us
+
+    if not planned.moves:
+        return ""
+    return f"{format_bytes(planned.moved_bytes)} moved to the host, {format_us(planned.stall_us)} of stalls, "
 
 
 @spread_options

@@ -18,6 +18,7 @@ class ApplyArguments(TypedDict, total=False):
     require_service: bool
     headroom_gb: float
     budget_of: BudgetOf
+    host_budget_gb: float | None
     constraints: Constraints | None
     strict: bool
     take_over_checkpoints: bool

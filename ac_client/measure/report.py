@@ -27,6 +27,8 @@ class Report:
     gap: float | None
     ops: int  # in the policy
     recomputed: int  # ops that the policy recomputes
+    moved_bytes: int  # that the policy moves to the host
+    stall_us: float  # predicted: compute waits for copies
     recorded: int  # ops that the last forward recorded
     steps: int  # planned steps so far
     off_path: str  # the first op at which a forward left the policy; "" if none did
@@ -81,6 +83,7 @@ class Report:
         if self.predicted_peak_bytes is None:
             return f"{self.model}: {budget}; the first training step will plan it"
         recompute = f"{time(self.recompute_us)} of recompute for {self.recomputed} of {self.ops} ops"
+        moves = f", {size(self.moved_bytes)} moved to the host" if self.moved_bytes else ""
         gap = f", within {self.gap:.1%} of the best plan" if self.gap is not None else ""
         recording = f", {time(self.recording_us)} of recording in forward" if self.recording_us else ""
         measured_step = "not measured yet"
@@ -91,7 +94,7 @@ class Report:
             f"  peak: predicted {size(self.predicted_peak_bytes)}, {self._measured_peak()}; "
             f"{size(self.save_all_peak_bytes)} with nothing recomputed",
             f"  step: predicted {time(self.predicted_step_us)}, {measured_step}",
-            f"  plan: {recompute}{recording}{gap}",
+            f"  plan: {recompute}{moves}{recording}{gap}",
         ]
         if self.buckets > 1:
             lines.append(f"  shapes: {self.buckets} buckets; the numbers above are of the last one")

@@ -40,11 +40,13 @@ from autoac.planner import (
     Profile,
     SolverOutOfTime,
     as_planned,
+    plan_offload,
 )
 from autoac.planner import plan as plan_profile
 from autoac.planner.problem.graph import SaveSet
+from autoac.planner.problem.moves import Link
 from autoac.planner.units import format_bytes, format_us
-from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, observe
+from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, link_of, observe
 from autoac.profiler.checkpoints.own_checkpoints import UNPLANNED, checkpoints_left_alone
 from autoac.profiler.static_memory import ONLY_PRESENT_STATE, static_bytes
 from autoac.profiler.torch_facts.streams import is_capturing
@@ -54,12 +56,22 @@ log = logging.getLogger("ac_client")
 WORK_LIMIT = 10.0  # units of work for a plan that a training step waits for: NOTE [ Work ] in highs.py
 
 
-def plan(profile: Profile, **terms: Any) -> Plan:
-    """Plan with little work, and where that finds no plan, with as much as a plan that is asked for."""
+def plan(profile: Profile, *, host_bytes: int = 0, **terms: Any) -> Plan:
+    """Plan with little work, and where that finds no plan, with as much as a plan that is asked for.
+
+    Args:
+        host_bytes: what moves may use of the host. Nothing moves without a link.
+    """
+
+    def within(**limits: Any) -> Plan:
+        if host_bytes and profile.link is not None:
+            return plan_offload(profile, link=Link.of(profile.link, host_bytes), **limits, **terms).plan
+        return plan_profile(profile, **limits, **terms)
+
     try:
-        return plan_profile(profile, work_limit=WORK_LIMIT, **terms)
+        return within(work_limit=WORK_LIMIT)
     except SolverOutOfTime:
-        return plan_profile(profile, **terms)
+        return within()
 
 
 class _ThreadState(threading.local):
@@ -132,6 +144,9 @@ class BatchPlanner:
                         f"{note}, so later steps may go over the budget. Leave headroom_gb for the state "
                         "that its first step makes",
                     )
+            if self.options.host_budget_bytes:
+                link = link_of(device_of(call.model, call.args, call.kwargs))
+                profile = profile.model_copy(update={"link": link})
             if is_compiled(profile):
                 return profile  # compiled code records and replays nothing
             times = host_times_of_process()
@@ -210,7 +225,7 @@ class BatchPlanner:
                 self.warn_once("service", f"planning in-process, because {error}")
             else:
                 return policy, as_planned(policy, profile)
-        stored = PolicyFile(profile, (budget, headroom, constraints))
+        stored = PolicyFile(profile, (budget, headroom, constraints, self.options.host_budget_bytes))
         if (found := stored.read()) is not None:
             return found, as_planned(found, profile)
         made = plan(
@@ -220,6 +235,7 @@ class BatchPlanner:
             constraints=constraints,
             clock=time.monotonic,
             start=() if start is None else (start,),
+            host_bytes=self.options.host_budget_bytes,
         )
         stored.write(made.policy())
         return made.policy(), made

@@ -102,7 +102,7 @@ class PolicyStore:
     def _log_policy(self, event: str, policy: Policy) -> None:
         predicted = policy.predicted
         log.info(
-            "%s: %s: predicted peak %s of %s, %.1f%% of the step recomputed (%d of %d ops)",
+            "%s: %s: predicted peak %s of %s, %.1f%% of the step recomputed (%d of %d ops)%s",
             self._name,
             event,
             format_bytes(predicted.peak_bytes),
@@ -110,4 +110,5 @@ class PolicyStore:
             100 * predicted.recompute_us / predicted.step_us if predicted.step_us else 0.0,
             policy.recomputed,
             len(policy.decisions),
+            f", {format_bytes(predicted.moved_bytes)} moved to the host" if predicted.moved_bytes else "",
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from autoac.planner import Graph
 from autoac.planner.memory.schedule import Backward, Recompute, schedule
 from autoac.planner.problem.graph import Moment, OpId, SaveSet, StepId
-from autoac.planner.problem.moves import Link, Move, last_free, movable, released, triggers, with_moves
+from autoac.planner.problem.moves import Link, Move, movable, released, triggers, with_moves
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 
 ANY = Link(1.0, 1.0, 0.0, 1 << 60)  # a link on which every size may move
@@ -55,4 +55,4 @@ def _at_random(
     steps = [step for step in triggers(graph) if first is not None and step <= first]
     if not steps:
         return None
-    return Move(op, Moment(rng.randint(earliest, last_free(graph))), rng.choice(steps))
+    return Move(op, Moment(rng.randint(earliest, graph.model_end)), rng.choice(steps))

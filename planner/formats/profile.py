@@ -129,6 +129,14 @@ class Environment(FrozenModel):
     cudnn: Annotated[Count, Field(exclude_if=lambda version: version == 0)] = 0  # 92000 is 9.20.0; 0: none
 
 
+class LinkRates(FrozenModel):
+    """What the link between the device and its host carries with both directions busy."""
+
+    out_bytes_per_us: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    in_bytes_per_us: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    latency_us: Microseconds  # of a copy
+
+
 class StaticBytes(FrozenModel):
     """Bytes that are live during the whole step and that no plan can change."""
 
@@ -243,6 +251,7 @@ class Profile(FrozenModel):
     optimizer_workspace_nbytes: Count  # most temporaries that optimizer.step() holds at once
     # The time to record and replay a recomputed op, in addition to its run time; 0 if not known.
     replay_us: Annotated[Microseconds, Field(exclude_if=lambda us: us == 0)] = 0.0
+    link: Annotated[LinkRates | None, Field(exclude_if=lambda link: link is None)] = None  # if measured
     modules: tuple[Name, ...]
     overloads: tuple[Name, ...]
     nodes: tuple[Name, ...]
@@ -256,6 +265,8 @@ class Profile(FrozenModel):
     notes: tuple[Name, ...] = ()  # which numbers are estimates, and what the profiler could not record
     # If several forwards of the model run before one backward: the number of ops up to the end of each.
     forward_ends: Annotated[tuple[Index, ...], Field(exclude_if=lambda ends: not ends)] = ()
+    # The first op of a loss that is not in the model's forward; left out if there is none.
+    loss_begins: Annotated[Index | None, Field(exclude_if=lambda op: op is None)] = None
 
     @model_validator(mode="after")
     def _references_exist(self) -> Self:
@@ -280,6 +291,7 @@ class Profile(FrozenModel):
         within("backward.name", self.backward.name, len(self.nodes))
         within("backward.unpacks", self.backward.unpacks.items, len(self.saved))
         within("forward_ends", self.forward_ends, n + 1)
+        within("loss_begins", () if self.loss_begins is None else (self.loss_begins,), n)
         if any(a > b for a, b in itertools.pairwise(self.forward_ends)):
             raise ValueError("forward_ends must ascend")
         for step, unpacks in enumerate(self.backward.unpacks.rows()):
@@ -383,7 +395,7 @@ class Profile(FrozenModel):
     def fingerprint(self) -> str:
         """Return a hash that is equal for the same model, at the same shapes, on the same kind of device.
 
-        The hash leaves out the numbers that vary between measurements: run times and replay times,
+        The hash leaves out the numbers that vary between measurements: run times and replay times, the link,
         workspaces, the allocator's slack, and the bytes of temporaries and gradients. It also leaves out
         which storages are outputs, which follows from the ops.
         """
@@ -392,6 +404,8 @@ class Profile(FrozenModel):
             exclude={
                 "notes": True,
                 "replay_us": True,
+                "link": True,
+                "loss_begins": True,
                 "outputs": True,
                 "gradient_nbytes": True,
                 "kept_nbytes": True,

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from autoac.planner.memory.clocks import compute_times
 from autoac.planner.memory.schedule import Backward, Compute, Recompute
 from autoac.planner.problem.graph import Graph, Moment, OpId, SaveSet, StepId
-from autoac.planner.problem.moves import Link, Move, last_free, released, triggers, with_moves
+from autoac.planner.problem.moves import Link, Move, released, triggers, with_moves
 
 SLACK = 0.1  # of the time of a copy: from its end to where the memory is freed or used
 
@@ -22,7 +22,7 @@ def choose_points(
 ) -> tuple[Move, ...]:
     """Return moves of those of `ops` that backward needs, in forward order, if `save_set` is saved otherwise.
 
-    An op is left out if it cannot be back before backward uses it.
+    An op is left out if it is not copied when forward ends, or cannot be back before backward uses it.
 
     Args:
         graph: without moves.
@@ -31,7 +31,7 @@ def choose_points(
         link: of device and host.
         slack: see SLACK.
     """
-    n, end = len(graph.ops), last_free(graph)
+    n, end = len(graph.ops), graph.model_end
     held_until = {op: max(released(graph, op)) for op in ops}
     lazily = with_moves(graph, [Move(op, Moment(held_until[op]), None) for op in ops], link)
     begins = [0.0] * (graph.end + 1)  # by moment
@@ -57,8 +57,11 @@ def choose_points(
     free: dict[OpId, Moment] = {}
     link_free = 0.0
     for op in sorted(first_use):
-        for w in graph.ops[op].writes:
-            link_free = max(link_free, made[op]) + link.out_us(graph.nbytes(w)) * (1 + slack)
+        copied = max(link_free, made[op])
+        copied += (1 + slack) * sum(link.out_us(graph.nbytes(w)) for w in graph.ops[op].writes)
+        if copied > begins[end]:
+            continue  # compute would wait for it
+        link_free = copied
         free[op] = Moment(min(max(bisect_left(begins, link_free), held_until[op], op + 1), end))
     unpacking = list(triggers(graph))
     starts = [begins[n + j] for j in unpacking]
@@ -71,7 +74,7 @@ def choose_points(
         if k < 0 and unpacking and unpacking[0] <= step:
             k = 0
         fetch = unpacking[k] if k >= 0 else None
-        if fetch is not None and free[op] <= n + fetch:
+        if fetch is not None and free.get(op, graph.end) <= n + fetch:
             link_free = begin
             moves.append(Move(op, free[op], fetch))
     return tuple(sorted(moves, key=lambda move: move.op))

@@ -120,6 +120,7 @@ def build(profile: Profile) -> Graph:
             )
             for j in range(len(profile.backward))
         ),
+        loss_begins=None if profile.loss_begins is None else Moment(profile.loss_begins),
         static_bytes=profile.static.total,
         closing_bytes=profile.gradient_nbytes + profile.optimizer_workspace_nbytes,
     )

@@ -134,11 +134,17 @@ class Graph:
         0  # other microbatches in flight; each holds what this one holds after forward
     )
     runs: tuple[tuple[OpId, ...], ...] = ()  # of each op with use groups; see use_groups.py
+    loss_begins: Moment | None = None  # where the ops of a loss outside of the model begin; None: nowhere
 
     @property
     def end(self) -> Moment:
         """Return the moment after the last backward step."""
         return Moment(len(self.ops) + len(self.steps))
+
+    @property
+    def model_end(self) -> Moment:
+        """Return the moment after the last op that the model's forward runs."""
+        return Moment(len(self.ops)) if self.loss_begins is None else self.loss_begins
 
     @property
     def everything(self) -> SaveSet:

@@ -23,8 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
-from autoac.planner.formats.op_key import ROOT, OpKey
+from autoac.planner.formats.op_key import OpKey
+from autoac.planner.formats.profile import PINNED, LinkRates
 from autoac.planner.problem.graph import (
     Graph,
     Moment,
@@ -47,6 +49,11 @@ class Link:
     in_bytes_per_us: float
     latency_us: float  # of a copy
     host_bytes: int  # that may be used
+
+    @classmethod
+    def of(cls, rates: LinkRates, host_bytes: int) -> Self:
+        """Return the link with these rates, to `host_bytes` of the host."""
+        return cls(rates.out_bytes_per_us, rates.in_bytes_per_us, rates.latency_us, host_bytes)
 
     def out_us(self, nbytes: int) -> float:
         """Return the microseconds that a copy of `nbytes` to the host takes."""
@@ -86,10 +93,12 @@ def movable(graph: Graph, link: Link) -> dict[OpId, int]:
     """
     in_groups = {run for row in graph.runs for run in row}
     found = {}
-    end = last_free(graph)
+    end = graph.model_end
     for op in graph.ops:
         if op.compiled or op.must_recompute or op.id in in_groups or not op.writes or _is_function(op):
             continue
+        if op.must_save.startswith(PINNED) or op.must_save.startswith("pin_save"):
+            continue  # the user wants it on the device
         if not all(_is_simple(graph, w, end) for w in op.writes):
             continue
         nbytes = sum(map(graph.nbytes, op.writes))
@@ -103,7 +112,7 @@ def triggers(graph: Graph) -> dict[StepId, OpId]:
 
     The step begins with the first unpack of what that op made in the model's forward.
     """
-    end = last_free(graph)
+    end = graph.model_end
     in_groups = {run for row in graph.runs for run in row}
     unpacked: set[OpId] = set()
     found = {}
@@ -116,15 +125,6 @@ def triggers(graph: Graph) -> dict[StepId, OpId]:
                 found[step.id] = op.id
         unpacked.update(ops)
     return found
-
-
-def last_free(graph: Graph) -> Moment:
-    """Return the last moment before which moved outputs may be freed: forward is over by then.
-
-    Ops after the last module may be those of a loss, which the runtime does not see.
-    """
-    in_modules = (op.id + 1 for op in graph.ops if OpKey.parse(op.name).module != ROOT)
-    return Moment(max(in_modules, default=0))
 
 
 def _is_function(op: Op) -> bool:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from autoac.planner.formats.op_key import OpKey
-from autoac.planner.formats.policy import SAVE, Policy
+from autoac.planner.formats.policy import OFFLOAD, SAVE, Policy
 from autoac.planner.memory.schedule import held_until, readers_until
-from autoac.planner.problem.graph import Graph, SaveSet
+from autoac.planner.problem.graph import Graph, OpId, SaveSet
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 from autoac.planner.units import format_bytes, format_us
 
@@ -26,6 +26,7 @@ class Decision(Enum):
 
     SAVED = "keeps"  # saved, and held when backward begins
     RECOMPUTED = "recomputes"  # run again in backward
+    MOVED = "moves"  # to the host and back
     UNUSED = "needs nothing of"  # backward asks for neither
 
 
@@ -35,7 +36,7 @@ class OpDecision:
 
     key: str  # "layers.3.mlp/aten.mm.default#1"
     decision: Decision
-    kept_bytes: int = 0  # held when backward begins
+    kept_bytes: int = 0  # held when backward begins, on the device or, if moved, on the host
     recomputed_bytes: int = 0  # that running it again allocates
     runtime_us: float = 0.0  # of running it again, all runs together
     runs: int = 1  # how often backward runs it, if it is recomputed
@@ -52,17 +53,25 @@ class ModuleRow:
     kept_bytes: int
     recomputed_bytes: int
     recompute_us: float
+    moves: tuple[str, ...] = ()  # ops
+    moved_bytes: int = 0
 
 
-def op_decisions(graph: Graph, save_set: SaveSet) -> list[OpDecision]:
-    """Return the decision of `save_set` about each op of `graph`, in forward order; each run is one op."""
+def op_decisions(graph: Graph, save_set: SaveSet, moved: Collection[OpId] = ()) -> list[OpDecision]:
+    """Return the decision of `save_set` about each op of `graph`, in forward order; each run is one op.
+
+    Args:
+        moved: ops of which `graph` moves the outputs.
+    """
     save_set = with_forced_saves(graph, save_set)
     recomputed = recomputed_by_backward(graph, save_set)
     until, nbytes = held_until(graph, save_set), _kept_nbytes(graph, save_set)
     n = len(graph.ops)
     decisions = []
     for op in graph.ops:
-        if recomputed[op.id]:
+        if op.id in moved:
+            decisions.append(OpDecision(op.name, Decision.MOVED, sum(map(graph.nbytes, op.writes))))
+        elif recomputed[op.id]:
             fresh = sum(graph.nbytes(w) for w in op.writes if graph.versions[w].previous is None)
             decisions.append(OpDecision(op.name, Decision.RECOMPUTED, 0, fresh, op.recompute_us))
         elif op.id in save_set and any(until[w] > n for w in op.writes):
@@ -89,6 +98,8 @@ def policy_decisions(policy: Policy) -> list[OpDecision]:
     return [
         OpDecision(key, Decision.SAVED)
         if decision == SAVE
+        else OpDecision(key, Decision.MOVED)
+        if decision == OFFLOAD
         else OpDecision(key, Decision.RECOMPUTED, runs=int(decision.partition("@")[2] or 1))
         for key, decision in policy.decisions.items()
     ]
@@ -139,11 +150,17 @@ def by_module(ops: Iterable[OpDecision]) -> tuple[ModuleRow, ...]:
             for op in of_one
             if op.decision is Decision.RECOMPUTED
         )
-        if keeps or recomputes:
-            kept_bytes = sum(op.kept_bytes for op in of_all)
+        moves = tuple(names[op.key] for op in of_one if op.decision is Decision.MOVED)
+        if keeps or recomputes or moves:
+            moved_bytes = sum(op.kept_bytes for op in of_all if op.decision is Decision.MOVED)
+            kept_bytes = sum(op.kept_bytes for op in of_all) - moved_bytes
             recomputed_bytes = sum(op.recomputed_bytes for op in of_all)
             us = sum(op.runtime_us for op in of_all)
-            rows.append(ModuleRow(name, paths, keeps, recomputes, kept_bytes, recomputed_bytes, us))
+            rows.append(
+                ModuleRow(
+                    name, paths, keeps, recomputes, kept_bytes, recomputed_bytes, us, moves, moved_bytes
+                )
+            )
     return tuple(rows)
 
 
@@ -189,6 +206,9 @@ def rows_in_words(rows: Iterable[ModuleRow]) -> Iterator[str]:
         each = "each " if several > 1 else ""
         if row.keeps:
             yield f"  {each}keeps {', '.join(row.keeps)}{_amount(row.kept_bytes, several, format_bytes)}"
+        if row.moves:
+            moved = _amount(row.moved_bytes, several, format_bytes)
+            yield f"  {each}moves {', '.join(row.moves)} to the host and back{moved}"
         if row.recomputes:
             yield (
                 f"  {each}recomputes {', '.join(row.recomputes)}"

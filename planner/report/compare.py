@@ -140,13 +140,14 @@ def _times(runs: int) -> str:
 
 def _decisions(subject: Plan | Policy) -> list[OpDecision]:
     if isinstance(subject, Plan):
-        return runs_added_up(op_decisions(subject.graph, subject.save_set))
+        return runs_added_up(op_decisions(subject.graph, subject.save_set, subject.moved))
     return policy_decisions(subject)
 
 
 def _side(subject: Plan | Policy, ops: Sequence[OpDecision], known: bool) -> Side:
     count = Counter(op.decision for op in ops)
-    kept, again, idle = (count[decision] for decision in Decision)
+    kept, again, idle = (count[d] for d in (Decision.SAVED, Decision.RECOMPUTED, Decision.UNUSED))
+    idle += count[Decision.MOVED]
     if isinstance(subject, Plan):
         model = subject.profile.model if subject.profile else "a graph"
         budget = subject.budget + subject.headroom

@@ -47,7 +47,7 @@ def explain(subject: Plan | Policy | PlannerError, *, table: bool = False) -> st
 
 def _plan(plan: Plan, *, table: bool) -> str:
     graph = plan.graph
-    decisions = runs_added_up(op_decisions(graph, plan.save_set))
+    decisions = runs_added_up(op_decisions(graph, plan.save_set, plan.moved))
     rows = by_module(decisions)
     beyond = [f"{line}." for line in beyond_dispatch_in_words(graph)]
     lines = [
@@ -55,7 +55,8 @@ def _plan(plan: Plan, *, table: bool) -> str:
         f"{f' (and {format_bytes(plan.headroom)} of headroom)' if plan.headroom else ''}; with nothing"
         f" recomputed it would be {format_bytes(plan.ceiling)}.",
         _cost(plan.recompute_us, plan.step_us, decisions),
-        _proof(plan.recompute_us, plan.bound_us, plan.step_us, plan.stopped.value),
+        *_moves(plan.moved_bytes, plan.stall_us, decisions, plan.why_unmoved),
+        _proof(plan.recompute_us + plan.stall_us, plan.bound_us, plan.step_us, plan.stopped.value),
         "",
         *(rows_as_table(rows) if table else rows_in_words(rows)),
         "",
@@ -89,7 +90,13 @@ def _policy(policy: Policy) -> str:
         f" {format_bytes(predicted.save_all_peak_bytes)}.",
         f"The peak is at {predicted.peak_at}.",
         _cost(predicted.recompute_us, predicted.step_us, decisions),
-        _proof(predicted.recompute_us, predicted.recompute_bound_us, predicted.step_us, policy.stopped),
+        *_moves(predicted.moved_bytes, predicted.stall_us, decisions),
+        _proof(
+            predicted.recompute_us + predicted.stall_us,
+            predicted.recompute_bound_us,
+            predicted.step_us,
+            policy.stopped,
+        ),
         "",
         *rows_in_words(by_module(decisions)),
     ]
@@ -104,6 +111,17 @@ def _cost(recompute_us: float, step_us: float, decisions: Iterable[OpDecision]) 
     repeated = f" ({several} of them several times)" if several else ""
     share = f", {recompute_us / step_us:.1%} of the step's {format_us(step_us)}" if step_us > 0 else ""
     return f"{len(runs)} ops run again in backward{repeated}, which takes {format_us(recompute_us)}{share}."
+
+
+def _moves(
+    moved_bytes: int, stall_us: float, decisions: Iterable[OpDecision], why_not: str = ""
+) -> list[str]:
+    """Return what moves to the host; nothing if the host was not to be used."""
+    n = sum(op.decision is Decision.MOVED for op in decisions)
+    if not n:
+        return [f"Nothing moves to the host: {why_not}."] if why_not else []
+    waits = f"compute waits {format_us(stall_us)} for them" if stall_us else "compute never waits for them"
+    return [f"Outputs of {n} ops ({format_bytes(moved_bytes)}) move to the host and back; {waits}."]
 
 
 def _proof(recompute_us: float, bound_us: float, step_us: float, stopped: str) -> str:

@@ -199,7 +199,7 @@ def picture(
         ops=op_names,
         steps=step_names,
         tracks=tuple(tracks),
-        layers=_layers(op_decisions(graph, plan.save_set)),
+        layers=_layers(op_decisions(graph, plan.save_set, plan.moved)),
         measured=_measured(plan, measured) if measured is not None else None,
         notes=tuple(notes),
     )

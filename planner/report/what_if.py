@@ -6,19 +6,22 @@ All numbers come from the simulator, for a save set near the plan's; nothing is 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoac.planner.errors import OtherProfile, UnknownKey
 from autoac.planner.formats.policy import SAVE, Policy
 from autoac.planner.formats.profile import Profile
+from autoac.planner.memory.clocks import timing
 from autoac.planner.memory.schedule import Compute, recompute_us
 from autoac.planner.memory.simulate import Timeline, instant_name, simulate
-from autoac.planner.plan import Plan, plan_of
+from autoac.planner.plan import Plan, plan_of, step_time_us
 from autoac.planner.plan import plan as plan_again
 from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.build import build
-from autoac.planner.problem.graph import Graph, OpId
+from autoac.planner.problem.graph import Graph, Moment, OpId
+from autoac.planner.problem.moves import Link, Move, triggers, with_moves
 from autoac.planner.problem.save_sets import (
     unsaved_with,
     with_forced_saves,
@@ -117,7 +120,7 @@ def why(plan: Plan, key: str) -> Why:
     op = find_op(graph, key)
     name = graph.ops[op].name
     windows = find_windows(graph)
-    decisions = op_decisions(graph, plan.save_set)
+    decisions = op_decisions(graph, plan.save_set, plan.moved)
     fate = decisions[op].decision
     # Start from what is really saved: a save set also names ops that backward does not need.
     saved = graph.must_save | {OpId(i) for i, d in enumerate(decisions) if d.decision is Decision.SAVED}
@@ -238,7 +241,8 @@ def as_planned(policy: Policy, profile: Profile) -> Plan:
         only += [key for key in keys if key not in policy.decisions]
         raise OtherProfile(policy.model, profile.model, only[0] if only else keys[0])
     plan = carried(policy, profile)
-    return replace(plan, bound_us=min(policy.predicted.recompute_bound_us, plan.recompute_us))
+    spent = plan.recompute_us + plan.stall_us
+    return replace(plan, bound_us=min(policy.predicted.recompute_bound_us, spent))
 
 
 def carried(policy: Policy, profile: Profile) -> Plan:
@@ -259,6 +263,10 @@ def carried(policy: Policy, profile: Profile) -> Plan:
         if key in position and all(name in position for name in latest)
     }
     graph = with_use_groups(graph, groups)
+    moves = _moves_of(policy, graph)
+    rates = profile.link
+    link = Link(math.inf, math.inf, 0.0, 0) if rates is None else Link.of(rates, 0)
+    graph = with_moves(graph, moves, link)
     saved = frozenset(
         op.id for op in graph.ops if op.name in position and policy.decisions.get(op.name, SAVE) == SAVE
     )
@@ -266,7 +274,33 @@ def carried(policy: Policy, profile: Profile) -> Plan:
     stopped = Stopped(policy.stopped) if known else Stopped.TIME_LIMIT
     problem = SearchProblem(graph, Options(use_groups=False))  # the graph has those of the policy
     plan = plan_of(problem, profile, policy.budget_bytes, saved, stopped=stopped, constraints=rules)
-    return replace(plan, bound_us=0.0)
+    if not moves:
+        return replace(plan, bound_us=0.0)
+    times = timing(graph, plan.save_set, moves, link)
+    return replace(
+        plan,
+        bound_us=0.0,
+        moves=moves,
+        timing=times,
+        recompute_set=plan.recompute_set - {move.op for move in moves},
+        recompute_us=max(0.0, times.end_us - times.stall_us - step_time_us(graph)),
+    )
+
+
+def _moves_of(policy: Policy, graph: Graph) -> tuple[Move, ...]:
+    """Return the moves of `policy`; those of ops that `graph` does not have are left out."""
+    op_of = {op.name: op.id for op in graph.ops}
+    step_of = {graph.ops[op].name: step for step, op in triggers(graph).items()}
+    end = graph.model_end
+    return tuple(
+        Move(
+            op_of[key],
+            Moment(op_of.get(points.free, end)),
+            step_of.get(points.fetch),
+        )
+        for key, points in policy.moves.items()
+        if key in op_of and points.fetch in {key, *step_of}
+    )
 
 
 def _most_at(timeline: Timeline, moment: int) -> int:

@@ -88,10 +88,16 @@ def _efficiencies(product: float, attention: float, cudnn_attention: float) -> M
 #   arXiv:2307.08691). On H100 the same kernel reaches 0.33 to 0.37 and cuDNN's 0.42 to 0.6 (Shah et al.,
 #   arXiv:2407.08608, figure 5). MI300X has no such table, so it gets H100's number.
 # - Pointwise: a copy reaches 0.9 of the bandwidth of an H100; kernels with several operands reach less.
+# - The link to the host reaches 0.8 of each direction of PCIe 5.0 x16 (63 GB/s) and 4.0 x16 (31.5 GB/s) with
+#   both busy. That is an assumption, until a GPU shows it.
 # - Other kernels are too diverse for a source. 0.6 is an assumption.
 AMPERE = _efficiencies(0.7, 0.6, 0.6)
 HOPPER = _efficiencies(0.5, 0.35, 0.5)
 CDNA3 = _efficiencies(0.5, 0.35, 0.35)
+
+
+PCIE_4, PCIE_5 = 25e9, 50e9  # bytes/s
+COPY_US = 10.0  # from the launch of a copy to its first byte: an assumption, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,7 @@ class Device:
     allocator_rounding: int = 512  # bytes
     capability: tuple[int, int] | None = None  # of CUDA; None: not NVIDIA's
     cudnn: int = 0  # version of cuDNN: 92000 is 9.20.0, 0 is none
+    link_bytes_per_s: float = 0.0  # to the host, with both directions busy; 0: not known
     workspace_nbytes: int = 0  # that cuBLAS or hipBLASLt keeps for each thread and stream
 
     def runtime_us(
@@ -209,6 +216,7 @@ H100 = Device(
     capability=(9, 0),
     cudnn=CUDNN_OF_WHEELS,
     workspace_nbytes=workspace_of((9, 0)),
+    link_bytes_per_s=PCIE_5,
 )
 """NVIDIA H100 Tensor Core GPU datasheet; dense numbers: H100 architecture white paper, table 2."""
 
@@ -222,6 +230,7 @@ H200 = Device(
     capability=(9, 0),
     cudnn=CUDNN_OF_WHEELS,
     workspace_nbytes=workspace_of((9, 0)),
+    link_bytes_per_s=PCIE_5,
 )
 """NVIDIA H200 Tensor Core GPU datasheet; an H100 with 141 GB of HBM3e."""
 
@@ -234,6 +243,7 @@ A100 = Device(
     capability=(8, 0),
     cudnn=CUDNN_OF_WHEELS,
     workspace_nbytes=workspace_of((8, 0)),
+    link_bytes_per_s=PCIE_4,
 )
 """NVIDIA A100 Tensor Core GPU datasheet."""
 
@@ -245,6 +255,7 @@ MI300X = Device(
     _mib(196_592),
     efficiency=CDNA3,
     workspace_nbytes=128 << 20,
+    link_bytes_per_s=PCIE_5,
 )
 """AMD Instinct MI300X accelerator data sheet."""
 
@@ -257,6 +268,7 @@ L40S = Device(
     capability=(8, 9),
     cudnn=CUDNN_OF_WHEELS,
     workspace_nbytes=workspace_of((8, 9)),
+    link_bytes_per_s=PCIE_4,
 )
 """NVIDIA L40S datasheet."""
 
@@ -269,6 +281,7 @@ RTX_4090 = Device(
     capability=(8, 9),
     cudnn=CUDNN_OF_WHEELS,
     workspace_nbytes=workspace_of((8, 9)),
+    link_bytes_per_s=PCIE_4,
 )
 """NVIDIA Ada GPU architecture white paper, appendix A: float32 accumulation."""
 

@@ -504,6 +504,8 @@ struct CUDAHooks : at::CUDAHooksInterface {
     Lock lock(device_mutex);
     synchronize(device);
   }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  bool isPinnedPtr(const void*) const override { return false; }
   bool hasCuDNN() const override { return cudnn_version; }
   bool compiledWithCuDNN() const override { return cudnn_version; }
   bool supportsBFloat16RNNWithCuDNN() const override { return cudnn_version; }

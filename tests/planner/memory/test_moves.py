@@ -26,10 +26,11 @@ def random_link(rng: random.Random) -> Link:
 
 
 def timed_step(rng: random.Random, most_ops: int) -> Graph:
-    """Return a small step whose backward takes time."""
+    """Return a small step whose backward takes time, and of which autograd saves as forward goes."""
     graph = build(graphs.random_profile(rng, most_ops))
     steps = tuple(replace(step, runtime_us=float(rng.randrange(6))) for step in graph.steps)
-    return replace(graph, steps=steps)
+    saved = tuple(replace(h, packed=graph.versions[h.version].op + 1) for h in graph.saved_tensors)
+    return replace(graph, steps=steps, saved_tensors=saved)
 
 
 def random_step(seed: int) -> tuple[Graph, SaveSet, tuple[Move, ...], Link]:
