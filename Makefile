@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-moves bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans bench-offload clean
+.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans bench-offload clean
 
 setup: $(READY)
 
@@ -103,6 +103,11 @@ bench-streams: $(READY)
 # 1,000 random programs that move outputs to the host, on the stand-in: some minutes.
 bench-moves: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m standin.worst_timing moves
+
+# Six models below the smallest peak of recompute alone, between two arenas of a CPU and on the stand-in.
+bench-below-minimum: $(READY)
+	$(BIN)/python -m benchmarks.below_minimum
+	PYTHONPATH=tests $(BIN)/python -m standin.worst_timing below-minimum
 
 # 1,000 random nestings of checkpoint, ours next to torch's: some minutes.
 bench-nested: $(READY)

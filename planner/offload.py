@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypedDict, Unpack
 
-from autoac.planner.errors import InfeasibleBudget
+from autoac.planner.errors import InfeasibleBudget, SolverOutOfTime
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.clocks import Timing, timing
@@ -164,7 +164,7 @@ def plan_offload(
         terms: as in `plan`. A budget of forward's own allows no moves.
 
     Raises:
-        InfeasibleBudget: no save set fits, and no moves were found with which one does.
+        InfeasibleBudget, SolverOutOfTime: as in `plan`, and no moves were found with which a save set fits.
         InvalidBudget, InvalidLimit, InvalidConstraints: as in `plan`.
     """
     constraints = terms.get("constraints") or Constraints()
@@ -173,7 +173,7 @@ def plan_offload(
     options = replace(options_for(profile, None), use_groups=False)
     problem = SearchProblem(graph, options)
     of = profile if isinstance(profile, Profile) else None
-    without, infeasible = None, None
+    without, unplanned = None, None
     headroom = terms.get("headroom_bytes", 0)
     several = isinstance(profile, Profile) and bool(profile.forward_ends)
     limited = constraints.forward_budget_bytes is not None
@@ -187,18 +187,18 @@ def plan_offload(
                 else "no output of this step may move"
             )
             return OffloadPlan(problem, of, terms, budget_bytes, without, None, without.bound_us, why)
-    except InfeasibleBudget as error:
+    except (InfeasibleBudget, SolverOutOfTime) as error:
         if not may_move:
             raise
-        infeasible = error
+        unplanned = error
     gap = terms.get("gap", DEFAULT_GAP)
     goal = Goal(gap, STEP_SHARE * gap * step_us)
     stopwatch = Stopwatch(terms.get("time_limit_s", DEFAULT_TIME_LIMIT_S), terms.get("clock"))
     allowance = Allowance(moves_work_limit, stopwatch, terms.get("progress"))
     known = None if without is None else (SearchProblem(without.graph, options), without.save_set)
     best, bound_us = _search(problem, budget_bytes - headroom, link, goal, allowance, known)
-    if best is None and infeasible is not None:
-        raise infeasible
+    if best is None and unplanned is not None:
+        raise unplanned
     if without is not None and (best is None or best.extra_us > without.recompute_us - WORTH * step_us):
         why = f"no moves were found that save {WORTH:.1%} of the step"
         bound_us = min(bound_us, without.recompute_us)

@@ -130,7 +130,7 @@ class Environment(FrozenModel):
 
 
 class LinkRates(FrozenModel):
-    """What the link between the device and its host carries with both directions busy."""
+    """The rates of the link between the device and its host, with both directions busy."""
 
     out_bytes_per_us: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     in_bytes_per_us: Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -10,11 +10,10 @@ from standin.library import library
 if __name__ == "__main__":
     device = cuda.load(library())
 
-    from benchmarks import stream_programs
+    from benchmarks import below_minimum, stream_programs
     from benchmarks.fuzzers import moved_programs
 
-    if "moves" in sys.argv[1:]:
-        sys.argv.remove("moves")
-        moved_programs.main(device.take_races)
-    else:
-        stream_programs.main(device.take_races)
+    which = {"moves": moved_programs, "below-minimum": below_minimum}.get(sys.argv[1] if sys.argv[1:] else "")
+    if which is not None:
+        del sys.argv[1]
+    (which or stream_programs).main(device.take_races)

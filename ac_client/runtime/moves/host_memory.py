@@ -133,7 +133,7 @@ class HostMemory:
 
 def _too_much(nbytes: int, reserved: int, why: str) -> str:
     return (
-        f"the host must have {format_bytes(nbytes)} more for what is moved there, beside "
+        f"the host must have {format_bytes(nbytes)} for what is moved there, in addition to "
         f"{format_bytes(reserved)} that it has given: {why}. Pass a smaller host_budget_gb, or raise the "
         "limit of locked memory (ulimit -l)"
     )

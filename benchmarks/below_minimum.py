@@ -1,0 +1,114 @@
+"""Plan below the smallest peak of recompute alone, with moves to the host, and carry the plans out.
+
+    python -m benchmarks.below_minimum           between two arenas of a CPU
+    make bench-below-minimum                     there, and on the stand-in device of tests/standin
+
+Two training steps of each model, plain and planned: weights must be equal bit for bit, and the peak of the
+second step must be the predicted one. The link is taken to be fast, so that the budget alone decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import ac_client
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from ac_client.runtime.moves.host_memory import host_memory
+from autoac.planner import Policy, find_minimum_peak, plan_offload
+from autoac.planner.problem.moves import Link
+from autoac.planner.units import GIB
+from autoac.profiler import observe
+from benchmarks.models import medium
+from benchmarks.models.batches import Batch
+
+SHARES = {  # of what the smallest peak without moves holds beyond static bytes
+    "GPT-2": 0.9,
+    "Llama": 0.9,
+    "BERT": 0.9,
+    "T5": 0.9,
+    "ViT": 0.95,
+    "Whisper": 0.95,
+}
+LINK = Link(20e3, 20e3, 5.0, 1 << 40)
+WORK_LIMIT = 10.0
+MIB = GIB >> 10
+STEPS = 2
+
+
+def train(name: str, device: torch.device, policy: Policy | None) -> tuple[list[Tensor], list[int], int]:
+    """Return the weights after the steps, the peak of each beyond what there was before, and the host's."""
+    cuda = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if cuda else 0
+    peaks = []
+    host_memory.peak = 0
+    with AllocatorTimeline(device=device) as timeline:
+        torch.manual_seed(0)
+        model, batch = medium.MODELS[name]()
+        model, batch = model.to(device), _on(batch, device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if policy is not None:
+            ac_client.apply(model, policy=policy, optimizer=optimizer)
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            timeline.mark(str(step))
+            loss = model(**batch).loss
+            loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+    peaks = [timeline.peak_since(str(step)) - before for step in range(STEPS)]
+    return [parameter.detach().clone() for parameter in model.parameters()], peaks, host_memory.peak
+
+
+def _on(batch: Batch, device: torch.device) -> Batch:
+    return {key: value.to(device) for key, value in batch.items()}
+
+
+def row_of(name: str, device: torch.device) -> tuple[str, bool]:
+    """Return the row of a model, and True if it trained as planned."""
+    torch.manual_seed(0)
+    model, batch = medium.MODELS[name]()
+    model, batch = model.to(device), _on(batch, device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    profile = observe(model, (), batch, optimizer=optimizer)
+    profile = profile.with_dropped_outputs(profile.droppable_outputs)
+    static, low = profile.static.total, find_minimum_peak(profile, work_limit=WORK_LIMIT).found
+    budget = static + round(SHARES[name] * (low - static))
+    del model, batch, optimizer
+    planned = plan_offload(profile, budget_bytes=budget, link=LINK, work_limit=WORK_LIMIT).plan
+    plain, _, _ = train(name, device, None)
+    weights, peaks, host = train(name, device, planned.policy())
+    equal = all(map(torch.equal, plain, weights))
+    exact = peaks[-1] == planned.peak and host == planned.moved_bytes
+    moved, extra = planned.moved_bytes / MIB, planned.recompute_us / planned.step_us
+    row = (
+        f"| {name} | {low / MIB:.1f} | {planned.peak / MIB:.1f} | {peaks[-1] / MIB:.1f} | "
+        f"{moved:.1f} | {host / MIB:.1f} | {extra:.1%} | "
+        f"{'equal' if equal else 'DIFFER'} |{'' if exact else ' NOT AS PREDICTED'}"
+    )
+    return row, equal and exact
+
+
+def main(races: Callable[[], list[str]] = list) -> None:
+    """Run the command in the module docstring.
+
+    Args:
+        races: returns the races since its last call, on a device that notes them.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print("| model | smallest, MiB | planned | measured | moved | on the host | recompute | weights |")
+    print("| --- |" + " ---: |" * 6 + " --- |")
+    right = True
+    for name in SHARES:
+        row, as_planned = row_of(name, device)
+        raced = races()
+        print(row, *raced[:1], flush=True)
+        right &= as_planned and not raced
+    raise SystemExit(not right)
+
+
+if __name__ == "__main__":
+    main()
