@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -53,6 +54,7 @@ def train(name: str, device: torch.device, policy: Policy | None) -> tuple[list[
             ac_client.apply(model, policy=policy, optimizer=optimizer)
         for step in range(STEPS):
             torch.manual_seed(step)
+            numpy.random.seed(step)  # transformers masks with it
             timeline.mark(str(step))
             loss = model(**batch).loss
             loss.backward()

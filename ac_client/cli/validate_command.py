@@ -141,10 +141,12 @@ def _contradictions(policy: Policy) -> Iterator[str]:
     predicted = policy.predicted
     if predicted.peak_bytes > policy.budget_bytes:
         yield f"predicted.peak_bytes is {predicted.peak_bytes}, over budget_bytes, {policy.budget_bytes}"
-    if predicted.recompute_bound_us > predicted.recompute_us * (1 + 1e-9):
+    extra_us = predicted.recompute_us + predicted.stall_us
+    if predicted.recompute_bound_us > extra_us * (1 + 1e-9):
+        also = " and stall_us" if policy.moves else ""
         yield (
-            f"predicted.recompute_bound_us is {predicted.recompute_bound_us}, over recompute_us, "
-            f"{predicted.recompute_us}, which it bounds from below"
+            f"predicted.recompute_bound_us is {predicted.recompute_bound_us}, over recompute_us{also}, "
+            f"{extra_us}, which it bounds from below"
         )
     for key in policy.decisions:
         parsed = OpKey.parse(key)
@@ -170,11 +172,13 @@ def _plan_problems(policy: Policy, profile: Profile) -> Iterator[str]:
     yield from broken_plan_rules(
         plan.graph,
         save_set=plan.save_set,
-        recompute_set=plan.recompute_set,
+        recompute_set=plan.recompute_set | plan.moved,
         peak=predicted.peak_bytes,
         budget=policy.budget_bytes,
-        recompute_us=predicted.recompute_us,
+        recompute_us=predicted.recompute_us + sum(plan.graph.ops[op].recompute_us for op in plan.moved),
     )
+    if predicted.moved_bytes != plan.moved_bytes:
+        yield f"predicted.moved_bytes must be {plan.moved_bytes} for these moves, got {predicted.moved_bytes}"
     if predicted.peak_bytes != plan.peak:
         yield f"predicted.peak_bytes must be {plan.peak} for these decisions, got {predicted.peak_bytes}"
 

@@ -56,22 +56,12 @@ log = logging.getLogger("ac_client")
 WORK_LIMIT = 10.0  # units of work for a plan that a training step waits for: NOTE [ Work ] in highs.py
 
 
-def plan(profile: Profile, *, host_bytes: int = 0, **terms: Any) -> Plan:
-    """Plan with little work, and where that finds no plan, with as much as a plan that is asked for.
-
-    Args:
-        host_bytes: what moves may use of the host. Nothing moves without a link.
-    """
-
-    def within(**limits: Any) -> Plan:
-        if host_bytes and profile.link is not None:
-            return plan_offload(profile, link=Link.of(profile.link, host_bytes), **limits, **terms).plan
-        return plan_profile(profile, **limits, **terms)
-
+def plan(profile: Profile, **terms: Any) -> Plan:
+    """Plan with little work, and where that finds no plan, with as much as a plan that is asked for."""
     try:
-        return within(work_limit=WORK_LIMIT)
+        return plan_profile(profile, work_limit=WORK_LIMIT, **terms)
     except SolverOutOfTime:
-        return within()
+        return plan_profile(profile, **terms)
 
 
 class _ThreadState(threading.local):
@@ -228,15 +218,18 @@ class BatchPlanner:
         stored = PolicyFile(profile, (budget, headroom, constraints, self.options.host_budget_bytes))
         if (found := stored.read()) is not None:
             return found, as_planned(found, profile)
-        made = plan(
-            profile,
-            budget_bytes=budget,
-            headroom_bytes=headroom,
-            constraints=constraints,
-            clock=time.monotonic,
-            start=() if start is None else (start,),
-            host_bytes=self.options.host_budget_bytes,
-        )
+        terms: dict[str, Any] = {
+            "budget_bytes": budget,
+            "headroom_bytes": headroom,
+            "constraints": constraints,
+            "clock": time.monotonic,
+            "start": () if start is None else (start,),
+        }
+        if (host_bytes := self.options.host_budget_bytes) and profile.link is not None:
+            link = Link.of(profile.link, host_bytes)
+            made = plan_offload(profile, link=link, work_limit=WORK_LIMIT, **terms).plan
+        else:
+            made = plan(profile, **terms)
         stored.write(made.policy())
         return made.policy(), made
 

@@ -41,6 +41,17 @@ def model() -> nn.Linear:
         ({"headroom_gb": None}, InvalidBudget, "got None"),
         ({"headroom_gb": -0.5}, InvalidBudget, "got -0.5"),
         ({"headroom_gb": 1.0}, InvalidBudget, r"headroom_gb must be below budget_gb=1\.0"),
+        ({"host_budget_gb": -1}, InvalidBudget, "host_budget_gb must be a number of GiB from 0, got -1"),
+        (
+            {"host_budget_gb": 1, "service": "http://here"},
+            ValueError,
+            "host_budget_gb must be left out with service",
+        ),
+        (
+            {"host_budget_gb": 1, "budget_gb": None, "policy": "policy.json"},
+            InvalidBudget,
+            "must come with budget_gb",
+        ),
         ({"optimizer": []}, TypeError, "optimizer must be the torch.optim.Optimizer .* got list"),
         ({"optimizer": torch.optim.SGD}, TypeError, "got the class SGD"),
         (

@@ -11,7 +11,18 @@ import moves_reference
 import pytest
 from memory.test_moves import first_use, random_link, timed_step
 
-from autoac.planner import Graph, InfeasibleBudget, build, plan
+from autoac.planner import (
+    Constraints,
+    Graph,
+    InfeasibleBudget,
+    MalformedPolicy,
+    Policy,
+    Profile,
+    as_planned,
+    build,
+    explain,
+    plan,
+)
 from autoac.planner.memory.clocks import timing
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.offload import OffloadPlan, plan_offload
@@ -143,3 +154,65 @@ def test_nothing_moves_where_everything_fits_or_over_a_slow_link() -> None:
     assert fast.without_moves is not None
     assert fast.extra_us < 0.8 * fast.without_moves.recompute_us
     assert plan_offload(profile, budget_bytes=budget, link=SLOW.slower(1e-4)).best is None
+
+
+def moving_profile() -> Profile:
+    """Return a profile of which many outputs may move."""
+    return graphs.gpt2(3, batch=8, length=64, width=192, vocabulary=200)
+
+
+def test_policy_with_moves_is_the_plan_again() -> None:
+    profile = moving_profile()
+    graph = build(profile)
+    budget = peak_bytes(graph, graph.everything) * 6 // 10
+    planned = plan_offload(profile, budget_bytes=budget, link=FAST).plan
+    policy = Policy.from_json(planned.policy().to_json())
+    assert policy.version == 4
+    assert policy.moves
+    assert policy.predicted.moved_bytes == planned.moved_bytes > 0
+    again = as_planned(policy, profile)
+    assert (again.peak, again.moves, again.save_set) == (planned.peak, planned.moves, planned.save_set)
+    assert again.policy().moves == policy.moves
+    assert again.moved_bytes == planned.moved_bytes
+    assert "move to the host and back" in explain(planned)
+    assert "move to the host and back" in explain(policy)
+
+
+def test_policy_names_points_that_exist() -> None:
+    profile = moving_profile()
+    graph = build(profile)
+    budget = peak_bytes(graph, graph.everything) * 6 // 10
+    policy = plan_offload(profile, budget_bytes=budget, link=FAST).plan.policy()
+    key, points = next(iter(policy.moves.items()))
+    for moves in (
+        {},
+        policy.moves | {"m/other": points},
+        policy.moves | {key: points.model_copy(update={"free": key})},
+        policy.moves | {key: points.model_copy(update={"fetch": "m/other"})},
+    ):
+        text = policy.model_copy(update={"moves": moves}).to_json()
+        with pytest.raises(MalformedPolicy):
+            Policy.from_json(text)
+
+
+def test_what_the_user_pins_stays_on_the_device() -> None:
+    profile = moving_profile()
+    graph = build(profile)
+    budget = peak_bytes(graph, graph.everything) * 8 // 10
+    planned = plan_offload(profile, budget_bytes=budget, link=FAST).plan
+    pinned = graph.ops[next(iter(planned.moved))].name
+    other = plan_offload(
+        profile, budget_bytes=budget, link=FAST, constraints=Constraints(pin_save=(pinned,))
+    ).plan
+    assert pinned not in other.policy().moves
+
+
+def test_plan_without_moves_says_why() -> None:
+    profile = moving_profile()
+    graph = build(profile)
+    high = peak_bytes(graph, graph.everything)
+    assert plan_offload(profile, budget_bytes=high, link=FAST).plan.why_unmoved == "it all fits on the device"
+    slow = Link(1e-6, 1e-6, 0.0, 1 << 60)
+    unmoved = plan_offload(profile, budget_bytes=high * 8 // 10, link=slow).plan
+    assert unmoved.why_unmoved.startswith("no moves were found that save")
+    assert unmoved.why_unmoved in explain(unmoved)

@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import ac_client
 from ac_client.runtime.moves import copies
 from ac_client.runtime.moves.host_memory import HostMemory, host_memory
+from autoac.planner import InfeasibleBudget, find_minimum_peak, plan, plan_offload
+from autoac.planner.problem.moves import Link
+from autoac.planner.units import GIB
+from autoac.profiler import link_of, observe
 from autoac.profiler.torch_facts.streams import streams_seen
 from benchmarks.fuzzers import moved_programs
+from benchmarks.models.gpt2 import gpt2
 
 SEEDS = range(6)
 
@@ -120,3 +127,68 @@ def test_tensors_that_are_never_unpacked_leave_nothing(gpu: ModuleType) -> None:
     for seed in SEEDS:
         moved_programs.tried(seed)
     assert (host_memory.used, gpu.live(0)) == (before, alive)
+
+
+def losses_and_peaks(gpu: ModuleType, **options: Any) -> tuple[list[float], list[int], nn.Module]:
+    """Train three steps; return the losses, and each step's peak beyond what there was before."""
+    before = torch.cuda.memory_allocated()
+    torch.manual_seed(0)
+    model = gpt2(layers=3, width=128, heads=4, vocabulary=128, positions=64).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if options:
+        ac_client.apply(model, optimizer=optimizer, **options)
+    losses, peaks = [], []
+    for step in range(3):
+        torch.manual_seed(step)
+        ids = torch.randint(0, 128, (8, 64), device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert gpu.take_races() == []
+    return losses, peaks, model
+
+
+def test_host_budget_of_apply_is_measured_planned_and_kept(gpu: ModuleType) -> None:
+    expected, plain, _ = losses_and_peaks(gpu)
+    host_memory.peak = host_memory.used
+    losses, peaks, model = losses_and_peaks(gpu, budget_gb=plain[-1] * 0.45 / GIB, host_budget_gb=1)
+    assert losses == expected
+    report = ac_client.applied(model).report()
+    assert peaks[-1] == report.predicted_peak_bytes <= plain[-1] * 0.45
+    assert host_memory.peak - host_memory.used == report.moved_bytes
+    (bucket,) = ac_client.applied(model).buckets
+    assert bucket.profile is not None
+    assert bucket.profile.link is not None
+    assert bucket.plan is not None
+    assert bucket.plan.moves or bucket.plan.why_unmoved
+
+
+def test_plan_below_the_smallest_peak_of_recompute_alone_is_carried_out(gpu: ModuleType) -> None:
+    torch.manual_seed(0)
+    model = gpt2(layers=3, width=128, heads=4, vocabulary=128, positions=64).cuda()
+    ids = torch.randint(0, 128, (8, 64), device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = observe(model, (), {"input_ids": ids, "labels": ids}, optimizer=optimizer)
+    step = step.with_dropped_outputs(step.droppable_outputs)
+    low = find_minimum_peak(step).found
+    budget = step.static.total + (low - step.static.total) * 95 // 100
+    with pytest.raises(InfeasibleBudget):
+        plan(step, budget_bytes=budget)
+    planned = plan_offload(step, budget_bytes=budget, link=Link(20e3, 20e3, 1.0, GIB)).plan
+    del model, optimizer, ids
+    expected, _, _ = losses_and_peaks(gpu)
+    losses, peaks, _ = losses_and_peaks(gpu, policy=planned.policy())
+    assert losses == expected
+    assert peaks[-1] == planned.peak <= budget < low
+
+
+def test_link_is_measured(gpu: ModuleType) -> None:
+    rates = link_of(torch.device("cuda", 0))
+    assert rates is not None
+    assert min(rates.out_bytes_per_us, rates.in_bytes_per_us) > 10
+    gpu.take_races()

@@ -25,6 +25,10 @@ def make():
     layers = [m for _ in range(4) for m in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))]
     return nn.Sequential(*layers), (torch.randn(64, 32),), {}
 
+def wide():
+    layers = [m for _ in range(6) for m in (nn.Linear(2048, 2048), nn.GELU())]
+    return nn.Sequential(*layers), (torch.randn(8192, 2048),), {}
+
 def broken():
     raise OSError("no such weights")
 
@@ -245,6 +249,30 @@ def test_explain_plans_a_profile_for_a_budget(profiled, capsys):
     assert data["tensors"][0]["key"] == "0/aten.addmm.default#0"
     assert data["more"]["gain_us"] == data["more"]["recompute_us"] > 0
     assert sum(row["kept_bytes"] for row in data["modules"]) > 0
+
+
+def test_host_budget_moves_tensors_over_the_link_of_the_profile(folder, capsys):
+    run(capsys, "profile", "small:wide", "--on", "h100", "-o", "step.json")
+    needed = gb_of(folder / "step.json", 0.1)
+    code, out, _ = run(capsys, "plan", "step.json", "--budget-gb", needed, "--host-budget-gb", 1)
+    assert code == OK
+    assert "moved to the host, 0 us of stalls" in out
+    policy = Policy.from_json(Path("policy.json").read_text())
+    assert policy.moves
+    assert policy.predicted.moved_bytes > 0
+    code, out, _ = run(capsys, "validate", "policy.json", "--profile", "step.json")
+    assert code == OK, out
+    code, out, _ = run(capsys, "explain", "policy.json", "--profile", "step.json")
+    assert f"Outputs of {len(policy.moves)} ops" in out
+    assert "to the host and back" in out
+    code, out, _ = run(capsys, "explain", "step.json", "--budget-gb", 2, "--host-budget-gb", 1)
+    assert "Nothing moves to the host: it all fits on the device." in out
+
+
+def test_host_budget_needs_a_link(profiled, capsys):
+    code, _, err = run(capsys, "plan", "profile.json", "--budget-gb", 1, "--host-budget-gb", 1)
+    assert code == USAGE
+    assert "the profile has no link" in err
 
 
 def test_explain_shows_bytes_of_a_policy_with_its_profile(profiled, capsys):

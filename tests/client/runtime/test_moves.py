@@ -23,6 +23,7 @@ from autoac.planner.problem.build import build
 from autoac.planner.problem.moves import with_moves
 from autoac.profiler import profile
 from autoac.profiler.torch_facts.module_paths import watch_modules
+from benchmarks.fuzzers import moved_programs
 from benchmarks.fuzzers.expected_log import expected_log
 from benchmarks.fuzzers.random_moves import ANY, random_moves
 from benchmarks.models.modules import ConvNet, Gates, Recurrent, Transformer
@@ -91,3 +92,8 @@ def test_bytes_events_and_gradients_are_as_predicted(case: str, autocast: bool) 
         for got, want in zip(gradients, expected, strict=True):
             assert (got is None and want is None) or torch.equal(got, want)
     assert n_moves
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_programs_run_as_predicted(seed: int) -> None:
+    assert moved_programs.tried(seed).differs == ""
