@@ -10,14 +10,14 @@ from autoac.planner.formats.profile import LinkRates
 from autoac.profiler.timing.op_timer import host_clock
 from autoac.profiler.timing.roofline import COPY_US, Device
 
-COPIED_NBYTES = 1 << 26
-COPIES = 16  # in each direction
+COPIED_NBYTES = 1 << 24
+COPIES = 64  # in each direction
 
 
 def link_of(device: torch.device | Device) -> LinkRates | None:
     """Return what the link of a device carries: measured, once in a process, or as its datasheet has it.
 
-    A measurement copies in both directions at once, and takes 128 MiB of the host and of the device. None for
+    A measurement copies in both directions at once, and takes 32 MiB of the host and of the device. None for
     a device that computes in the memory of the host, or whose datasheet has no link.
     """
     if isinstance(device, Device):

@@ -160,13 +160,13 @@ def test_host_budget_of_apply_is_measured_planned_and_kept(gpu: ModuleType) -> N
     assert losses == expected
     report = ac_client.applied(model).report()
     assert report.predicted_peak_bytes is not None
-    assert max(peaks) <= report.predicted_peak_bytes <= plain[-1] * 0.5
+    assert max(peaks[1:]) <= report.predicted_peak_bytes <= plain[-1] * 0.5
     assert host_memory.peak - host_memory.used == report.moved_bytes
-    (bucket,) = ac_client.applied(model).buckets
-    assert bucket.profile is not None
-    assert bucket.profile.link is not None
-    assert bucket.plan is not None
-    assert bucket.plan.moves or bucket.plan.why_unmoved
+    planned = ac_client.applied(model).plan
+    assert planned is not None
+    assert planned.profile is not None
+    assert planned.profile.link is not None
+    assert planned.moves or planned.why_unmoved
 
 
 def test_plan_below_the_smallest_peak_of_recompute_alone_is_carried_out(gpu: ModuleType) -> None:
