@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.simulate import simulate
 from autoac.planner.plan import Plan
+from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.graph import Graph, OpId, StepId
 from autoac.planner.units import format_bytes, format_us
 
@@ -43,7 +45,7 @@ class LossAdvice:
     temporary_bytes: int  # part of `loss_bytes`: what a chunked loss does not hold
     peak: int  # of the plan
     budget: int
-    recompute_us: float  # of the plan
+    recompute_us: float  # of the plan, stalls included
     recompute_us_then: float  # of a plan within the same budget, without the temporaries
     peak_then: int
 
@@ -117,6 +119,8 @@ def loss_advice(plan: Plan, planning: Callable[[Profile | Graph, int], Plan]) ->
         planning: plans a graph within a budget in bytes, under the plan's own constraints.
     """
     graph = plan.graph
+    if plan.moves and plan.profile is not None:  # the advice plans other moves
+        graph = constrained(plan.profile, plan.constraints or Constraints())
     loss = find_loss(graph) if plan.recompute_set else None
     if loss is None:
         return None
@@ -128,7 +132,8 @@ def loss_advice(plan: Plan, planning: Callable[[Profile | Graph, int], Plan]) ->
     chunked = without_loss(graph, loss)
     there = simulate(chunked, plan.save_set).instants
     then = planning(chunked, plan.budget)
-    if then.recompute_us >= plan.recompute_us:
+    extra_us, extra_us_then = plan.recompute_us + plan.stall_us, then.recompute_us + then.stall_us
+    if extra_us_then >= extra_us:
         return None
     return LossAdvice(
         loss_bytes=fullest.live_bytes,
@@ -136,8 +141,8 @@ def loss_advice(plan: Plan, planning: Callable[[Profile | Graph, int], Plan]) ->
         temporary_bytes=fullest.live_bytes - max(i.live_bytes for i in there if i.moment == fullest.moment),
         peak=plan.peak,
         budget=plan.budget,
-        recompute_us=plan.recompute_us,
-        recompute_us_then=then.recompute_us,
+        recompute_us=extra_us,
+        recompute_us_then=extra_us_then,
         peak_then=then.peak,
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from autoac.planner.errors import OtherProfile, UnknownKey
@@ -124,7 +124,7 @@ def why(plan: Plan, key: str) -> Why:
     fate = decisions[op].decision
     # Start from what is really saved: a save set also names ops that backward does not need.
     saved = graph.must_save | {OpId(i) for i, d in enumerate(decisions) if d.decision is Decision.SAVED}
-    if fate is Decision.RECOMPUTED:
+    if fate in (Decision.RECOMPUTED, Decision.MOVED):
         other = without_cost_free_recomputes(graph, saved | {op})
     else:
         saved -= {op}
@@ -132,7 +132,7 @@ def why(plan: Plan, key: str) -> Why:
             saved -= frozenset(unsaved_with(graph, op)) - graph.must_save
         other = without_cost_free_recomputes(graph, saved)
     before, after = simulate(graph, plan.save_set), simulate(graph, other)
-    new_us = recompute_us(graph, other)
+    new_us = recompute_us(graph, other) - moves_us(graph, plan.moved - other)
     leader = windows.leader[op]
     return Why(
         key=name,
@@ -151,6 +151,11 @@ def why(plan: Plan, key: str) -> Why:
         gap=plan.gap,
         forward_over=_forward_over(plan, after),
     )
+
+
+def moves_us(graph: Graph, moved: Iterable[OpId]) -> float:
+    """Return what `recompute_us` counts for moves, which take no time of compute: see HANDLING."""
+    return sum(graph.ops[op].recompute_us for op in moved)
 
 
 def _forward_over(plan: Plan, timeline: Timeline) -> int:
@@ -315,7 +320,8 @@ def why_in_words(answer: Why) -> str:
     if answer.fate is Decision.UNUSED:
         return f"{answer.key} is neither saved nor recomputed: backward does not need it."
     saved = answer.fate is Decision.SAVED
-    lines = [f"{answer.key} is {'saved' if saved else 'recomputed in backward'}."]
+    moved = "moved to the host and back" if answer.fate is Decision.MOVED else "recomputed in backward"
+    lines = [f"{answer.key} is {'saved' if saved else moved}."]
     if answer.must_save and saved:
         return f"{lines[0]} It must be saved: {answer.must_save}."
     if answer.must_recompute and not saved:
