@@ -14,13 +14,13 @@ from ac_client.applied_model import Applied
 from ac_client.arguments import (
     check_budget,
     check_constraints,
-    check_host_budget,
     check_loop,
     check_model,
     check_optimizer,
     check_source,
     check_switches,
     check_unplanned,
+    with_host_budget,
 )
 from ac_client.files import named
 from ac_client.planning.loaded_policy import other_environment
@@ -120,8 +120,7 @@ def apply(
         InvalidBudget: a budget or the headroom is not a number of GiB (one in bytes is refused); or there is
             no budget, and the policy set is empty; or it is for reserved memory, and the model is not on a
             GPU.
-        ValueError: `shapes`, `group` or `budget_of` is not one of its valid values; `service` is not a URL,
-            or comes with `host_budget_gb`, since its plans move nothing;
+        ValueError: `shapes`, `group` or `budget_of` is not one of its valid values; `service` is not a URL;
             `alias` cannot be a name, or comes with `policy`; or `alias` or `require_service` come without
             `service`.
         ServiceUnavailable: the service is away, and `require_service` was passed or `budget_gb` was
@@ -158,7 +157,7 @@ def apply(
     check_source(budget_gb, policy, alias, service, require_service=require_service)
     check_constraints(constraints, planned=policy is not None or alias is not None)
     budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, budget_of, model)
-    host_budget_bytes = check_host_budget(host_budget_gb, budget_bytes, service)
+    constraints = with_host_budget(constraints, host_budget_gb, budget_bytes)
     check_loop(loss, forwards_in_flight, verify)
     check_unplanned(model, may_checkpoint=take_over_checkpoints)
     if is_called_compiled(given) or compiled_parts(model):
@@ -182,7 +181,6 @@ def apply(
         budget_bytes=budget_bytes,
         headroom_bytes=headroom_bytes,
         budget_of=budget_of,
-        host_budget_bytes=host_budget_bytes,
         constraints=constraints,
         service=service,
         require_service=require_service,

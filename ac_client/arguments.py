@@ -121,27 +121,23 @@ def check_budget(
     return budget, headroom
 
 
-def check_host_budget(host_budget_gb: Any, budget_bytes: int | None, service: str | None) -> int:
-    """Return the host's budget in bytes; 0 if there is none.
+def with_host_budget(
+    constraints: Constraints | None, host_budget_gb: Any, budget_bytes: int | None
+) -> Constraints | None:
+    """Return `constraints` with the host's budget.
 
     Raises:
         InvalidBudget: it is not a number of GiB, or comes without a budget of the device.
-        ValueError: there is a service, whose plans move nothing.
     """
     if host_budget_gb is None:
-        return 0
+        return constraints
     host_budget = headroom_in_bytes(host_budget_gb, "host_budget_gb")
     if host_budget and budget_bytes is None:
         raise InvalidBudget(
             f"host_budget_gb must come with budget_gb, got host_budget_gb={host_budget_gb!r} alone: a policy "
             "that was planned elsewhere says itself what moves"
         )
-    if host_budget and service is not None:
-        raise ValueError(
-            f"host_budget_gb must be left out with service=..., got {host_budget_gb!r}: the service's plans "
-            "move nothing to the host. Leave service out, and the plan is made in this process"
-        )
-    return host_budget
+    return (constraints or Constraints()).model_copy(update={"host_budget_bytes": host_budget})
 
 
 def _free_nbytes(device: torch.device) -> int | None:

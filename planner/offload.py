@@ -16,7 +16,7 @@ from typing import TypedDict, Unpack
 
 from autoac.planner.errors import InfeasibleBudget, SolverOutOfTime
 from autoac.planner.formats.constraints import Constraints
-from autoac.planner.formats.profile import Profile
+from autoac.planner.formats.profile import LinkRates, Profile
 from autoac.planner.memory.clocks import Timing, timing
 from autoac.planner.memory.points import choose_points
 from autoac.planner.memory.schedule import Recompute, schedule
@@ -205,6 +205,30 @@ def plan_offload(
         return OffloadPlan(problem, of, terms, budget_bytes, without, None, bound_us, why)
     assert best is not None
     return OffloadPlan(problem, of, terms, budget_bytes, without, best, min(bound_us, best.extra_us))
+
+
+def plan_within(
+    profile: Profile | Graph, *, budget_bytes: int, rates: LinkRates | None = None, **terms: Unpack[PlanTerms]
+) -> Plan:
+    """Plan a step, with moves to the host if its constraints give the host a budget.
+
+    Args:
+        profile: one training step, or the Graph of one.
+        budget_bytes: that the device may hold at any moment.
+        rates: of the link; by default those of the profile. Without any, nothing moves.
+        terms: as in `plan`.
+
+    Raises:
+        As `plan_offload` and `plan` do.
+    """
+    constraints = terms.get("constraints")
+    host_bytes = constraints.host_budget_bytes if constraints is not None else 0
+    if rates is None and isinstance(profile, Profile):
+        rates = profile.link
+    if not host_bytes or rates is None:
+        made = plan(profile, budget_bytes=budget_bytes, **terms)
+        return replace(made, why_unmoved="the profile has no link") if host_bytes else made
+    return plan_offload(profile, budget_bytes=budget_bytes, link=Link.of(rates, host_bytes), **terms).plan
 
 
 def _search(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ac_client.cli.options import HostBudget, Json, TimeLimit, plan_with_host
+from ac_client.cli.options import HostBudget, Json, TimeLimit, with_host_budget
 from ac_client.cli.output import (
     as_json_types,
     format_of,
@@ -73,6 +73,7 @@ def explain(
     Says in words what each module saves and recomputes, and what that costs.
     """
     from autoac.planner import (
+        Constraints,
         Graph,
         Plan,
         Policy,
@@ -85,6 +86,7 @@ def explain(
         why,
     )
     from autoac.planner import explain as in_words
+    from autoac.planner import plan_within as plan_step
     from autoac.planner import why_in_words as why_text
     from autoac.planner.budget import budget_in_bytes
     from autoac.planner.formats.policy_set import SET_FORMAT
@@ -99,14 +101,15 @@ def explain(
 
     def plan_within(profile: Profile | Graph, budget: int) -> Plan:
         constraints = planned.constraints if planned else None
+        if observed is not None and host_budget_gb:
+            constraints = with_host_budget(constraints or Constraints(), host_budget_gb, observed)
         name = profile.model if isinstance(profile, Profile) else "the graph"
         if constraints and isinstance(profile, Graph):
             constraints = constraints.beyond_the_graph
         with show_progress(f"planning {name}") as progress:
-            return plan_with_host(
+            return plan_step(
                 profile,
-                budget,
-                host_budget_gb,
+                budget_bytes=budget,
                 rates=observed.link if observed is not None else None,
                 constraints=constraints,
                 time_limit_s=time_limit_s,

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import typer
 
 if TYPE_CHECKING:
-    from autoac.planner import Constraints, Graph, Plan, Profile
-    from autoac.planner.formats.profile import LinkRates
+    from autoac.planner import Constraints, Profile
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, also for an error.")]
 
@@ -42,34 +41,17 @@ HostBudget = Annotated[
 ]
 
 
-def plan_with_host(
-    profile: Profile | Graph,
-    budget_bytes: int,
-    host_budget_gb: float,
-    *,
-    rates: LinkRates | None = None,
-    **terms: Any,
-) -> Plan:
-    """Plan a step, and move what pays to the host if that has a budget.
-
-    Args:
-        rates: of the link; by default those of the profile.
-        terms: as for `plan`.
-    """
-    from autoac.planner import Profile, plan, plan_offload
+def with_host_budget(constraints: Constraints, host_budget_gb: float, profile: Profile) -> Constraints:
+    """Return `constraints` with the budget of the host, which needs the link of `profile`."""
     from autoac.planner.budget import headroom_in_bytes
-    from autoac.planner.problem.moves import Link
 
     host_bytes = headroom_in_bytes(host_budget_gb, "--host-budget-gb")
-    if not host_bytes:
-        return plan(profile, budget_bytes=budget_bytes, **terms)
-    rates = profile.link if rates is None and isinstance(profile, Profile) else rates
-    if rates is None:
+    if host_bytes and profile.link is None:
         raise typer.BadParameter(
             "must be left out, since the profile has no link: profile the model on its GPU, or with --on",
             param_hint="--host-budget-gb",
         )
-    return plan_offload(profile, budget_bytes=budget_bytes, link=Link.of(rates, host_bytes), **terms).plan
+    return constraints.model_copy(update={"host_budget_bytes": host_bytes})
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from ac_client.cli.options import (
     PlanningOptions,
     ProfileFile,
     TimeLimit,
-    plan_with_host,
     spread_options,
+    with_host_budget,
 )
 from ac_client.cli.output import (
     check_output,
@@ -142,17 +142,18 @@ def plan(
 
     Finds the save set that fits the budget with the least recompute time, and writes it as a policy.
     """
+    from autoac.planner import plan_within
     from autoac.planner.budget import budget_in_bytes
     from autoac.planner.units import format_bytes, format_us
 
     check_output(output)
     observed = read_profile(profile_file)
-    headroom_bytes, constraints = options.headroom_bytes, options.constraints(gradients)
+    constraints = with_host_budget(options.constraints(gradients), host_budget_gb, observed)
+    headroom_bytes = options.headroom_bytes
     with show_progress(f"planning {observed.model}") as progress:
-        planned = plan_with_host(
+        planned = plan_within(
             observed,
-            budget_in_bytes(budget_gb),
-            host_budget_gb,
+            budget_bytes=budget_in_bytes(budget_gb),
             headroom_bytes=headroom_bytes,
             constraints=constraints,
             gap=options.gap,

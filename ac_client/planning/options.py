@@ -21,7 +21,6 @@ class ApplyOptions:
     budget_bytes: int | None = None  # None: a policy was given without a budget
     headroom_bytes: int = 0
     budget_of: BudgetOf = "allocated"
-    host_budget_bytes: int = 0  # that outputs may be moved to; 0: none are
     constraints: Constraints | None = None
     service: str | None = None
     require_service: bool = False

@@ -40,11 +40,9 @@ from autoac.planner import (
     Profile,
     SolverOutOfTime,
     as_planned,
-    plan_offload,
 )
-from autoac.planner import plan as plan_profile
+from autoac.planner import plan_within as plan_profile
 from autoac.planner.problem.graph import SaveSet
-from autoac.planner.problem.moves import Link
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, link_of, observe
 from autoac.profiler.checkpoints.own_checkpoints import UNPLANNED, checkpoints_left_alone
@@ -134,7 +132,7 @@ class BatchPlanner:
                         f"{note}, so later steps may go over the budget. Leave headroom_gb for the state "
                         "that its first step makes",
                     )
-            if self.options.host_budget_bytes:
+            if self.options.constraints is not None and self.options.constraints.host_budget_bytes:
                 link = link_of(device_of(call.model, call.args, call.kwargs))
                 profile = profile.model_copy(update={"link": link})
             if is_compiled(profile):
@@ -215,21 +213,17 @@ class BatchPlanner:
                 self.warn_once("service", f"planning in-process, because {error}")
             else:
                 return policy, as_planned(policy, profile)
-        stored = PolicyFile(profile, (budget, headroom, constraints, self.options.host_budget_bytes))
+        stored = PolicyFile(profile, (budget, headroom, constraints))
         if (found := stored.read()) is not None:
             return found, as_planned(found, profile)
-        terms: dict[str, Any] = {
-            "budget_bytes": budget,
-            "headroom_bytes": headroom,
-            "constraints": constraints,
-            "clock": time.monotonic,
-            "start": () if start is None else (start,),
-        }
-        if (host_bytes := self.options.host_budget_bytes) and profile.link is not None:
-            link = Link.of(profile.link, host_bytes)
-            made = plan_offload(profile, link=link, work_limit=WORK_LIMIT, **terms).plan
-        else:
-            made = plan(profile, **terms)
+        made = plan(
+            profile,
+            budget_bytes=budget,
+            headroom_bytes=headroom,
+            constraints=constraints,
+            clock=time.monotonic,
+            start=() if start is None else (start,),
+        )
         stored.write(made.policy())
         return made.policy(), made
 

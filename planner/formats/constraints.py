@@ -33,7 +33,7 @@ Gradients = Literal["as profiled", "present", "absent"]
 class Constraints(FrozenModel):
     """Conditions of a plan in addition to its budget: the same in requests, in policies and in Python.
 
-    Patterns are described in docs/constraints.md. Bytes are on the device.
+    Patterns are described in docs/constraints.md. Bytes are on the device, but for the host's budget.
     """
 
     pin_save: Patterns = ()  # ops that are never recomputed
@@ -43,6 +43,8 @@ class Constraints(FrozenModel):
     save_deciding: bool = True  # save outputs whose values decide where data goes
     forward_budget_bytes: Annotated[int, Field(gt=0, le=2**53)] | None = None  # most bytes live in forward
     extra_static_bytes: Count = 0  # live during the whole step, and not in the profile
+    # Of the host, that outputs may be moved to. Nothing moves without the link of the profile.
+    host_budget_bytes: Annotated[Count, Field(exclude_if=lambda nbytes: nbytes == 0)] = 0
     gradients: Gradients = "as profiled"  # whether gradients exist before the step
 
     @property
@@ -58,8 +60,10 @@ class Constraints(FrozenModel):
 
     @property
     def beyond_the_graph(self) -> Constraints:
-        """Return the constraints that the graph of `constrained` does not have: the limit of forward."""
-        return Constraints(forward_budget_bytes=self.forward_budget_bytes)
+        """Return the constraints that the graph of `constrained` does not have: the other budgets."""
+        return Constraints(
+            forward_budget_bytes=self.forward_budget_bytes, host_budget_bytes=self.host_budget_bytes
+        )
 
 
 def without_forward_budget(constraints: Constraints | None) -> Constraints:

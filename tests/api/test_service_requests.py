@@ -33,7 +33,9 @@ from autoac.planner.errors import (
 )
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy
-from autoac.planner.formats.profile import Profile
+from autoac.planner.formats.profile import LinkRates, Profile
+from autoac.planner.minimum_peak import find_minimum_peak
+from autoac.planner.offload import plan_within
 from autoac.planner.plan import plan
 
 pytestmark = pytest.mark.slow
@@ -88,6 +90,16 @@ def test_constraints_reach_the_planner_and_come_back_in_the_policy(
     rules = Constraints(pin_save=("*/aten.mm",), forward_budget_bytes=1 << 29)
     policy = ask(profile, transport, constraints=rules)
     assert policy == plan(profile, budget_bytes=1 << 30, constraints=rules).policy()
+    assert policy.constraints == rules
+
+
+def test_host_budget_reaches_the_planner_and_moves_come_back(in_app: Transport, profile: Profile) -> None:
+    rates = LinkRates(out_bytes_per_us=1e9, in_bytes_per_us=1e9, latency_us=0.0)
+    linked = profile.model_copy(update={"link": rates})
+    budget = find_minimum_peak(linked).found
+    rules = Constraints(host_budget_bytes=1 << 40)
+    policy = ask(linked, in_app(InProcess(plan_within)), budget, constraints=rules)
+    assert policy == plan_within(linked, budget_bytes=budget, constraints=rules).policy()
     assert policy.constraints == rules
 
 

@@ -43,11 +43,6 @@ def model() -> nn.Linear:
         ({"headroom_gb": 1.0}, InvalidBudget, r"headroom_gb must be below budget_gb=1\.0"),
         ({"host_budget_gb": -1}, InvalidBudget, "host_budget_gb must be a number of GiB from 0, got -1"),
         (
-            {"host_budget_gb": 1, "service": "http://here"},
-            ValueError,
-            "host_budget_gb must be left out with service",
-        ),
-        (
             {"host_budget_gb": 1, "budget_gb": None, "policy": "policy.json"},
             InvalidBudget,
             "must come with budget_gb",
