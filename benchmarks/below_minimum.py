@@ -18,21 +18,23 @@ from torch import Tensor
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.runtime.moves.host_memory import host_memory
-from autoac.planner import Policy, find_minimum_peak, plan_offload
+from autoac.planner import (
+    InfeasibleBudget,
+    Plan,
+    Policy,
+    Profile,
+    SolverOutOfTime,
+    find_minimum_peak,
+    plan_offload,
+)
 from autoac.planner.problem.moves import Link
 from autoac.planner.units import GIB
 from autoac.profiler import observe
 from benchmarks.models import medium
 from benchmarks.models.batches import Batch
 
-SHARES = {  # of what the smallest peak without moves holds beyond static bytes
-    "GPT-2": 0.9,
-    "Llama": 0.9,
-    "BERT": 0.9,
-    "T5": 0.9,
-    "ViT": 0.95,
-    "Whisper": 0.95,
-}
+MODELS = ("GPT-2", "Llama", "BERT", "T5", "ViT", "Whisper")
+SHARES = (0.9, 0.95, 0.98)  # tried one after another: of what the smallest peak has beyond static bytes
 LINK = Link(20e3, 20e3, 5.0, 1 << 40)
 WORK_LIMIT = 10.0
 MIB = GIB >> 10
@@ -78,9 +80,8 @@ def row_of(name: str, device: torch.device) -> tuple[str, bool]:
     profile = observe(model, (), batch, optimizer=optimizer)
     profile = profile.with_dropped_outputs(profile.droppable_outputs)
     static, low = profile.static.total, find_minimum_peak(profile, work_limit=WORK_LIMIT).found
-    budget = static + round(SHARES[name] * (low - static))
     del model, batch, optimizer
-    planned = plan_offload(profile, budget_bytes=budget, link=LINK, work_limit=WORK_LIMIT).plan
+    planned = next(filter(None, (_planned(profile, static + round(s * (low - static))) for s in SHARES)))
     plain, _, _ = train(name, device, None)
     weights, peaks, host = train(name, device, planned.policy())
     equal = all(map(torch.equal, plain, weights))
@@ -94,17 +95,25 @@ def row_of(name: str, device: torch.device) -> tuple[str, bool]:
     return row, equal and exact
 
 
+def _planned(profile: Profile, budget: int) -> Plan | None:
+    try:
+        return plan_offload(profile, budget_bytes=budget, link=LINK, work_limit=WORK_LIMIT).plan
+    except (InfeasibleBudget, SolverOutOfTime):
+        return None
+
+
 def main(races: Callable[[], list[str]] = list) -> None:
     """Run the command in the module docstring.
 
     Args:
         races: returns the races since its last call, on a device that notes them.
     """
+    torch.set_num_threads(1)  # several add some gradients in another order each time
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print("| model | smallest, MiB | planned | measured | moved | on the host | recompute | weights |")
     print("| --- |" + " ---: |" * 6 + " --- |")
     right = True
-    for name in SHARES:
+    for name in MODELS:
         row, as_planned = row_of(name, device)
         raced = races()
         print(row, *raced[:1], flush=True)

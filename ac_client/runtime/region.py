@@ -374,6 +374,7 @@ class Region(RecordingMode):
         policy = self._policy
         saved = policy.saves(func, facts, args, kwargs)
         moves.reach()
+        written: list[Tensor] = []
         if facts.mutates:
             written = list(written_tensors(facts, args, kwargs or {}))
             moves.settle(written)
@@ -383,8 +384,8 @@ class Region(RecordingMode):
             out = self._run_recorded(func, facts, args, kwargs)
         else:
             out = self._run_saved(func, facts, args, kwargs)
-            if policy.planned == OFFLOAD and not facts.mutates and not facts.blank:
-                moves.leave(facts, out, self._stream)
+            if policy.planned == OFFLOAD and not facts.blank:
+                moves.leave(facts, out, written, self._stream)
         if policy.planned is not None:
             moves.mark(out)
         return out

@@ -40,6 +40,7 @@ ESTIMATED: Final = " (estimated)"  # ends the name of a device that was not ther
 
 # Reasons for `must_save`:
 DECIDES: Final = "its values decide"  # the user may lift this one (`Constraints.save_deciding`)
+SHAPED_BY_DATA: Final = "its shape depends on data"
 PINNED: Final = "pinned"  # the user pinned the op
 UNSEEN: Final = "written by a kernel that PyTorch does not dispatch"
 OVERWRITTEN: Final = "reads what is overwritten later"

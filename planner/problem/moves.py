@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from autoac.planner.formats.op_key import OpKey
-from autoac.planner.formats.profile import PINNED, LinkRates
+from autoac.planner.formats.profile import DECIDES, OVERWRITTEN, SHAPED_BY_DATA, LinkRates
 from autoac.planner.problem.graph import (
     Graph,
     Moment,
@@ -38,6 +38,9 @@ from autoac.planner.problem.graph import (
     VersionId,
 )
 
+# Reasons to save an op that are about running it again. By others, such as a pin of the user's or a read by
+# another FSDP unit, its outputs stay on the device.
+MAY_MOVE = {"", DECIDES, OVERWRITTEN, SHAPED_BY_DATA}
 HANDLING = 0.01  # of the time on the link: what a search charges for a move, so that none is in vain
 
 
@@ -97,8 +100,8 @@ def movable(graph: Graph, link: Link) -> dict[OpId, int]:
     for op in graph.ops:
         if op.compiled or op.must_recompute or op.id in in_groups or not op.writes or _is_function(op):
             continue
-        if op.must_save.startswith(PINNED) or op.must_save.startswith("pin_save"):
-            continue  # the user wants it on the device
+        if op.must_save not in MAY_MOVE:
+            continue
         if not all(_is_simple(graph, w, end) for w in op.writes):
             continue
         nbytes = sum(map(graph.nbytes, op.writes))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autoac.planner.formats.op_key import name_in_keys
-from autoac.planner.formats.profile import DECIDES
+from autoac.planner.formats.profile import DECIDES, SHAPED_BY_DATA
 from autoac.profiler.torch_facts.nested_ops import NestedOp
 from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.profiler.torch_facts.private import HigherOrderOperator, OpOverload, tree_leaves
@@ -294,7 +294,7 @@ def _must_save(op: OpOverload[Any, Any], collective: bool) -> str:
         return "collective"
     by_data = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
     if by_data and _key(op) not in _SHAPED_BY_ARGUMENT:
-        return "its shape depends on data"
+        return SHAPED_BY_DATA
     name = op._schema.name
     if name in _DECIDING or _key(op) in _DECIDING_OVERLOADS:
         return DECIDES

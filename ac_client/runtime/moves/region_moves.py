@@ -89,15 +89,22 @@ class RegionMoves:
         self._finish(list(self._departures.values()))
         self._made_by.clear()
 
-    def leave(self, facts: OpFacts, out: Any, stream: int) -> None:
-        """Copy the outputs of the op that the cursor is at to the host, where backward then gets them."""
+    def leave(self, facts: OpFacts, out: Any, written: Sequence[Tensor], stream: int) -> None:
+        """Copy the outputs of the op that the cursor is at to the host, where backward then gets them.
+
+        Args:
+            facts: of the op.
+            out: what it returned.
+            written: arguments that it wrote, which stay.
+            stream: that it ran on.
+        """
         move = self._cursor.move
         assert move is not None
         node = MovedNode(facts.name, stream)
         refs: list[weakref.ref[NodeVersion] | None] = []
         copies: list[HostCopy | None] = []
         for tensor in outputs_of(out):
-            ref = self._storages.output(tensor, node, ()) if tensor.numel() else None
+            ref = self._storages.output(tensor, node, written) if tensor.numel() else None
             refs.append(ref)
             if ref is None:
                 copies.append(None)
