@@ -4,7 +4,8 @@
     make bench-below-minimum                     there, and on the stand-in device of tests/standin
 
 Two training steps of each model, plain and planned: weights must be equal bit for bit, and the peak of the
-second step must be the predicted one. The link is taken to be fast, so that the budget alone decides.
+second step must be the predicted one, up to the slack of a GPU's allocator. The link is taken to be fast, so
+that the budget alone decides.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def row_of(name: str, device: torch.device) -> tuple[str, bool]:
     plain, _, _ = train(name, device, None)
     weights, peaks, host = train(name, device, planned.policy())
     equal = all(map(torch.equal, plain, weights))
-    exact = peaks[-1] == planned.peak and host == planned.moved_bytes
+    # Blocks of CUDA's allocator are larger than what was asked for, in each step by others.
+    slack = sum(profile.storages.slack_nbytes)
+    exact = max(abs(peaks[-1] - planned.peak), abs(host - planned.moved_bytes)) <= slack
     moved, extra = planned.moved_bytes / MIB, planned.recompute_us / planned.step_us
     row = (
         f"| {name} | {low / MIB:.1f} | {planned.peak / MIB:.1f} | {peaks[-1] / MIB:.1f} | "

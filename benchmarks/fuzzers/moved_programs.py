@@ -14,6 +14,7 @@ exception in forward. Nothing may be left on the host after any of them.
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -161,6 +162,7 @@ def _as_predicted(
     moving = with_moves(graph, moves, ANY)
     host_memory.peak, log = 0, EventLog()
     cuda = batch.device.type == "cuda"
+    gc.collect()  # what earlier programs left must not go in the middle of this one
     with contextlib.nullcontext() if cuda else AllocatorTimeline() as timeline:
         model = _model(seed, batch.device)
         if timeline is not None:
