@@ -291,7 +291,7 @@ def recompute(target: NodeVersion, running: Pass, graph: RegionGraph) -> Tensor:
         running.uncounted = True
         running.cache.update(counted.cache)
         running.handed_out.update(counted.handed_out)
-        running.arriving = counted.arriving
+        running.arriving.update(counted.arriving)
     with FlagSwitcher() as flags:
         for kind, nodes in itertools.groupby(sorted(burst, key=_order), key=type):
             if kind is CallNode:
@@ -304,6 +304,9 @@ def recompute(target: NodeVersion, running: Pass, graph: RegionGraph) -> Tensor:
                 with _BelowAutograd() if kind is Node else _unrecorded():
                     for node in nodes:
                         _replay(node, running, graph, target, flags)
+    if running.uncounted:  # what else it copied from the host is freed now, which must be over
+        for wait in running.arriving.values():
+            wait()
     recomputed = running.cache[target.serial]
     if not running.uncounted and running.remaining_uses(target) <= 0:
         del running.cache[target.serial]

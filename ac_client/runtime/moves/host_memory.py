@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -39,16 +40,16 @@ class HostChunk:
         self.data = arena.data[taken.begin : taken.begin + nbytes]
 
     def __del__(self) -> None:
-        self._memory._give_back(self._arena, self._range)
+        self._memory._returned.append((self._arena, self._range))
 
 
 class _Arena:
     """Pages of the host, and which of them are free, by address."""
 
-    __slots__ = ("data", "device_type", "free")
+    __slots__ = ("data", "device", "free")
 
-    def __init__(self, nbytes: int, device_type: str) -> None:
-        self.device_type = device_type  # of the driver that it is registered with
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.device = device  # whose streams order the copies from and to it
         self.data = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         self.free = [_Range(0, nbytes)]
 
@@ -57,14 +58,23 @@ class HostMemory:
     """All chunks of this process.
 
     Attributes:
-        used: bytes in chunks now, rounded as on the device that they are of.
         peak: most bytes in chunks so far; set it to start again.
     """
 
     def __init__(self) -> None:
-        self.used = self.peak = 0
+        self._used = self.peak = 0
         self._arenas: list[_Arena] = []
-        self._lock = threading.RLock()  # a chunk may die while another is allocated
+        self._lock = threading.Lock()
+        # Of chunks that have died. A garbage collection may end a chunk anywhere, also in the middle of a
+        # method of this class on the same thread: so the end of a chunk changes nothing else.
+        self._returned: deque[tuple[_Arena, _Range]] = deque()
+
+    @property
+    def used(self) -> int:
+        """Return the bytes in chunks now, rounded as on the device that they are of."""
+        with self._lock:
+            self._take_back()
+            return self._used
 
     @property
     def reserved(self) -> int:
@@ -80,6 +90,7 @@ class HostMemory:
         rounding = 1 if device.type == "cpu" else ROUNDING
         rounded = -(-nbytes // rounding) * rounding
         with self._lock:
+            self._take_back()
             found = self._cut(rounded, device)
             if found is None:
                 self._add_arena(max(rounded, ARENA_NBYTES), device)
@@ -87,8 +98,8 @@ class HostMemory:
                 assert found is not None
             arena, free = found
             chunk = HostChunk(self, arena, free, nbytes)
-            self.used += rounded
-            self.peak = max(self.peak, self.used)
+            self._used += rounded
+            self.peak = max(self.peak, self._used)
             return chunk
 
     def _cut(self, nbytes: int, device: torch.device) -> tuple[_Arena, _Range] | None:
@@ -97,7 +108,7 @@ class HostMemory:
             (free.end - free.begin, i, arena)
             for arena in self._arenas
             for i, free in enumerate(arena.free)
-            if arena.device_type == device.type and free.end - free.begin >= nbytes
+            if arena.device == device and free.end - free.begin >= nbytes
         ]
         if not fitting:
             return None
@@ -109,7 +120,7 @@ class HostMemory:
 
     def _add_arena(self, nbytes: int, device: torch.device) -> None:
         try:
-            arena = _Arena(nbytes, device.type)
+            arena = _Arena(nbytes, device)
         except OSError as error:
             raise MemoryError(_too_much(nbytes, self.reserved, str(error))) from error
         cudart = torch.cuda.cudart() if device.type == "cuda" else None
@@ -119,9 +130,11 @@ class HostMemory:
                 raise MemoryError(_too_much(nbytes, self.reserved, f"cudaHostRegister returned {status}"))
         self._arenas.append(arena)
 
-    def _give_back(self, arena: _Arena, returned: _Range) -> None:
-        with self._lock:
-            self.used -= returned.end - returned.begin
+    def _take_back(self) -> None:
+        """Make free what chunks that have died had. The caller holds the lock."""
+        while self._returned:
+            arena, returned = self._returned.popleft()
+            self._used -= returned.end - returned.begin
             ranges = sorted([*arena.free, returned])
             i = ranges.index(returned)
             if i + 1 < len(ranges) and ranges[i].end == ranges[i + 1].begin:
