@@ -298,8 +298,9 @@ def recompute(target: NodeVersion, running: Pass, graph: RegionGraph) -> Tensor:
                 for node in nodes:
                     _rerun(node, running, graph, target, flags)
             elif kind is MovedNode:
-                for node in nodes:
-                    _fetch(node, running, graph, target)
+                with _BelowAutograd():
+                    for node in nodes:
+                        _fetch(node, running, graph, target)
             else:
                 with _BelowAutograd() if kind is Node else _unrecorded():
                     for node in nodes:

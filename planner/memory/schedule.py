@@ -47,7 +47,6 @@ from autoac.planner.problem.graph import (
     Graph,
     Op,
     OpId,
-    SavedTensor,
     SavedTensorId,
     SaveSet,
     StepId,
@@ -313,7 +312,7 @@ class _Replay:
             for h in step.unpacks:
                 if h not in self.unpacked_now:
                     yield from self._unpack(
-                        graph.saved_tensors[h], step.id, first=h not in self.unpacked_before
+                        graph.saved_tensors[h].version, step.id, first=h not in self.unpacked_before
                     )
                 self.unpacked_now.add(h)
             self.unpacked_before |= self.unpacked_now
@@ -330,8 +329,7 @@ class _Replay:
         for v in self.forward.frees_at.get(moment, ()):
             yield Free(v, self.graph.nbytes(v))
 
-    def _unpack(self, saved: SavedTensor, step: StepId, *, first: bool) -> Iterator[Event]:
-        v = saved.version
+    def _unpack(self, v: VersionId, step: StepId, *, first: bool) -> Iterator[Event]:
         if self.saved[v] and not self.by_uses[v]:
             return
         if self.cached[v] or self.by_uses[v]:
@@ -343,8 +341,7 @@ class _Replay:
                 self.temporary.append(v)
             else:
                 yield from self._recompute(burst, step)
-                if not saved.fetches:
-                    self.in_use.append(v)
+                self.in_use.append(v)
         self.uses_left[v] -= first
 
     def _end_step(self) -> Iterator[Event]:
