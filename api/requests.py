@@ -25,7 +25,7 @@ from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
 from autoac.planner.frontier import Frontier, find_frontier
 from autoac.planner.minimum_peak import MinimumPeak, find_minimum_peak
-from autoac.planner.offload import plan_within
+from autoac.planner.offload import plan_with_host
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from autoac.planner.solver.highs import OnProgress
 from autoac.planner.solver.time_limit import Clock
@@ -301,7 +301,7 @@ def answer(
     body: bytes,
     *,
     most_seconds: float,
-    plan: Planner = plan_within,
+    plan: Planner = plan_with_host,
     progress: OnProgress | None = None,
     clock: Clock | None = None,
     plot: Plot = lambda profile, found: None,

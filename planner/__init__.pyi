@@ -24,7 +24,7 @@ from .frontier import Frontier, find_frontier, frontier_in_words
 from .memory.schedule import schedule
 from .memory.simulate import Timeline, simulate
 from .minimum_peak import MinimumPeak, find_minimum_peak
-from .offload import plan_offload, plan_within
+from .offload import plan_offload, plan_with_host
 from .pipeline.plan_stages import Stage, Stages, plan_stage, plan_stages
 from .plan import Plan, plan
 from .problem.apply_constraints import constrained
@@ -91,7 +91,7 @@ __all__ = [
     "plan_offload",
     "plan_stage",
     "plan_stages",
-    "plan_within",
+    "plan_with_host",
     "schedule",
     "simulate",
     "why",

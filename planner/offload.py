@@ -20,13 +20,14 @@ from autoac.planner.formats.profile import LinkRates, Profile
 from autoac.planner.memory.clocks import Timing, timing
 from autoac.planner.memory.points import choose_points
 from autoac.planner.memory.schedule import Recompute, schedule
-from autoac.planner.memory.simulate import fits, instant_name, peak_of
+from autoac.planner.memory.simulate import fits, peak_of
 from autoac.planner.minimum_peak import search_peak_within
 from autoac.planner.plan import (
     DEFAULT_GAP,
     DEFAULT_TIME_LIMIT_S,
     STEP_SHARE,
     Plan,
+    moving,
     plan,
     plan_of,
     step_time_us,
@@ -86,62 +87,15 @@ class Offload:
 class OffloadPlan:
     """The fastest way found to keep a step within a budget, with moves or without. Times in microseconds."""
 
-    problem: SearchProblem = field(repr=False)
-    profile: Profile | None = field(repr=False)
-    terms: PlanTerms
-    budget: int  # headroom included
+    plan: Plan  # to carry out
     without_moves: Plan | None  # None: nothing fits
     best: Offload | None  # None: no moves save enough
     bound_us: float  # of recomputes and stalls: no moves and save set with one recompute of an op take less
-    why_unmoved: str = ""
 
     @property
     def extra_us(self) -> float:
         """Return the time of recomputes and stalls."""
-        if self.best is not None:
-            return self.best.extra_us
-        assert self.without_moves is not None
-        return self.without_moves.recompute_us
-
-    @property
-    def is_proven(self) -> bool:
-        """Return True if the plan is as good as was asked for."""
-        gap = self.terms.get("gap", DEFAULT_GAP)
-        enough = gap * max(self.extra_us, STEP_SHARE * step_time_us(self.problem.graph))
-        return self.extra_us - self.bound_us <= enough
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan to carry out."""
-        best = self.best
-        if best is None:
-            assert self.without_moves is not None
-            return replace(self.without_moves, bound_us=self.bound_us, why_unmoved=self.why_unmoved)
-        headroom = self.terms.get("headroom_bytes", 0)
-        made = plan_of(
-            self.problem,
-            self.profile,
-            self.budget - headroom,
-            self.problem.graph.everything,
-            headroom=headroom,
-            constraints=self.terms.get("constraints"),
-        )
-        peak = peak_of(best.graph, best.save_set)
-        moved = {move.op for move in best.moves}
-        again = recomputed_by_backward(best.graph, best.save_set)
-        return replace(
-            made,
-            graph=best.graph,
-            save_set=best.save_set,
-            recompute_set=frozenset(op.id for op in best.graph.ops if again[op.id]) - moved,
-            peak=peak.live_bytes,
-            peak_at=instant_name(best.graph, peak),
-            recompute_us=max(0.0, best.extra_us - best.timing.stall_us),
-            bound_us=max(0.0, self.bound_us),
-            stopped=Stopped.OPTIMAL if self.is_proven else Stopped.WORK_LIMIT,
-            moves=best.moves,
-            timing=best.timing,
-        )
+        return self.plan.recompute_us + self.plan.stall_us
 
 
 def plan_offload(
@@ -169,45 +123,57 @@ def plan_offload(
     """
     constraints = terms.get("constraints") or Constraints()
     graph = constrained(profile, constraints)
-    step_us = step_time_us(graph)
-    options = replace(options_for(profile, None), use_groups=False)
-    problem = SearchProblem(graph, options)
     of = profile if isinstance(profile, Profile) else None
-    without, unplanned = None, None
-    headroom = terms.get("headroom_bytes", 0)
-    several = isinstance(profile, Profile) and bool(profile.forward_ends)
+    several = of is not None and bool(of.forward_ends)
     limited = constraints.forward_budget_bytes is not None
     may_move = not (several or limited or graph.waiting_microbatches) and bool(movable(graph, link))
+    without, unplanned = None, None
     try:
         without = plan(profile, budget_bytes=budget_bytes, **terms)
-        if without.recompute_us == 0 or not may_move:
-            why = (
-                "it all fits on the device"
-                if without.recompute_us == 0
-                else "no output of this step may move"
-            )
-            return OffloadPlan(problem, of, terms, budget_bytes, without, None, without.bound_us, why)
     except (InfeasibleBudget, SolverOutOfTime) as error:
         if not may_move:
             raise
         unplanned = error
-    gap = terms.get("gap", DEFAULT_GAP)
+    if without is not None and without.recompute_us == 0:
+        return _unmoved(without, without.bound_us, "it all fits on the device")
+    if without is not None and not may_move:
+        return _unmoved(without, without.bound_us, "no output of this step may move")
+    options = replace(options_for(profile, None), use_groups=False)
+    problem = SearchProblem(graph, options)
+    step_us, gap = step_time_us(graph), terms.get("gap", DEFAULT_GAP)
     goal = Goal(gap, STEP_SHARE * gap * step_us)
     stopwatch = Stopwatch(terms.get("time_limit_s", DEFAULT_TIME_LIMIT_S), terms.get("clock"))
     allowance = Allowance(moves_work_limit, stopwatch, terms.get("progress"))
     known = None if without is None else (SearchProblem(without.graph, options), without.save_set)
-    best, bound_us = _search(problem, budget_bytes - headroom, link, goal, allowance, known)
+    headroom = terms.get("headroom_bytes", 0)
+    budget = budget_bytes - headroom
+    best, bound_us = _search(problem, budget, link, goal, allowance, known)
     if best is None and unplanned is not None:
         raise unplanned
     if without is not None and (best is None or best.extra_us > without.recompute_us - WORTH * step_us):
-        why = f"no moves were found that save {WORTH:.1%} of the step"
         bound_us = min(bound_us, without.recompute_us)
-        return OffloadPlan(problem, of, terms, budget_bytes, without, None, bound_us, why)
+        return _unmoved(without, bound_us, f"no moves were found that save {WORTH:.1%} of the step")
     assert best is not None
-    return OffloadPlan(problem, of, terms, budget_bytes, without, best, min(bound_us, best.extra_us))
+    bound_us = max(0.0, min(bound_us, best.extra_us))
+    proven = best.extra_us - bound_us <= max(gap * best.extra_us, goal.tolerance)
+    made = plan_of(
+        problem,
+        of,
+        budget,
+        graph.everything,
+        stopped=Stopped.OPTIMAL if proven else Stopped.WORK_LIMIT,
+        headroom=headroom,
+        constraints=terms.get("constraints"),
+    )
+    made = replace(moving(made, best.graph, best.save_set, best.moves, best.timing), bound_us=bound_us)
+    return OffloadPlan(made, without, best, bound_us)
 
 
-def plan_within(
+def _unmoved(without: Plan, bound_us: float, why: str) -> OffloadPlan:
+    return OffloadPlan(replace(without, bound_us=bound_us, why_unmoved=why), without, None, bound_us)
+
+
+def plan_with_host(
     profile: Profile | Graph, *, budget_bytes: int, rates: LinkRates | None = None, **terms: Unpack[PlanTerms]
 ) -> Plan:
     """Plan a step, with moves to the host if its constraints give the host a budget.

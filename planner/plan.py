@@ -362,6 +362,31 @@ def plan_of(
     )
 
 
+def moving(plan: Plan, graph: Graph, save_set: SaveSet, moves: Sequence[Move], times: Timing) -> Plan:
+    """Return `plan` with another save set, and with `moves`.
+
+    Args:
+        plan: of the same step without moves.
+        graph: of the step with `moves`.
+        save_set: of `graph`; saves no moved op.
+        times: of the step under both.
+    """
+    moved = {move.op for move in moves}
+    peak = peak_of(graph, save_set)
+    again = recomputed_by_backward(graph, save_set)
+    return replace(
+        plan,
+        graph=graph,
+        save_set=save_set,
+        recompute_set=frozenset(op.id for op in graph.ops if again[op.id]) - moved,
+        peak=peak.live_bytes,
+        peak_at=instant_name(graph, peak),
+        recompute_us=max(0.0, times.end_us - times.stall_us - step_time_us(graph)),
+        moves=tuple(moves),
+        timing=times,
+    )
+
+
 def _forward_limit(constraints: Constraints, headroom: int) -> int | None:
     """Return forward's own limit in bytes with the headroom taken off; None if it has none."""
     limit = constraints.forward_budget_bytes
@@ -417,8 +442,8 @@ def decided(profile: Profile, graph: Graph, save_set: SaveSet, moves: Sequence[M
     fetches = {step: keys[op] for step, op in triggers(build(profile)).items()} if moves else {}
     for move in moves:
         free = next((key for op, key in key_of.items() if op >= move.free), THE_END)
-        fetch = key_of[move.op] if move.fetch is None else fetches[move.fetch]
-        points[key_of[move.op]] = MovePoints(free=free, fetch=fetch)
+        assert move.fetch is not None
+        points[key_of[move.op]] = MovePoints(free=free, fetch=fetches[move.fetch])
         fates[key_of[move.op]] = OFFLOAD
     return {
         "version": version_for(use_groups, points),

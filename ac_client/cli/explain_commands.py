@@ -83,10 +83,10 @@ def explain(
         more,
         more_in_words,
         picture,
+        plan_with_host,
         why,
     )
     from autoac.planner import explain as in_words
-    from autoac.planner import plan_within as plan_step
     from autoac.planner import why_in_words as why_text
     from autoac.planner.budget import budget_in_bytes
     from autoac.planner.formats.policy_set import SET_FORMAT
@@ -107,7 +107,7 @@ def explain(
         if constraints and isinstance(profile, Graph):
             constraints = constraints.beyond_the_graph
         with show_progress(f"planning {name}") as progress:
-            return plan_step(
+            return plan_with_host(
                 profile,
                 budget_bytes=budget,
                 rates=observed.link if observed is not None else None,

@@ -142,7 +142,7 @@ def plan(
 
     Finds the save set that fits the budget with the least recompute time, and writes it as a policy.
     """
-    from autoac.planner import plan_within
+    from autoac.planner import plan_with_host
     from autoac.planner.budget import budget_in_bytes
     from autoac.planner.units import format_bytes, format_us
 
@@ -151,7 +151,7 @@ def plan(
     constraints = with_host_budget(options.constraints(gradients), host_budget_gb, observed)
     headroom_bytes = options.headroom_bytes
     with show_progress(f"planning {observed.model}") as progress:
-        planned = plan_within(
+        planned = plan_with_host(
             observed,
             budget_bytes=budget_in_bytes(budget_gb),
             headroom_bytes=headroom_bytes,

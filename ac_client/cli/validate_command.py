@@ -157,6 +157,7 @@ def _contradictions(policy: Policy) -> Iterator[str]:
 def _plan_problems(policy: Policy, profile: Profile) -> Iterator[str]:
     """List the rules that a policy breaks as a plan of `profile`."""
     from autoac.planner import PlannerError, as_planned
+    from autoac.planner.problem.moves import handling_us
     from autoac.planner.problem.validate import broken_graph_rules, broken_plan_rules
 
     if policy.profile_digest != profile.digest:
@@ -175,7 +176,7 @@ def _plan_problems(policy: Policy, profile: Profile) -> Iterator[str]:
         recompute_set=plan.recompute_set | plan.moved,
         peak=predicted.peak_bytes,
         budget=policy.budget_bytes,
-        recompute_us=predicted.recompute_us + sum(plan.graph.ops[op].recompute_us for op in plan.moved),
+        recompute_us=predicted.recompute_us + handling_us(plan.graph, plan.moved),
     )
     if predicted.moved_bytes != plan.moved_bytes:
         yield f"predicted.moved_bytes must be {plan.moved_bytes} for these moves, got {predicted.moved_bytes}"

@@ -41,7 +41,7 @@ from autoac.planner import (
     SolverOutOfTime,
     as_planned,
 )
-from autoac.planner import plan_within as plan_profile
+from autoac.planner import plan_with_host as plan_profile
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, link_of, observe

@@ -20,7 +20,8 @@ Rule 5. The version counters of torch detect writes that the mode does not see. 
 Rule 6. While the mode is paused (`pause`), over ops that are all saved, nothing is recorded. Counters noted
         before the pause show which storages were written during it.
 Rule 7. Ops run by replays, by compiled code and by hooks around the region are never recorded.
-Rule 8. What one stream makes and another reads is saved: NOTE [ Streams ] in torch_facts/streams.py.
+Rule 8. What a plan moves to the host is recorded as an op whose run is the copy back (moves/).
+Rule 9. What one stream makes and another reads is saved: NOTE [ Streams ] in torch_facts/streams.py.
 
 A worked example, under a policy that saves only `o`:
 
@@ -286,22 +287,32 @@ class Region(RecordingMode):
         if facts.fills_packed >= 0:
             self.storages.pin(args[facts.fills_packed])
         policy = self._policy
-        if self._moves is not None and not policy.needs_output:
-            return self._run_with_moves(self._moves, func, facts, args, kwargs)
+        moves = self._moves
         if not policy.needs_output:
             if policy.recomputes_all and not facts.must_save:
                 saved = False
             else:
                 saved = policy.saves_all or policy.saves(func, facts, args, kwargs)
+            if moves is not None:
+                moves.before(written_tensors(facts, args, kwargs or {}) if facts.mutates else ())
             if not saved and facts.in_place and not self.storages.writes_a_version(facts, args, kwargs):
                 saved = True  # it writes a tensor from outside, whose new contents are from outside too
             if saved or facts.never_recomputed:
-                return self._run_saved(func, facts, args, kwargs)
+                out = self._run_saved(func, facts, args, kwargs)
+                if moves is not None and policy.planned is not None:
+                    if policy.planned == OFFLOAD and not facts.blank:
+                        stay = list(written_tensors(facts, args, kwargs or {})) if facts.mutates else []
+                        moves.leave(facts, out, stay, self._stream)
+                    moves.mark(out)
+                return out
         elif facts.never_recomputed:
             out = self._run_saved(func, facts, args, kwargs)
             policy.saves(func, facts, args, kwargs, out)  # each policy sees each op; the answer is moot
             return out
-        return self._run_recorded(func, facts, args, kwargs)
+        out = self._run_recorded(func, facts, args, kwargs)
+        if moves is not None and policy.planned is not None:
+            moves.mark(out)
+        return out
 
     def run_function(self, cls: type, args: Sequence[Any], kwargs: dict[str, Any], apply: Apply) -> Any:
         """Run a Function as one op, which the policies decide."""
@@ -316,8 +327,7 @@ class Region(RecordingMode):
             self._log.add("compute", call.facts.name)
         decided = self._policy.saves_function(call.facts)
         if self._moves is not None:
-            self._moves.reach()
-            self._moves.settle(call.arguments.tensors)
+            self._moves.before(call.arguments.tensors)
         recording_off.depth += 1  # the model does not run the copies of what the call may write
         try:
             function = RecordedFunction(
@@ -360,34 +370,6 @@ class Region(RecordingMode):
         function.call.note_outputs(args, kwargs or {}, out)
         if self._asks_inside and self._policy.saves(func, facts, args, kwargs, out):
             function.saved = True
-        return out
-
-    def _run_with_moves(
-        self,
-        moves: RegionMoves,
-        func: Any,
-        facts: OpFacts,
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
-    ) -> Any:
-        """Run an op of a plan that moves outputs to the host."""
-        policy = self._policy
-        saved = policy.saves(func, facts, args, kwargs)
-        moves.reach()
-        written: list[Tensor] = []
-        if facts.mutates:
-            written = list(written_tensors(facts, args, kwargs or {}))
-            moves.settle(written)
-            if not saved and facts.in_place:
-                saved = not self.storages.writes_a_version(facts, args, kwargs)
-        if not (saved or facts.never_recomputed):
-            out = self._run_recorded(func, facts, args, kwargs)
-        else:
-            out = self._run_saved(func, facts, args, kwargs)
-            if policy.planned == OFFLOAD and not facts.blank:
-                moves.leave(facts, out, written, self._stream)
-        if policy.planned is not None:
-            moves.mark(out)
         return out
 
     def _save_crossing(self, tensors: Iterable[Tensor]) -> None:

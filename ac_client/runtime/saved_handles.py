@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ac_client.runtime.moves.region_moves import FetchTrigger
 from ac_client.runtime.nodes import NodeVersion, add_use, remove_use
-from ac_client.runtime.replay import Pass, RegionGraph, handle_of_key, recompute, recording_off, view_of
+from ac_client.runtime.replay import RegionGraph, handle_of_key, recompute, recording_off, view_of
 from ac_client.runtime.split_backward import leaves_gradients
 from ac_client.runtime.view_recipes import Recipe
 from ac_client.runtime.write_guard import ContentsDiffer, WriteGuard, detached_alias
 from autoac.profiler.torch_facts.op_facts import LEAVE_BYTES_UNWRITTEN
 from autoac.profiler.unseen.fingerprints import Fingerprint, can_compare, fingerprint, same_contents
-
-
-class Trigger(Protocol):
-    """Fetches other versions from the host when the tensor of a handle is unpacked."""
-
-    def fetch(self, running: Pass) -> None:
-        """Fetch once in each pass. The caller holds the lock of the graph."""
-
-    def unpacked(self) -> None:
-        """Fetch if backward runs."""
 
 
 class RecomputedHandle:
@@ -57,7 +48,7 @@ class RecomputedHandle:
         self.device = device
         # Fingerprint of the tensor, where backward compares.
         self.contents: Fingerprint | None = None
-        self.trigger: Trigger | None = None
+        self.trigger: FetchTrigger | None = None
         self.key = graph.registry.register(self)
         self._last: weakref.ref[Tensor] | None = None  # the tensor that the last unpack returned
         self._last_task = -1  # the graph task of the last unpack
@@ -164,7 +155,7 @@ class SavedHandle(WriteGuard):
         if tensor.grad_fn is not None or tensor._base is not None:
             tensor = detached_alias(tensor)
         WriteGuard.__init__(self, tensor)
-        self.trigger: Trigger | None = None
+        self.trigger: FetchTrigger | None = None
         self._registry = graph.registry
         self.key = self._registry.register(self)
 

@@ -30,11 +30,11 @@ def random_moves(graph: Graph, rng: random.Random, share: float) -> tuple[SaveSe
     again = recomputed_by_backward(moving, save_set)
     kept = tuple(move for move in moves if again[move.op] and move.op not in save_set)
     save_set = with_forced_saves(with_moves(graph, kept, ANY), save_set - {move.op for move in kept})
-    in_time = all((move.fetch or 0) <= (_first_use(graph, save_set, kept, move.op) or 0) for move in kept)
+    in_time = all((move.fetch or 0) <= (first_use(graph, save_set, kept, move.op) or 0) for move in kept)
     return save_set, kept if in_time else ()
 
 
-def _first_use(graph: Graph, save_set: SaveSet, moves: Iterable[Move], op: OpId) -> StepId | None:
+def first_use(graph: Graph, save_set: SaveSet, moves: Iterable[Move], op: OpId) -> StepId | None:
     """Return the first step that reads an output of `op`, if all moved ops are available."""
     writes = set(graph.ops[op].writes)
     for event in schedule(graph, save_set | {move.op for move in moves}):
@@ -51,7 +51,7 @@ def _first_use(graph: Graph, save_set: SaveSet, moves: Iterable[Move], op: OpId)
 def _at_random(
     graph: Graph, save_set: SaveSet, moves: Iterable[Move], op: OpId, rng: random.Random
 ) -> Move | None:
-    first, earliest = _first_use(graph, save_set, moves, op), max(*released(graph, op), op + 1)
+    first, earliest = first_use(graph, save_set, moves, op), max(*released(graph, op), op + 1)
     steps = [step for step in triggers(graph) if first is not None and step <= first]
     if not steps:
         return None

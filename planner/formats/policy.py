@@ -37,7 +37,7 @@ class MovePoints(FrozenModel):
     """Where the outputs of an op that moves to the host leave the device's memory, and come back."""
 
     free: Name  # the op before which they are freed; THE_END of forward
-    fetch: Name  # the op of which backward then first unpacks an output; the op itself: at its own first use
+    fetch: Name  # the op of which backward then first unpacks an output
 
 
 class Predicted(FrozenModel):

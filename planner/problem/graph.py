@@ -97,7 +97,6 @@ class SavedTensor:
     packed: int  # the number of ops that had started when autograd packed the tensor
     unpacked: tuple[StepId, ...]
     dropped: Moment  # first moment at which autograd no longer holds the tensor
-    fetches: bool = False  # not one of autograd's: the step only begins a copy from the host (moves.py)
 
 
 @dataclass(frozen=True, slots=True)

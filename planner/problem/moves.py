@@ -5,15 +5,18 @@ NOTE [ Moves ]
 A move has four points, in the order in which the host issues work, never by a clock:
 
     leave   after the op has run in forward, its outputs are queued for the copy out
-    free    before the op or backward step `free`, compute waits for that copy, and the device frees them
-    fetch   when backward step `fetch` begins, memory is allocated, and the copy in is queued;
-            of several in one step, that of the last op first. The runtime knows such a step by the op of
-            which it first unpacks an output (`triggers`)
+    free    before op `free`, or where the model's forward ends, compute waits for that copy, and the device
+            frees them
+    fetch   when backward step `fetch` begins, memory is allocated, and the copy in is queued; of several in
+            one step, that of the last op first. Such a step begins with the first unpack of what some op
+            made, by which the runtime knows it (`triggers`)
     use     the first unpack or recompute that reads them waits for the copy in
 
 So the bytes live on the device depend on the order of work alone; times change only how long compute waits.
 For backward, a moved op is one that is not saved and that reads nothing when it runs again: `with_moves`
-says that in a Graph, and schedule.py, simulate.py and the solver need no word for it.
+says that in a Graph, and schedule.py, simulate.py and the search need no word for it. The step of a fetch
+unpacks one more saved tensor; the outputs are then held to the end of the step, which changes nothing: if no
+later step uses them, this one unpacks one of their own.
 
     chain(4, 4, 4), op 0 moved with free=2, fetch=step 1:   op 0 reads nothing, is held up to op 2, and has
     one more saved tensor, which step 1 unpacks: there it runs again, without cost.
@@ -21,7 +24,7 @@ says that in a Graph, and schedule.py, simulate.py and the solver need no word f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -38,9 +41,9 @@ from autoac.planner.problem.graph import (
     VersionId,
 )
 
-# Reasons to save an op that are about running it again. By others, such as a pin of the user's or a read by
-# another FSDP unit, its outputs stay on the device.
 MAY_MOVE = {"", DECIDES, OVERWRITTEN, SHAPED_BY_DATA}
+"""Reasons to save an op that are about running it again. For any other, such as a pin or a read by another
+FSDP unit, its outputs stay on the device."""
 HANDLING = 0.01  # of the time on the link: what a search charges for a move, so that none is in vain
 
 
@@ -76,7 +79,7 @@ class Link:
 class Move:
     """Moves the outputs of `op`: NOTE [ Moves ].
 
-    Invariant: `op < free <= n_ops + fetch`, and the first use is in step `fetch` or later.
+    Invariant: `op < free <= model_end` of the graph, and the first use is in step `fetch` or later.
     """
 
     op: OpId
@@ -124,7 +127,12 @@ def triggers(graph: Graph) -> dict[StepId, OpId]:
         if ops and ops[0] not in unpacked and ops[0] not in in_groups:
             op, seen = graph.ops[ops[0]], graph.saved_tensors[step.unpacks[0]].packed < end
             storages = (graph.storages[graph.versions[w].storage] for w in op.writes)
-            if seen and not (op.compiled or _is_function(op)) and all(len(s.versions) == 1 for s in storages):
+            if (
+                seen
+                and op.must_save in MAY_MOVE
+                and not (op.compiled or _is_function(op))
+                and all(len(s.versions) == 1 for s in storages)
+            ):
                 found[step.id] = op.id
         unpacked.update(ops)
     return found
@@ -133,6 +141,11 @@ def triggers(graph: Graph) -> dict[StepId, OpId]:
 def _is_function(op: Op) -> bool:
     """Return True for a call of an autograd Function, which may save its outputs before it returns them."""
     return "/" in op.name and "." not in OpKey.parse(op.name).op
+
+
+def handling_us(graph: Graph, moved: Iterable[OpId]) -> float:
+    """Return what a Graph with moves counts as time to run moved ops again: see HANDLING."""
+    return sum(graph.ops[op].recompute_us for op in moved)
 
 
 def released(graph: Graph, op: OpId) -> list[Moment]:
@@ -180,9 +193,7 @@ def with_moves(graph: Graph, moves: Sequence[Move], link: Link) -> Graph:
             if move.fetch is None:
                 continue
             h, step = SavedTensorId(len(saved_tensors)), steps[move.fetch]
-            saved_tensors.append(
-                SavedTensor(h, w, op.id + 1, (step.id,), Moment(n + step.id + 1), fetches=True)
-            )
+            saved_tensors.append(SavedTensor(h, w, op.id + 1, (step.id,), Moment(n + step.id + 1)))
             versions[w] = replace(versions[w], saved_tensors=(*versions[w].saved_tensors, h))
             steps[step.id] = replace(step, unpacks=(h, *step.unpacks), drops=(*step.drops, h))
     return replace(

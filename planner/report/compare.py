@@ -33,6 +33,7 @@ class Side:
     kept: int  # ops
     again: int
     idle: int | None  # ops that backward does not need; None without a profile: then `kept` counts them
+    moved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +147,17 @@ def _decisions(subject: Plan | Policy) -> list[OpDecision]:
 
 def _side(subject: Plan | Policy, ops: Sequence[OpDecision], known: bool) -> Side:
     count = Counter(op.decision for op in ops)
-    kept, again, idle = (count[d] for d in (Decision.SAVED, Decision.RECOMPUTED, Decision.UNUSED))
-    idle += count[Decision.MOVED]
+    kept, again, idle, moved = (
+        count[d] for d in (Decision.SAVED, Decision.RECOMPUTED, Decision.UNUSED, Decision.MOVED)
+    )
     if isinstance(subject, Plan):
         model = subject.profile.model if subject.profile else "a graph"
         budget = subject.budget + subject.headroom
-        return Side(model, budget, subject.peak, subject.peak_at, subject.recompute_us, kept, again, idle)
+        peak, at, us = subject.peak, subject.peak_at, subject.recompute_us
+        return Side(model, budget, peak, at, us, kept, again, idle, moved)
     predicted, budget = subject.predicted, subject.budget_bytes
     peak, at, us = predicted.peak_bytes, predicted.peak_at, predicted.recompute_us
-    return Side(subject.model, budget, peak, at, us, kept, again, idle if known else None)
+    return Side(subject.model, budget, peak, at, us, kept, again, idle if known else None, moved)
 
 
 def difference_in_words(comparison: Difference, first: str = "the first", second: str = "the second") -> str:
@@ -171,6 +174,7 @@ def _lines(comparison: Difference, first: str, second: str) -> Iterator[str]:
         yield (
             f"{name:<{width}}  budget {format_bytes(side.budget)}, peak {format_bytes(side.peak)} at"
             f" {side.peak_at}, {format_us(side.recompute_us)} of recompute ({side.again} ops)"
+            f"{f', {side.moved} ops moved to the host' if side.moved else ''}"
         )
     peak, spent = after.peak - before.peak, after.recompute_us - before.recompute_us
     yield (

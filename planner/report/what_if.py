@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoac.planner.errors import OtherProfile, UnknownKey
@@ -16,12 +16,12 @@ from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.clocks import timing
 from autoac.planner.memory.schedule import Compute, recompute_us
 from autoac.planner.memory.simulate import Timeline, instant_name, simulate
-from autoac.planner.plan import Plan, plan_of, step_time_us
+from autoac.planner.plan import Plan, moving, plan_of
 from autoac.planner.plan import plan as plan_again
 from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, Moment, OpId
-from autoac.planner.problem.moves import Link, Move, triggers, with_moves
+from autoac.planner.problem.moves import Link, Move, handling_us, triggers, with_moves
 from autoac.planner.problem.save_sets import (
     unsaved_with,
     with_forced_saves,
@@ -132,7 +132,7 @@ def why(plan: Plan, key: str) -> Why:
             saved -= frozenset(unsaved_with(graph, op)) - graph.must_save
         other = without_cost_free_recomputes(graph, saved)
     before, after = simulate(graph, plan.save_set), simulate(graph, other)
-    new_us = recompute_us(graph, other) - moves_us(graph, plan.moved - other)
+    new_us = recompute_us(graph, other) - handling_us(graph, plan.moved - other)
     leader = windows.leader[op]
     return Why(
         key=name,
@@ -151,11 +151,6 @@ def why(plan: Plan, key: str) -> Why:
         gap=plan.gap,
         forward_over=_forward_over(plan, after),
     )
-
-
-def moves_us(graph: Graph, moved: Iterable[OpId]) -> float:
-    """Return what `recompute_us` counts for moves, which take no time of compute: see HANDLING."""
-    return sum(graph.ops[op].recompute_us for op in moved)
 
 
 def _forward_over(plan: Plan, timeline: Timeline) -> int:
@@ -271,7 +266,6 @@ def carried(policy: Policy, profile: Profile) -> Plan:
     moves = _moves_of(policy, graph)
     rates = profile.link
     link = Link(math.inf, math.inf, 0.0, 0) if rates is None else Link.of(rates, 0)
-    graph = with_moves(graph, moves, link)
     saved = frozenset(
         op.id for op in graph.ops if op.name in position and policy.decisions.get(op.name, SAVE) == SAVE
     )
@@ -279,32 +273,21 @@ def carried(policy: Policy, profile: Profile) -> Plan:
     stopped = Stopped(policy.stopped) if known else Stopped.TIME_LIMIT
     problem = SearchProblem(graph, Options(use_groups=False))  # the graph has those of the policy
     plan = plan_of(problem, profile, policy.budget_bytes, saved, stopped=stopped, constraints=rules)
-    if not moves:
-        return replace(plan, bound_us=0.0)
-    times = timing(graph, plan.save_set, moves, link)
-    return replace(
-        plan,
-        bound_us=0.0,
-        moves=moves,
-        timing=times,
-        recompute_set=plan.recompute_set - {move.op for move in moves},
-        recompute_us=max(0.0, times.end_us - times.stall_us - step_time_us(graph)),
-    )
+    if moves:
+        graph = with_moves(graph, moves, link)
+        save_set = with_forced_saves(graph, saved)
+        plan = moving(plan, graph, save_set, moves, timing(graph, save_set, moves, link))
+    return replace(plan, bound_us=0.0)
 
 
 def _moves_of(policy: Policy, graph: Graph) -> tuple[Move, ...]:
     """Return the moves of `policy`; those of ops that `graph` does not have are left out."""
     op_of = {op.name: op.id for op in graph.ops}
     step_of = {graph.ops[op].name: step for step, op in triggers(graph).items()}
-    end = graph.model_end
     return tuple(
-        Move(
-            op_of[key],
-            Moment(op_of.get(points.free, end)),
-            step_of.get(points.fetch),
-        )
+        Move(op_of[key], Moment(op_of.get(points.free, graph.model_end)), step_of[points.fetch])
         for key, points in policy.moves.items()
-        if key in op_of and points.fetch in {key, *step_of}
+        if key in op_of and points.fetch in step_of
     )
 
 

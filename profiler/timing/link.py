@@ -17,8 +17,9 @@ COPIES = 64  # in each direction
 def link_of(device: torch.device | Device) -> LinkRates | None:
     """Return what the link of a device carries: measured, once in a process, or as its datasheet has it.
 
-    A measurement copies in both directions at once, and takes 32 MiB of the host and of the device. None for
-    a device that computes in the memory of the host, or whose datasheet has no link.
+    A measurement copies in both directions at once, and takes 32 MiB of the host and of the device. The
+    latency is assumed (`COPY_US`). None for a device that computes in the memory of the host, or whose
+    datasheet has no link.
     """
     if isinstance(device, Device):
         rate = device.link_bytes_per_s / 1e6

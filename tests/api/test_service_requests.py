@@ -24,6 +24,7 @@ import ac_client.service_client.connection
 from ac_client.service_client.errors import ServiceRefused, ServiceUnavailable
 from ac_client.service_client.policy_requests import request_policy
 from autoac.api.errors import SolverDied
+from autoac.api.requests import Kind, answer, job_body
 from autoac.planner.errors import (
     InfeasibleBudget,
     InfeasibleConstraints,
@@ -35,7 +36,7 @@ from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import LinkRates, Profile
 from autoac.planner.minimum_peak import find_minimum_peak
-from autoac.planner.offload import plan_within
+from autoac.planner.offload import plan_with_host
 from autoac.planner.plan import plan
 
 pytestmark = pytest.mark.slow
@@ -93,14 +94,15 @@ def test_constraints_reach_the_planner_and_come_back_in_the_policy(
     assert policy.constraints == rules
 
 
-def test_host_budget_reaches_the_planner_and_moves_come_back(in_app: Transport, profile: Profile) -> None:
+def test_host_budget_reaches_the_services_own_planner(profile: Profile) -> None:
     rates = LinkRates(out_bytes_per_us=1e9, in_bytes_per_us=1e9, latency_us=0.0)
     linked = profile.model_copy(update={"link": rates})
     budget = find_minimum_peak(linked).found
     rules = Constraints(host_budget_bytes=1 << 40)
-    policy = ask(linked, in_app(InProcess(plan_within)), budget, constraints=rules)
-    assert policy == plan_within(linked, budget_bytes=budget, constraints=rules).policy()
-    assert policy.constraints == rules
+    options = {"budget_bytes": budget, "constraints": rules.model_dump(mode="json")}
+    found = answer(Kind.POLICY, job_body(linked.to_json().encode(), options), most_seconds=60)
+    assert found.text == plan_with_host(linked, budget_bytes=budget, constraints=rules).policy().to_json()
+    assert Policy.from_json(found.text).constraints == rules
 
 
 def test_constraints_that_cannot_be_met_are_the_planners_own_errors(

@@ -9,7 +9,7 @@ from dataclasses import replace
 import graphs
 import moves_reference
 import pytest
-from memory.test_moves import first_use, random_link, timed_step
+from memory.test_moves import random_link, timed_step
 
 from autoac.planner import (
     Constraints,
@@ -20,6 +20,8 @@ from autoac.planner import (
     Profile,
     as_planned,
     build,
+    difference,
+    difference_in_words,
     explain,
     plan,
     why,
@@ -33,6 +35,7 @@ from autoac.planner.problem.graph import Moment, OpId, SaveSet, StepId, chain
 from autoac.planner.problem.moves import Link, Move, movable, with_moves
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 from autoac.planner.report.by_module import Decision
+from benchmarks.fuzzers.random_moves import first_use
 
 ROUNDING_US = 1e-6
 FAST, SLOW = Link(50e3, 50e3, 0.0, 1 << 60), Link(1e3, 1e3, 0.0, 1 << 60)
@@ -179,6 +182,9 @@ def test_policy_with_moves_is_the_plan_again() -> None:
     assert again.moved_bytes == planned.moved_bytes
     assert "move to the host and back" in explain(planned)
     assert "move to the host and back" in explain(policy)
+    unmoved = plan(profile, budget_bytes=budget)
+    words = difference_in_words(difference(unmoved, planned))
+    assert f"{len(planned.moves)} ops moved to the host" in words
 
 
 def test_opposite_decision_about_a_moved_op_keeps_it_on_the_device() -> None:

@@ -64,15 +64,13 @@ class HostCopy:
     """A storage on the host.
 
     Attributes:
-        nbytes: of the storage.
         written: the storage was written while it was copied.
     """
 
-    __slots__ = ("_chunk", "_copied", "_device", "_name", "nbytes", "written")
+    __slots__ = ("_chunk", "_copied", "_device", "_name", "written")
 
     def __init__(self, chunk: HostChunk, copied: torch.Event | None, device: torch.device, name: str) -> None:
         self._chunk, self._copied, self._device, self._name = chunk, copied, device, name
-        self.nbytes = chunk.data.numel()
         self.written = False
 
     def fetch(self) -> tuple[torch.UntypedStorage, Callable[[], None]]:
@@ -89,7 +87,7 @@ class HostCopy:
             )
         device, chunk = self._device, self._chunk
         unseen = private.DisableTorchDispatch()
-        target = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        target = torch.empty(chunk.data.numel(), dtype=torch.uint8, device=device)
         if device.type == "cpu":
             target.copy_(chunk.data)
             arrived = None

@@ -73,15 +73,12 @@ class RegionMoves:
         self._triggers: dict[int, FetchTrigger] = {}  # by position of the op
         self._made_by: StorageTable[FetchTrigger] = StorageTable()
 
-    def reach(self) -> None:
-        """Free what is due before the op that runs now."""
+    def before(self, written: Iterable[Tensor]) -> None:
+        """Free what is due before the op that runs now, and what it writes: those copies must be over."""
         if self._cursor.position >= self._next_free:
             self._finish([d for d in self._departures.values() if d.free <= self._cursor.position])
-
-    def settle(self, tensors: Iterable[Tensor]) -> None:
-        """Let storages go that are about to be written: their copies must be over."""
         if self._departures:
-            storages = {tensor.untyped_storage()._cdata for tensor in tensors if has_storage(tensor)}
+            storages = {tensor.untyped_storage()._cdata for tensor in written if has_storage(tensor)}
             self._finish([d for address, d in self._departures.items() if address in storages])
 
     def close(self) -> None:
@@ -89,13 +86,13 @@ class RegionMoves:
         self._finish(list(self._departures.values()))
         self._made_by.clear()
 
-    def leave(self, facts: OpFacts, out: Any, written: Sequence[Tensor], stream: int) -> None:
+    def leave(self, facts: OpFacts, out: Any, stay: Sequence[Tensor], stream: int) -> None:
         """Copy the outputs of the op that the cursor is at to the host, where backward then gets them.
 
         Args:
             facts: of the op.
             out: what it returned.
-            written: arguments that it wrote, which stay.
+            stay: arguments that it wrote.
             stream: that it ran on.
         """
         move = self._cursor.move
@@ -104,7 +101,7 @@ class RegionMoves:
         refs: list[weakref.ref[NodeVersion] | None] = []
         copies: list[HostCopy | None] = []
         for tensor in outputs_of(out):
-            ref = self._storages.output(tensor, node, written) if tensor.numel() else None
+            ref = self._storages.output(tensor, node, stay) if tensor.numel() else None
             refs.append(ref)
             if ref is None:
                 copies.append(None)

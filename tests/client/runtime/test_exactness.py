@@ -15,6 +15,7 @@ from torch import nn
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.runtime.cursor import Cursor, Route
+from ac_client.runtime.moves.host_memory import host_memory
 from ac_client.runtime.policy_context import save_recompute_policy
 from ac_client.runtime.replay import EventLog
 from autoac.planner import plan
@@ -22,12 +23,15 @@ from autoac.planner.formats.policy import decisions
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.schedule import Recompute, recompute_us, schedule
 from autoac.planner.memory.simulate import peak_bytes, simulate
+from autoac.planner.plan import decided
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import OpId, SaveSet
+from autoac.planner.problem.moves import with_moves
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import observe, profile
 from autoac.profiler.torch_facts.module_paths import watch_modules
 from benchmarks.fuzzers.expected_log import expected_log
+from benchmarks.fuzzers.random_moves import ANY, random_moves
 from benchmarks.models.modules import ConvNet, Gates, InPlace, Transformer, Views
 
 Make = Callable[[], nn.Module]
@@ -135,11 +139,12 @@ def casting(on: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 def measured(
-    make: Make, batch: torch.Tensor, choice: dict[str, Any], static: int, autocast: bool = False
-) -> tuple[int, EventLog]:
+    make: Make, batch: torch.Tensor, route: Route, static: int, autocast: bool = False
+) -> tuple[int, EventLog, list[torch.Tensor | None]]:
+    """Return the peak of a step, its events, and the gradients."""
     model = seeded(make)
     log = EventLog()
-    cursor = Cursor(Route(choice), strict=True)
+    cursor = Cursor(route, strict=True)
     watch_modules(model, cursor.enter, cursor.leave)
     torch.manual_seed(1)
     with AllocatorTimeline(base=static) as timeline:
@@ -148,7 +153,16 @@ def measured(
             loss = scalar(out)
         loss.backward()
         del loss
-    return timeline.peak_bytes, log
+    return timeline.peak_bytes, log, [parameter.grad for parameter in model.parameters()]
+
+
+def plain_gradients(make: Make, batch: torch.Tensor, autocast: bool) -> list[torch.Tensor | None]:
+    model = seeded(make)
+    torch.manual_seed(1)
+    with casting(autocast):
+        loss = scalar(model(batch))
+    loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
 
 
 def save_sets(found: Profile, n: int) -> list[SaveSet]:
@@ -172,10 +186,35 @@ def test_predicted_peak_equals_the_measured_peak(case: str, autocast: bool) -> N
         found = profile(seeded(make), batch, loss=scalar)
     graph = build(found)
     for save_set in save_sets(found, 12):
-        peak, log = measured(make, batch, decisions(found, save_set), found.static.total, autocast)
+        peak, log, _ = measured(make, batch, Route(decisions(found, save_set)), found.static.total, autocast)
         predicted = simulate(graph, save_set).peak.live_bytes
         assert log.events == expected_log(graph, save_set)
         assert peak == predicted
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_moves_to_the_host_have_the_predicted_peaks_and_plain_gradients(case: str, autocast: bool) -> None:
+    make, shape = CASES[case]
+    if autocast and case in ("in place", "views"):
+        pytest.skip("these models mix types by hand")
+    batch = torch.randn(shape)
+    with casting(autocast):
+        found = profile(seeded(make), batch, loss=scalar)
+    graph, rng = build(found), random.Random(5)
+    for share in (1.0, 0.5, 0.2, 0.7):
+        save_set, moves = random_moves(graph, rng, share)
+        moving = with_moves(graph, moves, ANY)
+        fields = decided(found, moving, save_set, moves)
+        route = Route(fields["decisions"], fields["use_groups"], fields["moves"])
+        host_memory.peak = 0
+        peak, log, gradients = measured(make, batch, route, found.static.total, autocast)
+        assert log.events == expected_log(moving, save_set)
+        assert peak == simulate(moving, save_set).peak.live_bytes
+        assert host_memory.peak == sum(graph.nbytes(w) for move in moves for w in graph.ops[move.op].writes)
+        assert host_memory.used == 0
+        for got, wanted in zip(gradients, plain_gradients(make, batch, autocast), strict=True):
+            assert got is wanted is None or torch.equal(got, wanted)
 
 
 def test_outputs_held_over_the_optimizer_step_are_in_the_predicted_peak() -> None:
@@ -238,7 +277,7 @@ def test_tensors_unpacked_in_two_steps_are_recomputed_as_often_as_predicted() ->
     graph = build(found)
     twice = 0
     for save_set in save_sets(found, 20):
-        peak, log = measured(Twice, batch, decisions(found, save_set), found.static.total)
+        peak, log, _ = measured(Twice, batch, Route(decisions(found, save_set)), found.static.total)
         assert log.events == expected_log(graph, save_set)
         assert peak == peak_bytes(graph, save_set)
         runs = [event.op for event in schedule(graph, save_set) if isinstance(event, Recompute)]
