@@ -74,7 +74,7 @@ def rows_of(name: str) -> tuple[list[str], list[tuple[int, float, float]]]:
             took = time.process_time() - begin - alone_s
             assert found.without_moves is not None
             alone_us = found.without_moves.recompute_us
-            ratio = found.extra_us / alone_us
+            ratio = found.plan.extra_us / alone_us
             best = found.best
             moved, stalls, jitter = 0.0, 0.0, 0.0
             if best is not None:
@@ -82,7 +82,7 @@ def rows_of(name: str) -> tuple[list[str], list[tuple[int, float, float]]]:
                 jitter = with_jitter(best, link_of(gb_s)) / step_us
             rows.append(
                 f"| {name} | {budget / GIB:.2f} | {gb_s} | {alone_us / step_us:.2%} | "
-                f"{found.extra_us / step_us:.2%} | {ratio:.2f} | {found.bound_us / step_us:.2%} | "
+                f"{found.plan.extra_us / step_us:.2%} | {ratio:.2f} | {found.bound_us / step_us:.2%} | "
                 f"{moved:.1f} | {stalls:.2%} | {jitter:.2%} | {took:.1f} |"
             )
             print(rows[-1], flush=True)

@@ -92,11 +92,6 @@ class OffloadPlan:
     best: Offload | None  # None: no moves save enough
     bound_us: float  # of recomputes and stalls: no moves and save set with one recompute of an op take less
 
-    @property
-    def extra_us(self) -> float:
-        """Return the time of recomputes and stalls."""
-        return self.plan.recompute_us + self.plan.stall_us
-
 
 def plan_offload(
     profile: Profile | Graph,

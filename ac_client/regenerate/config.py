@@ -49,6 +49,7 @@ class ConstraintsTable(ConfigTable):
     fsdp_units: Patterns = ()
     save_deciding: Flag = True
     forward_budget_gb: Annotated[Number, Field(gt=0)] | None = None
+    host_budget_gb: Gb = 0.0
     extra_static_gb: Gb = 0.0
     gradients: Gradients = "as profiled"
 
@@ -62,6 +63,7 @@ class ConstraintsTable(ConfigTable):
             fsdp_units=self.fsdp_units,
             save_deciding=self.save_deciding,
             forward_budget_bytes=None if forward is None else max(bytes_from_gb(forward), 1),
+            host_budget_bytes=bytes_from_gb(self.host_budget_gb),
             extra_static_bytes=bytes_from_gb(self.extra_static_gb),
             gradients=self.gradients,
         )

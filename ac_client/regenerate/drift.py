@@ -43,8 +43,8 @@ from autoac.planner import (
     Stopped,
     carried,
     difference,
+    plan_with_host,
 )
-from autoac.planner import plan as plan_profile
 from autoac.planner.units import bytes_from_gb, format_bytes, format_us
 from autoac.profiler import ProfilerError
 
@@ -239,6 +239,8 @@ class _ModelRun:
                 f"the solver reached its time limit at a gap of {new.gap:.1%}, and another machine may find "
                 f"another plan: raise time_limit_s = {self.table.time_limit_s:g}, or allow a larger gap",
             )
+        if new.why_unmoved:
+            warnings += (f"nothing moves to the host: {new.why_unmoved}",)
         result = self._result(
             file,
             Verdict.DRIFTED if self.options.check else Verdict.WRITTEN,
@@ -264,9 +266,9 @@ class _ModelRun:
     def _plan(self, profile: Profile, gb: float, constraints: Constraints | None) -> Plan:
         self.on_task(f"{self.name}: planning for {gb:g} GiB")
         try:
-            return plan_profile(
+            return plan_with_host(
                 profile,
-                budget_gb=gb,
+                budget_bytes=bytes_from_gb(gb),
                 headroom_bytes=bytes_from_gb(self.table.headroom_gb),
                 constraints=constraints,
                 gap=self.table.gap,
@@ -289,10 +291,10 @@ class _ModelRun:
         """Say why `new` must replace `old`, which was planned with other run times. See NOTE [ Drift ]."""
         if old.peak > new.budget:
             return [f"its peak is {format_bytes(old.peak)} now, over {format_bytes(new.budget)}"]
-        gain = old.recompute_us - new.recompute_us
-        noise = max(self.table.gap * old.recompute_us, NOISE * new.step_us if measured else 0.0)
+        gain = old.extra_us - new.extra_us
+        noise = max(self.table.gap * old.extra_us, NOISE * new.step_us if measured else 0.0)
         if gain > noise:
-            return [f"run times changed: a new plan recomputes {format_us(gain)} less"]
+            return [f"run times changed: a new plan takes {format_us(gain)} less"]
         return []
 
     def _write(self, source: ModelSource, fresh: Mapping[str, str]) -> None:

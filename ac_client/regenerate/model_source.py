@@ -36,6 +36,7 @@ from autoac.profiler import (
     ProfilerError,
     device_name,
     device_of,
+    link_of,
     observe,
 )
 
@@ -88,7 +89,7 @@ class ModelSource:
         dtype_name = self.table.autocast
         with contextlib.redirect_stdout(sys.stderr):
             try:
-                return observe(
+                profile = observe(
                     setup.model,
                     setup.args,
                     setup.kwargs,
@@ -97,6 +98,10 @@ class ModelSource:
                     on=device,
                     autocast=getattr(torch, dtype_name) if dtype_name is not None else None,
                 )
+                if not self.table.constraints.host_budget_gb:
+                    return profile
+                link = link_of(device or device_of(setup.model, setup.args, setup.kwargs))
+                return profile.model_copy(update={"link": link})
             except ProfilerError:
                 raise
             except Exception as error:  # anything that the user's model raises

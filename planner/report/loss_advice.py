@@ -132,8 +132,7 @@ def loss_advice(plan: Plan, planning: Callable[[Profile | Graph, int], Plan]) ->
     chunked = without_loss(graph, loss)
     there = simulate(chunked, plan.save_set).instants
     then = planning(chunked, plan.budget)
-    extra_us, extra_us_then = plan.recompute_us + plan.stall_us, then.recompute_us + then.stall_us
-    if extra_us_then >= extra_us:
+    if then.extra_us >= plan.extra_us:
         return None
     return LossAdvice(
         loss_bytes=fullest.live_bytes,
@@ -141,8 +140,8 @@ def loss_advice(plan: Plan, planning: Callable[[Profile | Graph, int], Plan]) ->
         temporary_bytes=fullest.live_bytes - max(i.live_bytes for i in there if i.moment == fullest.moment),
         peak=plan.peak,
         budget=plan.budget,
-        recompute_us=extra_us,
-        recompute_us_then=extra_us_then,
+        recompute_us=plan.extra_us,
+        recompute_us_then=then.extra_us,
         peak_then=then.peak,
     )
 

@@ -56,7 +56,7 @@ def _plan(plan: Plan, *, table: bool) -> str:
         f" recomputed it would be {format_bytes(plan.ceiling)}.",
         _cost(plan.recompute_us, plan.step_us, decisions),
         *_moves(plan.moved_bytes, plan.stall_us, decisions, plan.why_unmoved),
-        _proof(plan.recompute_us + plan.stall_us, plan.bound_us, plan.step_us, plan.stopped.value),
+        _proof(plan.extra_us, plan.bound_us, plan.step_us, plan.stopped.value),
         "",
         *(rows_as_table(rows) if table else rows_in_words(rows)),
         "",

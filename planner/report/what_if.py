@@ -241,8 +241,7 @@ def as_planned(policy: Policy, profile: Profile) -> Plan:
         only += [key for key in keys if key not in policy.decisions]
         raise OtherProfile(policy.model, profile.model, only[0] if only else keys[0])
     plan = carried(policy, profile)
-    spent = plan.recompute_us + plan.stall_us
-    return replace(plan, bound_us=min(policy.predicted.recompute_bound_us, spent))
+    return replace(plan, bound_us=min(policy.predicted.recompute_bound_us, plan.extra_us))
 
 
 def carried(policy: Policy, profile: Profile) -> Plan:

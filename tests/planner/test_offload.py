@@ -105,7 +105,7 @@ def compare_with_brute_force(graph: Graph, link: Link, budget: int) -> None:
     except InfeasibleBudget:
         return
     check(found, graph, budget, link)
-    assert found.bound_us <= (least if least is not None else found.extra_us) + ROUNDING_US
+    assert found.bound_us <= (least if least is not None else found.plan.extra_us) + ROUNDING_US
 
 
 def fastest(graph: Graph, link: Link, budget: int) -> float | None:
@@ -158,7 +158,7 @@ def test_nothing_moves_where_everything_fits_or_over_a_slow_link() -> None:
     fast = plan_offload(profile, budget_bytes=budget, link=FAST)
     assert fast.best is not None
     assert fast.without_moves is not None
-    assert fast.extra_us < 0.8 * fast.without_moves.recompute_us
+    assert fast.plan.extra_us < 0.8 * fast.without_moves.recompute_us
     assert plan_offload(profile, budget_bytes=budget, link=SLOW.slower(1e-4)).best is None
 
 

@@ -143,7 +143,7 @@ def test_policies_within_their_budgets_are_written_with_a_lock(folder, capsys):
 
 
 def test_check_of_an_unchanged_model_plans_and_writes_nothing(fresh, capsys, monkeypatch):
-    monkeypatch.setattr(drift, "plan_profile", lambda *args, **kwargs: pytest.fail("planned"))
+    monkeypatch.setattr(drift, "plan_with_host", lambda *args, **kwargs: pytest.fail("planned"))
     before = {path.name: path.stat().st_mtime_ns for path in (fresh / "policies").iterdir()}
     for argv in (["--check"], ["--check"], []):
         code, out, _ = autoac(capsys, *argv)
@@ -269,6 +269,27 @@ def test_changed_setting_is_reported_by_key(fresh, capsys):
     policy = Policy.from_json((fresh / "policies" / "net-0.06gib.json").read_text())
     assert policy.decisions["layers.0.1/aten.gelu.default#0"] == "save"
     assert autoac(capsys, "--check")[0] == OK
+
+
+def test_host_budget_moves_ops_and_is_a_setting(folder, capsys):
+    wide = MODEL.replace("256", "2048").replace("512", "8192").replace("nn.GELU()", "nn.Tanh()")
+    model(folder, wide)
+    toml = (
+        '[models.net]\nentry = "nets:bare"\nmeta = true\ninputs = ["float32[4096, 2048]"]\n'
+        'device = "h100"\nbudgets_gb = [1.4]\nconstraints.host_budget_gb = HOST\n'
+    )
+    (folder / "autoac.toml").write_text(toml.replace("HOST", "4"))
+    assert autoac(capsys)[0] == OK
+    policy = Policy.from_json((folder / "policies" / "net-1.4gib.json").read_text())
+    assert policy.constraints.host_budget_bytes == 4 * 2**30
+    assert policy.moves
+    path = folder / "policies" / "net.lock.json"
+    path.write_text(Lock.from_json(path.read_text()).model_copy(update={"digest": "0" * 64}).to_json())
+    code, out, _ = autoac(capsys, "--check")  # judged by a new plan
+    assert (code, out.count("unchanged\n")) == (OK, 1)
+    (folder / "autoac.toml").write_text(toml.replace("HOST", "1e-6"))
+    code, out, _ = autoac(capsys, "--check")
+    assert (code, "nothing moves to the host: no moves were found" in out) == (DRIFT, True)
 
 
 @pytest.mark.parametrize(
@@ -483,7 +504,7 @@ def test_measure_option_judges_by_new_times(local, capsys, monkeypatch):
     assert autoac(capsys, "--check", "--measure")[0] == DRIFT
 
 
-def test_a_policy_is_why_replace_if_it_is_over_its_budget_or_slower_than_the_noise(folder, capsys):
+def test_policy_is_replaced_if_it_is_over_its_budget_or_slower_than_the_noise(folder, capsys):
     from dataclasses import replace
 
     from autoac.planner import plan
@@ -496,9 +517,9 @@ def test_a_policy_is_why_replace_if_it_is_over_its_budget_or_slower_than_the_noi
     assert "over" in judge(replace(made, peak=made.budget + 1), made, measured=True)[0]
     slower = replace(made, recompute_us=made.recompute_us + 0.04 * made.step_us)
     assert judge(slower, made, measured=True) == []
-    assert "a new plan recomputes" in judge(slower, made, measured=False)[0]
+    assert "a new plan takes" in judge(slower, made, measured=False)[0]
     slower = replace(made, recompute_us=made.recompute_us + 0.06 * made.step_us)
-    assert "a new plan recomputes" in judge(slower, made, measured=True)[0]
+    assert "a new plan takes" in judge(slower, made, measured=True)[0]
 
 
 def test_policies_of_another_device_are_checked_but_not_replaced(local, capsys):
