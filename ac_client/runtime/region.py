@@ -232,6 +232,9 @@ class Region(RecordingMode):
 
     def enter_compiled(self, written: Sequence[Tensor]) -> None:
         """Stop recording while compiled code runs that writes `written`."""
+        if self._moves is not None:
+            self._moves.free_due()
+            self._moves.before_write(written)
         self.storages.before_write(written, untrack=True)
         recording_off.depth += 1
 
@@ -280,6 +283,9 @@ class Region(RecordingMode):
                 self._stream, streams_seen.several = stream, True
             if streams_seen.several:
                 self._save_crossing(tensors_in(args, kwargs or {}))
+        moves = self._moves
+        if moves is not None and facts.mutates:
+            moves.before_write(written_tensors(facts, args, kwargs or {}))
         if self._function is not None:
             return self._run_in_function(self._function, func, facts, args, kwargs)
         if self._log is not None:
@@ -287,14 +293,13 @@ class Region(RecordingMode):
         if facts.fills_packed >= 0:
             self.storages.pin(args[facts.fills_packed])
         policy = self._policy
-        moves = self._moves
         if not policy.needs_output:
             if policy.recomputes_all and not facts.must_save:
                 saved = False
             else:
                 saved = policy.saves_all or policy.saves(func, facts, args, kwargs)
             if moves is not None:
-                moves.before(written_tensors(facts, args, kwargs or {}) if facts.mutates else ())
+                moves.free_due()
             if not saved and facts.in_place and not self.storages.writes_a_version(facts, args, kwargs):
                 saved = True  # it writes a tensor from outside, whose new contents are from outside too
             if saved or facts.never_recomputed:
@@ -327,7 +332,8 @@ class Region(RecordingMode):
             self._log.add("compute", call.facts.name)
         decided = self._policy.saves_function(call.facts)
         if self._moves is not None:
-            self._moves.before(call.arguments.tensors)
+            self._moves.free_due()
+            self._moves.before_write(call.arguments.tensors)
         recording_off.depth += 1  # the model does not run the copies of what the call may write
         try:
             function = RecordedFunction(

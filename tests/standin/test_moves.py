@@ -13,7 +13,7 @@ from torch import nn
 
 import ac_client
 from ac_client.runtime.moves import copies
-from ac_client.runtime.moves.host_memory import HostMemory, host_memory
+from ac_client.runtime.moves.host_memory import host_memory
 from autoac.planner import InfeasibleBudget, find_minimum_peak, plan, plan_offload
 from autoac.planner.problem.moves import Link
 from autoac.planner.units import GIB
@@ -101,24 +101,32 @@ def test_stream_that_is_not_the_current_one_would_be_seen(
     assert races_of_programs(gpu, side=True)
 
 
-def test_memory_of_the_host_that_is_reused_before_its_copy_would_be_seen(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_of_the_host_is_reused_on_another_stream_after_the_copy_that_reads_it(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     """The published race of torchtune#1867: a chunk goes back while a copy reads it."""
-    monkeypatch.setattr(copies, "host_memory", HostMemory())
-    a, b = torch.ones(1 << 12, device="cuda"), torch.zeros(1 << 12, device="cuda")
+    if not waits:
+        mutated(monkeypatch, ("        out.wait_stream(into)\n", ""))
+    a = torch.ones(1 << 12, device="cuda")
     first = copies.Departure(a, "a", 0)
     copy = first.copy
     first.finish()
-    del first
     target, wait = copy.fetch()
-    del copy  # the runtime does this after the wait
-    second = copies.Departure(b, "b", 0)
-    assert "reads on the host, without waiting" in gpu.take_races()[0]
     wait()
-    second.finish()
-    del target, second
+    chunk = copy._chunk.data.data_ptr()
+    del first, copy
+    with torch.cuda.stream(torch.cuda.Stream()):
+        b = torch.zeros(1 << 12, device="cuda")
+        second = copies.Departure(b, "b", 0)
+        assert second.copy._chunk.data.data_ptr() == chunk
+        races = gpu.take_races()
+        second.finish()
+    torch.cuda.synchronize()
     gpu.take_races()
+    del target, second
+    assert [race for race in races if "reads on the host, without waiting" not in race] == []
+    assert waits is (races == [])
 
 
 def test_tensors_that_are_never_unpacked_leave_nothing(gpu: ModuleType) -> None:

@@ -2,16 +2,16 @@
 
 NOTE [ Order of copies ]
 
-    copy out   waits for what compute has queued; so it comes after all that compute has waited for, such as
-               the last copy in from the same memory of the host
+    copy out   waits for what compute has queued, and for all copies in: one may still read the same memory of
+               the host, for another stream of compute
     free       compute waits for the copy out before anything can be written where the storage was
     copy in    waits for what compute has queued, since its memory may have been used before, and for the
                copy out of the same storage
     use        compute waits for the copy in
 
 The stream of compute is looked up at each of these, before any stream is entered, since it would be that one
-inside. Where compute runs on several streams, a copy out waits for all copies in as well. Nothing calls
-`record_stream`, which would have bytes depend on times. On a CPU copies are over when they return.
+inside. Nothing calls `record_stream`, which would have bytes depend on times. On a CPU copies are over when
+they return.
 
 Source: races that others published: Megatron-LM#7398, TRL#7195, torchtitan#2581, torchtune#1867, TRL#5700.
 """
@@ -26,7 +26,6 @@ from torch import Tensor
 from ac_client.runtime.moves.host_memory import HostChunk, host_memory
 from ac_client.runtime.write_guard import StaleError, detached_alias, version_counter
 from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.streams import streams_seen
 
 
 class Departure:
@@ -140,8 +139,7 @@ def _copy_out(storage: torch.UntypedStorage) -> tuple[HostChunk, torch.Event | N
         compute = torch.accelerator.current_stream(device)
         out, into = _streams(device)
         out.wait_event(compute.record_event())
-        if streams_seen.several:
-            out.wait_stream(into)
+        out.wait_stream(into)
         with out:
             chunk.data.copy_(source, non_blocking=True)
         copied = out.record_event()

@@ -73,10 +73,13 @@ class RegionMoves:
         self._triggers: dict[int, FetchTrigger] = {}  # by position of the op
         self._made_by: StorageTable[FetchTrigger] = StorageTable()
 
-    def before(self, written: Iterable[Tensor]) -> None:
-        """Free what is due before the op that runs now, and what it writes: those copies must be over."""
+    def free_due(self) -> None:
+        """Free what is to be freed before the op that the cursor is at."""
         if self._cursor.position >= self._next_free:
             self._finish([d for d in self._departures.values() if d.free <= self._cursor.position])
+
+    def before_write(self, written: Iterable[Tensor]) -> None:
+        """Free those of `written` that leave: they are written now, and their copies must be over."""
         if self._departures:
             storages = {tensor.untyped_storage()._cdata for tensor in written if has_storage(tensor)}
             self._finish([d for address, d in self._departures.items() if address in storages])

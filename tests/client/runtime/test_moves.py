@@ -3,10 +3,41 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
+from ac_client.runtime.cursor import Cursor, Route
+from ac_client.runtime.policy_context import save_recompute_policy
+from autoac.planner.formats.policy import THE_END, MovePoints
 from benchmarks.fuzzers import moved_programs
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_programs_run_as_predicted(seed: int) -> None:
     assert moved_programs.tried(seed).differs == ""
+
+
+def test_write_under_a_policy_that_sees_outputs_waits_for_the_copy() -> None:
+    """The moved version is read by what backward recomputes, and is written while it leaves."""
+    sin, exp, add = "./aten.sin.default#0", "./aten.exp.default#0", "./aten.add_.Tensor#0"
+    decisions = {sin: "offload", exp: "recompute", add: "save"}
+    route = Route(decisions, moves={sin: MovePoints(free=THE_END, fetch=exp)})
+
+    def gradient(planned: bool) -> torch.Tensor | None:
+        x = torch.linspace(0, 1, 1024, requires_grad=True)
+        if not planned:
+            h = x.sin()
+            k = h.exp()
+            (k + h.add_(1)).sum().backward()
+            return x.grad
+        with save_recompute_policy(Cursor(route)):
+            h = x.sin()
+            k = h.exp()
+            with save_recompute_policy(lambda ctx, *args, **kwargs: CheckpointPolicy.PREFER_SAVE):
+                h.add_(1)
+        (k + h).sum().backward()
+        return x.grad
+
+    expected, got = gradient(False), gradient(True)
+    assert expected is not None and got is not None
+    assert torch.equal(expected, got)
