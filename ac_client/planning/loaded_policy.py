@@ -266,6 +266,8 @@ class PlannedBucket:
         self.planned_for = replace(
             terms,
             peak=predicted.peak_bytes,
+            step_us=predicted.step_us,
+            stall_us=predicted.stall_us,
             forward_nbytes=own,
             recomputes=loaded.recomputes,
             elsewhere=profile is None,

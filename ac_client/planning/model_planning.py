@@ -40,6 +40,7 @@ _LOUD = (
     "loosened too far",
     "over the limit",
     "fragments",
+    "stalls",
     "far under the limit",
 )  # measured
 
@@ -209,7 +210,7 @@ class ModelPlanning:
             try:
                 if action.profiles:
                     assert call is not None
-                    found = self.planner.profile(call, terms.loop)
+                    found = _with_link(self.planner.profile(call, terms.loop), terms.link_share)
                     if action.row == "skipped modules" and len(found.ops) <= len(profile.ops):
                         bucket.planned_for = replace(bucket.planned_for, module_tries=terms.module_tries)
                         return
@@ -314,6 +315,14 @@ def _for_terms(profile: Profile, planned: PlannedFor, terms: PlannedFor) -> Prof
         state, workspace = terms.optimizers.state, terms.optimizers.workspace
         static = profile.static.model_copy(update={"optimizer_state": state})
         profile = profile.model_copy(update={"static": static, "optimizer_workspace_nbytes": workspace})
+    profile = _with_link(profile, terms.link_share / planned.link_share)
     if (more := terms.kept_nbytes - planned.kept_nbytes) > 0:
         profile = profile.with_kept(more)
     return profile
+
+
+def _with_link(profile: Profile, share: float) -> Profile:
+    """Return `profile` with a link of this share of its rates, if it has one."""
+    if profile.link is None or share == 1:
+        return profile
+    return profile.model_copy(update={"link": profile.link.slower(share)})

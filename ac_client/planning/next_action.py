@@ -8,7 +8,7 @@ the facts that are known then:
     a forward has ended     ran_skipped
     a backward begins       backward, gradients
     an optimizer stepped    optimizers
-    a step is over          peak, whole, reserved_over; or had_nbytes, if the device ran out of memory
+    a step is over          peak, whole, reserved_over, stalled_us; or had_nbytes, if memory ran out
 
 Only before a forward and after a step a plan is made. What the other moments show is warned of at once, if
 the step that runs may go over the budget, and is planned for before the next forward.
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts
 from ac_client.planning.facts.peak_counter import PeakBounds
-from autoac.planner.units import format_bytes
+from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop
 from autoac.profiler.static_memory import OptimizerBytes
 
@@ -34,6 +34,8 @@ MOST_LOOSENINGS = 3  # of one policy, each by half of what is left
 LAST_MARGIN = 0.02  # of the limit: the error differed from plan to plan, and no correction follows
 FAR_UNDER = 0.03  # of the limit: less is not worth planning again
 MISPREDICTED = 0.01  # of the limit: less is not worth another prediction
+STALLED = 0.01  # of the step: shorter waits for copies, unforeseen, are not worth planning again
+SLOWER = 0.5  # of the rates of a link that turned out to be slower
 SMALL = 1 << 10  # bytes: less is not worth planning again
 TIGHTER = 0.9  # of a planned peak that the device did not have room for
 MOST_FORWARDS = 8  # that are planned for unasked: a profile runs them all
@@ -80,6 +82,9 @@ class PlannedFor:
     kept_nbytes: int = 0  # held in forward alone, by names of the step before
     module_tries: int = 0  # batches that were profiled because skipped modules ran, and ran no more
     correction: Correction = Correction()
+    step_us: float = 0.0  # predicted, with everything saved
+    stall_us: float = 0.0  # predicted: compute waits for copies
+    link_share: float = 1.0  # of the link's measured rates, which the plan counts on
 
     def fits(self, forwards: int) -> bool:
         """Return True if as many forwards as these fit in addition, even if they save everything."""
@@ -108,6 +113,7 @@ class StepFacts(NamedTuple):
     had_nbytes: int | None = None  # that the device had when it ran out of memory
     reserved_over: int = 0  # by which the step took what the allocator has reserved over the budget
     of_reserved: bool = False  # the budget is for what the allocator has reserved
+    stalled_us: float = 0.0  # that compute waited for copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +223,17 @@ def _fragments(planned: PlannedFor, facts: StepFacts) -> Action | None:
         return Keep(f"{held}. Where the device is nearly full, {advice}")
     correction = replace(correction, times=correction.times + 1, withheld=correction.withheld + over)
     return PlanAgain(replace(planned, correction=correction), held)
+
+
+def _stalls(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Count on a slower link. If that goes on, at last nothing moves."""
+    if facts.stalled_us - planned.stall_us <= STALLED * planned.step_us:
+        return None
+    return PlanAgain(
+        replace(planned, link_share=SLOWER * planned.link_share),
+        f"compute waits {format_us(facts.stalled_us)} for copies to and from the host, and the plan foresaw "
+        f"{format_us(planned.stall_us)}",
+    )
 
 
 def _far_under(planned: PlannedFor, facts: StepFacts) -> Action | None:
@@ -482,6 +499,7 @@ MEASURED: dict[str, Row] = {
     "loosened too far": _loosened_too_far,
     "over the limit": _over_limit,
     "fragments": _fragments,
+    "stalls": _stalls,
     "far under the limit": _far_under,
     "mispredicted": _mispredicted,
 }

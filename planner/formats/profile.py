@@ -137,6 +137,11 @@ class LinkRates(FrozenModel):
     in_bytes_per_us: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     latency_us: Microseconds  # of a copy
 
+    def slower(self, share: float) -> LinkRates:
+        """Return the rates of a link with this share of the bandwidth."""
+        out, into = share * self.out_bytes_per_us, share * self.in_bytes_per_us
+        return self.model_copy(update={"out_bytes_per_us": out, "in_bytes_per_us": into})
+
 
 class StaticBytes(FrozenModel):
     """Bytes that are live during the whole step and that no plan can change."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from types import ModuleType
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 from torch import nn
 
 import ac_client
+from ac_client.planning import plan_batch
+from ac_client.planning.facts import peak_watch
 from ac_client.runtime.moves import copies
 from ac_client.runtime.moves.host_memory import host_memory
 from autoac.planner import InfeasibleBudget, find_minimum_peak, plan, plan_offload
+from autoac.planner.formats.profile import LinkRates
 from autoac.planner.problem.moves import Link
 from autoac.planner.units import GIB
 from autoac.profiler import link_of, observe
@@ -36,8 +40,8 @@ def test_random_programs_run_as_predicted(gpu: ModuleType, seed: int) -> None:
     assert gpu.take_races() == []
 
 
-def mutated(monkeypatch: pytest.MonkeyPatch, *edits: tuple[str, str]) -> None:
-    """Run another text of copies.py in its place."""
+def mutated(monkeypatch: pytest.MonkeyPatch, *edits: tuple[str, str]) -> dict[str, Any]:
+    """Run another text of copies.py in its place; return its names."""
     text = inspect.getsource(copies)
     for old, new in edits:
         assert text.count(old) == 1, old
@@ -48,6 +52,7 @@ def mutated(monkeypatch: pytest.MonkeyPatch, *edits: tuple[str, str]) -> None:
         for name, function in vars(made[owner]).items():
             if inspect.isfunction(function):
                 monkeypatch.setattr(getattr(copies, owner), name, function)
+    return made
 
 
 def races_of_programs(gpu: ModuleType, *, side: bool = False) -> list[str]:
@@ -137,8 +142,10 @@ def test_tensors_that_are_never_unpacked_leave_nothing(gpu: ModuleType) -> None:
     assert (host_memory.used, gpu.live(0)) == (before, alive)
 
 
-def losses_and_peaks(gpu: ModuleType, **options: Any) -> tuple[list[float], list[int], nn.Module]:
-    """Train three steps; return the losses, and each step's peak beyond what there was before."""
+def losses_and_peaks(
+    gpu: ModuleType, steps: int = 3, **options: Any
+) -> tuple[list[float], list[int], nn.Module]:
+    """Train; return the losses, and each step's peak beyond what there was before."""
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     model = gpt2(layers=6, width=64, heads=4, vocabulary=64, positions=64).cuda()
@@ -146,7 +153,7 @@ def losses_and_peaks(gpu: ModuleType, **options: Any) -> tuple[list[float], list
     if options:
         ac_client.apply(model, optimizer=optimizer, **options)
     losses, peaks = [], []
-    for step in range(3):
+    for step in range(steps):
         torch.manual_seed(step)
         ids = torch.randint(0, 64, (16, 64), device="cuda")
         torch.cuda.reset_peak_memory_stats()
@@ -175,6 +182,26 @@ def test_host_budget_of_apply_is_measured_planned_and_kept(gpu: ModuleType) -> N
     assert planned.profile is not None
     assert planned.profile.link is not None
     assert planned.moves or planned.why_unmoved
+
+
+def test_stalls_that_were_not_foreseen_lower_the_rates_that_the_next_plan_counts_on(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A link that carries much less than its measurement said: each wait for a copy takes 5 ms."""
+    expected, plain, _ = losses_and_peaks(gpu, 6)
+    said = LinkRates(out_bytes_per_us=1e6, in_bytes_per_us=1e6, latency_us=0.0)
+    monkeypatch.setattr(plan_batch, "link_of", lambda _: said)
+    wait = "        stream.wait_event(event)\n        stream.record_event(end)\n"
+    made = mutated(monkeypatch, (wait, f"        __import__('time').sleep(5e-3)\n{wait}"))
+    monkeypatch.setattr(peak_watch, "stalls", made["stalls"])
+    with caplog.at_level(logging.WARNING, "ac_client"):
+        losses, _, model = losses_and_peaks(gpu, 6, budget_gb=plain[-1] * 0.7 / GIB, host_budget_gb=1)
+    assert losses == expected
+    assert "compute waits" in caplog.text
+    planned = ac_client.applied(model).plan
+    assert planned is not None
+    assert planned.profile is not None
+    assert planned.profile.link == said.slower(0.5)
 
 
 def test_plan_below_the_smallest_peak_of_recompute_alone_is_carried_out(gpu: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""Compare the first steps of each plan with the allocator's counter, where the device has one."""
+"""Compare peak and stalls of the first steps of each plan with the predicted ones, where a device counts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ac_client.planning.facts.peak_counter import AllocatorPeak, PeakBounds, all
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
 from ac_client.planning.next_action import WATCHED_STEPS, StepFacts
 from ac_client.planning.options import ApplyOptions
+from ac_client.runtime.moves.copies import stalls
 from ac_client.runtime.write_guard import version_counter
 from autoac.profiler import device_of
 from autoac.profiler.distributed.fsdp import parameters_of
@@ -86,6 +87,8 @@ class PeakWatch:
         if self.allocator is None or bucket.statistics.compared >= WATCHED_STEPS:
             return
         counts = None if compares or not self.is_complete(bucket) else [self.allocator.allocated_peak()]
+        if counts is not None and bucket.policy.moves and bucket.statistics.compared == WATCHED_STEPS - 1:
+            stalls.watch()
         self._readings = _Readings(bucket, bucket.loaded, counts, self.written())
 
     def read(self) -> None:
@@ -96,6 +99,7 @@ class PeakWatch:
     def discard(self) -> None:
         """Drop the readings of the step that runs: it will not end, or the counter is about to be reset."""
         self._readings = None
+        stalls.take()
 
     def end_step(self) -> tuple[PlannedBucket, StepFacts] | None:
         """End the step, and return the facts about the steps so far; None if there are none to judge."""
@@ -109,6 +113,7 @@ class PeakWatch:
             bucket.statistics.add(PeakBounds.of(readings.counts))
             last = bucket.statistics.compared == WATCHED_STEPS
             facts = self.facts(bucket, bucket.statistics.peak, readings.written, last=last)
+            facts = facts._replace(stalled_us=stalls.take())
         return bucket, self._with_reserved(facts, bucket)
 
     def _with_reserved(self, facts: StepFacts, bucket: PlannedBucket) -> StepFacts:

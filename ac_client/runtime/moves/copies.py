@@ -118,13 +118,46 @@ class _Wait:
         if event is None:
             return
         assert self._stream is not None
-        self._stream.wait_event(event)
+        stalls.wait(self._stream, event)
         current = torch.accelerator.current_stream(self._device)
         if current != self._stream:
             current.wait_event(event)
 
     def __del__(self) -> None:
         self.now()
+
+
+class Stalls:
+    """Times how long compute waits for copies, while it watches: by two events around each wait."""
+
+    def __init__(self) -> None:
+        self._waits: list[tuple[torch.Event, torch.Event]] | None = None
+
+    def watch(self) -> None:
+        """Time the waits from now on."""
+        self._waits = []
+
+    def take(self) -> float:
+        """Stop, let the device finish the waits, and return the time of all in microseconds."""
+        waits, self._waits = self._waits or [], None
+        for _, end in waits:
+            end.synchronize()
+        return 1e3 * sum(begin.elapsed_time(end) for begin, end in waits)
+
+    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
+        """Have `stream` wait for `event`."""
+        waits = self._waits
+        if waits is None:
+            stream.wait_event(event)
+            return
+        begin, end = (torch.Event(stream.device, enable_timing=True) for _ in range(2))
+        stream.record_event(begin)
+        stream.wait_event(event)
+        stream.record_event(end)
+        waits.append((begin, end))
+
+
+stalls = Stalls()
 
 
 def _copy_out(storage: torch.UntypedStorage) -> tuple[HostChunk, torch.Event | None]:

@@ -15,6 +15,7 @@ from ac_client.planning.next_action import (
     MOST_FORWARDS,
     MOST_LOOSENINGS,
     MOST_MODULE_TRIES,
+    SLOWER,
     Correction,
     CorrectPrediction,
     Keep,
@@ -127,6 +128,15 @@ def test_peak_over_the_limit_is_warned_of_if_the_plan_stays(planned: PlannedFor)
     assert isinstance(action, Keep)
     assert action.row == "over the limit"
     assert "planned elsewhere" in action.warning or "corrected 2 times" in action.warning
+
+
+def test_stalls_that_were_not_foreseen_are_planned_for_with_a_slower_link() -> None:
+    planned = replace(PLANNED, step_us=1000.0, stall_us=5.0)
+    facts = StepFacts(peak=PeakBounds.exactly(planned.peak), stalled_us=16.0)
+    terms = again("stalls", planned, facts).terms
+    assert terms.link_share == SLOWER
+    assert again("stalls", terms, facts).terms.link_share == SLOWER**2
+    assert next_action(planned, facts._replace(stalled_us=15.0)) == Keep()
 
 
 def test_reserved_bytes_over_the_budget_are_warned_of_or_planned_for() -> None:
