@@ -196,7 +196,7 @@ def _let_go(device: torch.device) -> None:
     """
     gc.collect()
     nothing = torch.zeros(0, device=device, requires_grad=True)
-    (nothing * 1).backward(torch.zeros_like(nothing))  # type: ignore[no-untyped-call]
+    (nothing * 1).backward(torch.zeros_like(nothing))
 
 
 def _in_other_ways(seed: int, batch: Tensor, route: Route, expected: list[Tensor]) -> str:
