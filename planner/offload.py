@@ -72,10 +72,12 @@ class Offload:
     """A save set with moves that fits, and its times.
 
     Attributes:
+        unmoved: `graph` without the moves.
         graph: with the moves.
         save_set: of `graph`; saves no moved op.
     """
 
+    unmoved: Graph = field(repr=False)
     graph: Graph = field(repr=False)
     save_set: SaveSet = field(repr=False)
     moves: tuple[Move, ...]
@@ -160,7 +162,8 @@ def plan_offload(
         headroom=headroom,
         constraints=terms.get("constraints"),
     )
-    made = replace(moving(made, best.graph, best.save_set, best.moves, best.timing), bound_us=bound_us)
+    made = moving(made, best.unmoved, best.graph, best.save_set, best.moves, best.timing)
+    made = replace(made, bound_us=bound_us)
     return OffloadPlan(made, without, best, bound_us)
 
 
@@ -294,4 +297,4 @@ def _judged(
     times = timing(moving, save_set, moves, link)
     if times.moved_bytes > link.host_bytes:
         return None
-    return Offload(moving, save_set, moves, times, times.end_us - step_time_us(graph))
+    return Offload(graph, moving, save_set, moves, times, times.end_us - step_time_us(graph))

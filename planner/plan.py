@@ -80,6 +80,7 @@ class Plan:
     constraints: Constraints | None = None  # that the plan obeys
     moves: tuple[Move, ...] = ()  # `graph` has them (NOTE [ Moves ])
     timing: Timing | None = None  # with moves: of the step
+    unmoved: Graph | None = field(default=None, repr=False)  # with moves: `graph` without them
     why_unmoved: str = ""  # where moves were allowed, and there are none
 
     @property
@@ -364,11 +365,14 @@ def plan_of(
     )
 
 
-def moving(plan: Plan, graph: Graph, save_set: SaveSet, moves: Sequence[Move], times: Timing) -> Plan:
+def moving(
+    plan: Plan, unmoved: Graph, graph: Graph, save_set: SaveSet, moves: Sequence[Move], times: Timing
+) -> Plan:
     """Return `plan` with another save set, and with `moves`.
 
     Args:
         plan: of the same step without moves.
+        unmoved: `graph` without `moves`.
         graph: of the step with `moves`.
         save_set: of `graph`; saves no moved op.
         times: of the step under both.
@@ -386,6 +390,7 @@ def moving(plan: Plan, graph: Graph, save_set: SaveSet, moves: Sequence[Move], t
         recompute_us=max(0.0, times.end_us - times.stall_us - step_time_us(graph)),
         moves=tuple(moves),
         timing=times,
+        unmoved=unmoved,
     )
 
 

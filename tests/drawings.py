@@ -1,11 +1,13 @@
-"""Profiles and timelines to draw: a small step, a long one, and one with names that try to be code."""
+"""Profiles and timelines to draw: small steps, a plan with moves, and names that try to be code."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from autoac.planner import Picture, Plan, Profile, as_planned, picture, plan, simulate
+from autoac.planner import Constraints, Picture, Plan, Profile, as_planned, picture, plan, simulate
+from autoac.planner.formats.profile import LinkRates
+from autoac.planner.offload import plan_with_host
 from autoac.planner.report.align_measured import KernelTimes, MeasuredStep
 
 sys.path.append(str(Path(__file__).parent / "planner"))
@@ -23,6 +25,29 @@ HOSTILE = (
 
 def small(layers: int = 3) -> Profile:
     return graphs.gpt2(layers, batch=32, length=128, vocabulary=512)
+
+
+HOST = Constraints(host_budget_bytes=1 << 40)
+
+
+def linked(share: float = 1.0) -> Profile:
+    """Return the small step with `share` of the bandwidth of a link over which it pays to move outputs."""
+    rate = share * 1500.0
+    return small().model_copy(
+        update={"link": LinkRates(out_bytes_per_us=rate, in_bytes_per_us=rate, latency_us=0.0)}
+    )
+
+
+def moves_budget() -> int:
+    """Return the bytes of the device for which outputs of `linked` move."""
+    return plan(small(), budget_gb=1000).peak * 55 // 100
+
+
+def moving(share: float = 1.0) -> Plan:
+    """Return a plan with moves, carried out over `share` of the link that it was made for."""
+    made = plan_with_host(linked(), budget_bytes=moves_budget(), constraints=HOST)
+    assert made.moves
+    return as_planned(made.policy(), linked(share))
 
 
 def recompute_activations(profile: Profile) -> Plan:

@@ -108,7 +108,8 @@ class LoadedPolicy:
     @cached_property
     def live_at_peak(self) -> tuple[Holding, ...]:
         """Return what is live at the planned peak, largest first; () without a plan."""
-        return tuple(live_at_peak(self.plan.graph, self.plan.save_set)) if self.plan is not None else ()
+        plan = self.plan
+        return tuple(live_at_peak(plan.graph, plan.save_set, plan.moved)) if plan is not None else ()
 
 
 @dataclass(frozen=True, slots=True)

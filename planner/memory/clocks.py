@@ -7,11 +7,32 @@ adds when they happen. Each direction copies one storage after another, in the o
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from autoac.planner.memory.schedule import Backward, Compute, Event, Free, Recompute, schedule
+from autoac.planner.memory.schedule import (
+    Backward,
+    Compute,
+    Event,
+    Free,
+    Recompute,
+    held_until,
+    schedule,
+)
 from autoac.planner.problem.graph import Graph, OpId, SaveSet, VersionId
 from autoac.planner.problem.moves import Link, Move
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """An output that moves to the host and back: begins and ends in microseconds since the step began."""
+
+    op: OpId
+    nbytes: int
+    host_us: tuple[float, float]  # the host holds it, until autograd has dropped what needs it
+    out_us: tuple[float, float]  # the copy to the host
+    free_us: float  # the device frees it
+    in_us: tuple[float, float]  # the copy back
+    stall_us: float  # compute waits for both
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +42,8 @@ class Timing:
     end_us: float
     stall_us: float  # of it, compute waits for copies
     moved_bytes: int  # to the host, which holds them until autograd has dropped what needs them
+    begin_us: tuple[float, ...] = field(repr=False)  # of each event of `schedule`, after its stall
+    copies: tuple[Copy, ...] = field(repr=False)  # of what is fetched, in the order of forward
 
 
 def timing(graph: Graph, save_set: SaveSet, moves: Sequence[Move], link: Link) -> Timing:
@@ -35,7 +58,8 @@ def timing(graph: Graph, save_set: SaveSet, moves: Sequence[Move], link: Link) -
     clocks = _Clocks(graph, moves, link)
     for event in schedule(graph, save_set):
         clocks.take(event)
-    return Timing(clocks.now, clocks.stalled, clocks.moved_bytes)
+    copies = tuple(clocks.copies(held_until(graph, save_set)))
+    return Timing(clocks.now, sum(clocks.stalls.values()), clocks.moved_bytes, tuple(clocks.begins), copies)
 
 
 def compute_times(graph: Graph, save_set: SaveSet, moved: Container[OpId]) -> Iterator[tuple[Event, float]]:
@@ -75,23 +99,30 @@ class _Clocks:
             if move.fetch is not None
             for w in graph.ops[move.op].writes
         }
-        self.now = self.stalled = 0.0
+        self.now = 0.0
         self.moved_bytes = 0
+        self.begins: list[float] = []  # of events
+        self.stalls: dict[VersionId, float] = {}
         self._out_free = self._in_free = 0.0
-        self._copied: dict[VersionId, float] = {}  # when the copy out ends; waited for where it is freed
-        self._arrives: dict[VersionId, float] = {}  # when the copy in ends; waited for at the first use
+        self._made: dict[VersionId, float] = {}
+        self._out: dict[VersionId, tuple[float, float]] = {}  # waited for where it is freed
+        self._freed: dict[VersionId, float] = {}
+        self._in: dict[VersionId, tuple[float, float]] = {}  # waited for at the first use
+        self._used: set[VersionId] = set()
+        self._step_ends: list[float] = []
 
     def take(self, event: Event) -> None:
         """Let `event` happen."""
         graph = self._graph
         match event:
-            case Free(v) if v in self._copied and v not in self._arrives:
-                self._wait(self._copied[v])
+            case Free(v) if v in self._out and v not in self._in:
+                self._wait(v, self._out[v])
+                self._freed[v] = self.now
             case Recompute(op) if op in self._moved_ops:
                 for w in graph.ops[op].writes:
-                    begin = max(self.now, self._in_free, self._copied[w])
-                    self._in_free = self._arrives[w] = begin + self._link.in_us(graph.nbytes(w))
-                return
+                    begin = max(self.now, self._in_free, self._out[w][1])
+                    self._in_free = begin + self._link.in_us(graph.nbytes(w))
+                    self._in[w] = begin, self._in_free
             case Recompute(op):
                 self._use(graph.ops[op].reads)
             case Backward(step):
@@ -99,22 +130,37 @@ class _Clocks:
                 self._use([graph.saved_tensors[h].version for h in unpacks])
             case _:
                 pass
+        self.begins.append(self.now)
         self.now += _runtime_us(graph, event, self._moved_ops)
         if isinstance(event, Compute) and event.op in self._moved_ops:
             self._leave(event.op)
+        elif isinstance(event, Backward):
+            self._step_ends.append(self.now)
+
+    def copies(self, held: Sequence[int]) -> Iterator[Copy]:
+        """Yield what was fetched; `held` has for each version the moment until which it is needed."""
+        graph = self._graph
+        for w, back in sorted(self._in.items()):
+            drop = self._step_ends[held[w] - len(graph.ops) - 1]
+            host, stall = (self._made[w], drop), self.stalls.get(w, 0.0)
+            op, nbytes = graph.versions[w].op, graph.nbytes(w)
+            freed = self._freed.get(w, back[0])  # another profile's Python may hold it longer
+            yield Copy(op, nbytes, host, self._out[w], freed, back, stall)
 
     def _leave(self, op: OpId) -> None:
         for w in self._graph.ops[op].writes:
             nbytes = self._graph.nbytes(w)
-            self._out_free = max(self.now, self._out_free) + self._link.out_us(nbytes)
-            self._copied[w] = self._out_free
+            begin = max(self.now, self._out_free)
+            self._out_free = begin + self._link.out_us(nbytes)
+            self._made[w], self._out[w] = self.now, (begin, self._out_free)
             self.moved_bytes += nbytes
 
     def _use(self, versions: Sequence[VersionId]) -> None:
         for v in versions:
-            if self._copied.pop(v, None) is not None:  # the first use
-                self._wait(self._arrives[v])
+            if v in self._out and v not in self._used:
+                self._used.add(v)
+                self._wait(v, self._in[v])
 
-    def _wait(self, until: float) -> None:
-        self.stalled += max(until - self.now, 0.0)
-        self.now = max(self.now, until)
+    def _wait(self, v: VersionId, copy: tuple[float, float]) -> None:
+        self.stalls[v] = self.stalls.get(v, 0.0) + max(copy[1] - self.now, 0.0)
+        self.now = max(self.now, copy[1])

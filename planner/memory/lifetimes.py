@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from autoac.planner.errors import Holding
@@ -22,12 +23,14 @@ class Life:
     why: str  # "saved", "recomputed", ...
 
 
-def lives(graph: Graph, save_set: SaveSet, timeline: Timeline) -> tuple[Life, ...]:
+def lives(
+    graph: Graph, save_set: SaveSet, timeline: Timeline, moved: Collection[OpId] = ()
+) -> tuple[Life, ...]:
     """Return the live intervals of `timeline`, which is `simulate(graph, save_set)`, earliest first.
 
     At every instant the sizes of live versions, static bytes, bytes of waiting microbatches, and the
     event's `extra_bytes` add up to the instant's `live_bytes`. Memory that is written over in place belongs
-    to the new version from then on.
+    to the new version from then on. `moved` has the ops whose outputs `graph` moves.
     """
     saved = with_forced_saves(graph, save_set)
     found: list[Life] = []
@@ -45,7 +48,10 @@ def lives(graph: Graph, save_set: SaveSet, timeline: Timeline) -> tuple[Life, ..
                 for v in over:
                     end(v, i)
                 again = isinstance(instant.event, Recompute)
-                why = "recomputed" if again else _why(graph, saved, op)
+                if op in moved:
+                    why = "fetched from the host" if again else "until it is on the host"
+                else:
+                    why = "recomputed" if again else _why(graph, saved, op)
                 for w in graph.ops[op].writes:
                     begun.setdefault(w, []).append((i, why))
             case Free(v, _):
@@ -58,13 +64,13 @@ def lives(graph: Graph, save_set: SaveSet, timeline: Timeline) -> tuple[Life, ..
     return tuple(sorted(found, key=lambda life: (life.begin, life.value)))
 
 
-def live_at_peak(graph: Graph, save_set: SaveSet) -> list[Holding]:
+def live_at_peak(graph: Graph, save_set: SaveSet, moved: Collection[OpId] = ()) -> list[Holding]:
     """Return what is live at the peak, largest first. The sizes add up to the peak."""
     timeline = simulate(graph, save_set)
     at = timeline.instants.index(timeline.peak)
     holdings = [
         Holding(life.nbytes, graph.ops[graph.versions[life.value].op].name, life.why)
-        for life in lives(graph, save_set, timeline)
+        for life in lives(graph, save_set, timeline, moved)
         if life.begin <= at < life.end
     ]
     if graph.waiting_microbatches and not isinstance(timeline.peak.event, OptimizerStep):

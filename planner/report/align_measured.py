@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoac.planner.formats.op_key import SHARED_NAMES, OpKey, kernels_of
+from autoac.planner.memory.clocks import Timing
 from autoac.planner.memory.schedule import Backward, Compute, Event, Free, Recompute
 from autoac.planner.memory.simulate import Timeline
 from autoac.planner.problem.graph import Graph
@@ -55,14 +56,17 @@ class KernelTimes:
     end_us: float  # forward and backward are over
 
     @classmethod
-    def of(cls, graph: Graph, timeline: Timeline) -> KernelTimes:
-        """Return the times of kernels that run one after the other, as long as the profile says."""
+    def of(cls, graph: Graph, timeline: Timeline, timing: Timing | None = None) -> KernelTimes:
+        """Return the times of kernels that run one after the other, as long as the profile says.
+
+        With moves, `timing` has them: compute also waits for copies.
+        """
         events, begin, now = [], [], 0.0
         for i, instant in enumerate(timeline.instants):
             if isinstance(instant.event, Free):
                 continue
             events.append(i)
-            begin.append(now)
+            begin.append(now if timing is None else timing.begin_us[i])
             match instant.event:
                 case Compute(op):
                     now += graph.ops[op].runtime_us
@@ -72,7 +76,7 @@ class KernelTimes:
                     now += graph.steps[step].runtime_us
                 case _:
                     pass
-        return cls(tuple(events), tuple(begin), now)
+        return cls(tuple(events), tuple(begin), now if timing is None else timing.end_us)
 
 
 @dataclass(frozen=True, slots=True)

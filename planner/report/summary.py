@@ -63,7 +63,7 @@ def _plan(plan: Plan, *, table: bool) -> str:
         *beyond,
         *([""] if beyond else []),
         f"The peak is at {plan.peak_at}, while these are live:",
-        *holdings_in_lines(live_at_peak(graph, plan.save_set)),
+        *holdings_in_lines(live_at_peak(graph, plan.save_set, plan.moved)),
     ]
     return "\n".join(lines)
 

@@ -8,9 +8,9 @@ function timeline(root, picture) {
   const part = name => root.querySelector(`[data-part="${name}"]`);
 
   /* ---- names ---- */
-  const [FORWARD, RECOMPUTE, BACKWARD] = [0, 1, 2];
+  const [FORWARD, RECOMPUTE, FETCH, BACKWARD] = [0, 1, 2, 3];
   const layerOf = picture.modules.map(layerIn);
-  const {ops, steps} = picture;
+  const {ops, steps, copies} = picture;
 
   /* ---- timelines: simulated ones, then the measured one ---- */
   const tracks = picture.tracks.map(track => {
@@ -41,15 +41,15 @@ function timeline(root, picture) {
   lines[0].name = measured ? "predicted" : plan.name;
 
   /* ---- what an event is ---- */
-  const stepOf = (track, e) => { while (track.kind[e] === RECOMPUTE) e++; return track.kind[e] === BACKWARD ? track.at[e] : -1; };
+  const stepOf = (track, e) => { while (track.kind[e] < BACKWARD) e++; return track.kind[e] === BACKWARD ? track.at[e] : -1; };
   function moment(track, e) {
     const kind = track.kind[e];
-    if (kind === FORWARD || kind === RECOMPUTE) {
+    if (kind < BACKWARD) {
       const op = track.at[e], module = ops.module[op];
       const name = picture.labels[ops.label[op]];
       if (kind === FORWARD) return {phase: "forward", name, module};
       const step = stepOf(track, e);
-      return {phase: "recompute", name, module, of: step < 0 ? "" : picture.labels[steps.label[step]]};
+      return {phase: kind === FETCH ? "fetch" : "recompute", name, module, of: step < 0 ? "" : picture.labels[steps.label[step]]};
     }
     if (kind === BACKWARD) return {phase: "backward", name: picture.labels[steps.label[track.at[e]]], module: steps.module[track.at[e]]};
     return {phase: "optimizer", name: "optimizer.step()", module: -1};
@@ -58,6 +58,7 @@ function timeline(root, picture) {
     const {phase, name, module, of} = moment(track, e);
     const where = module < 0 ? "" : moduleName(picture.modules[module]);
     if (phase === "forward") return `forward, ${name} in ${where}`;
+    if (phase === "fetch") return `backward, the fetch of ${name} in ${where} from the host begins`;
     if (phase === "recompute") return `backward, ${name} in ${where} runs again${of ? ` for ${of}` : ""}`;
     if (phase === "backward" && name === "backward") return where ? `backward of ${where}` : name;
     if (phase === "backward") return `backward, ${name}${where ? ` of ${where}` : ""}`;
@@ -81,7 +82,7 @@ function timeline(root, picture) {
     const runs = [];
     for (let e = 0; e < track.n; e++) {
       const kind = track.kind[e], phase = kind === FORWARD ? "forward" : kind > BACKWARD ? "optimizer step" : "backward";
-      const layer = kind === RECOMPUTE && runs.length && runs[runs.length - 1].phase === phase ? runs[runs.length - 1].layer : layerAt(track, e);
+      const layer = (kind === RECOMPUTE || kind === FETCH) && runs.length && runs[runs.length - 1].phase === phase ? runs[runs.length - 1].layer : layerAt(track, e);
       const last = runs[runs.length - 1];
       if (last && last.phase === phase && last.layer === layer) last.end = e + 1;
       else runs.push({phase, layer, begin: e, end: e + 1});
@@ -100,7 +101,7 @@ function timeline(root, picture) {
 
   /* ---- the plot ---- */
   const unit = unitOf(Math.max(...lines.map(line => line.peak)));
-  const box = part("plot"), HEIGHT = 430, GUTTER = 244, BAND = 50;
+  const box = part("plot"), HEIGHT = 430, GUTTER = 244, BAND = 50, LINK = copies.length ? 78 : 0;
   const overlay = [];
 
   function aligned(drawn) {
@@ -223,6 +224,44 @@ function timeline(root, picture) {
     ctx.restore();
   }
 
+  /* ---- moves: below the axis, what the host holds, and when the link copies; times are the plan's ---- */
+  let held = 0;
+  const onHost = copies.flatMap(one => [[one.host_us[0], one.nbytes], [one.host_us[1], -one.nbytes]])
+    .sort((a, b) => a[0] - b[0]).map(([us, bytes]) => [us, held += bytes]);
+  const mostOnHost = onHost.reduce((most, [, bytes]) => Math.max(most, bytes), 0);
+  function link(u) {
+    const {ctx, bbox} = u, r = devicePixelRatio, left = bbox.left, right = left + bbox.width, top = bbox.top + bbox.height + 56 * r;
+    const x = us => Math.max(left, Math.min(right, u.valToPos(us / 1e3, "x", true)));
+    const rect = ([from, to], y, height) => {
+      const a = Math.floor(x(from)), b = Math.ceil(x(to));
+      if (x(to) >= left && x(from) < right) ctx.fillRect(a, top + y * r, Math.max(b - a, r), height * r);
+    };
+    ctx.save();
+    ctx.fillStyle = color("moved");
+    onHost.slice(0, -1).forEach(([us, bytes], i) => { const height = 38 * bytes / mostOnHost; rect([us, onHost[i + 1][0]], 38 - height, height); });
+    for (const one of copies) {
+      ctx.fillStyle = color(one.stall_us ? "budget" : "moved");
+      rect(one.out_us, 45, 9);
+      rect(one.in_us, 60, 9);
+    }
+    ctx.fillStyle = color("soft");
+    ctx.font = `${12 * r}px system-ui, sans-serif`;
+    ctx.textBaseline = "middle";
+    ctx.textAlign = "right";
+    [["on the host", 29], ["to the host", 49], ["and back", 64]].forEach(([name, y]) => ctx.fillText(name, left - 7 * r, top + y * r));
+    if (bbox.width + left + 99 * r < ctx.canvas.width) ctx.fillText(`at most ${size(mostOnHost)}`, right + (GUTTER - 4) * r, top + 29 * r);
+    ctx.restore();
+  }
+  /* For each direction of the link, the copy at `us`, or another one of event `e`, in words. */
+  function copying(e, us) {
+    if (watched !== plan || !copies.length) return [];
+    const begin = plan.begin_us[e], end = e + 1 < plan.n ? plan.begin_us[e + 1] : plan.end_us;
+    return [["To the host", "out_us"], ["From the host", "in_us"]].map(([where, way]) => {
+      const found = copies.filter(one => one[way][0] < end && one[way][1] > begin), one = found.find(one => one[way][0] <= us && us < one[way][1]) || found[0];
+      return !one ? "\u00a0" : `${where}: ${groupName(one.op, "op")}, ${size(one.nbytes)}, freed at ${at(one.free_us)}, fetched at ${at(one.in_us[0])}${one.stall_us ? `, compute waits ${time(one.stall_us)}` : ""}${found.length > 1 ? `; and ${found.length - 1} more` : ""}`;
+    });
+  }
+
   function draw() {
     const view = plot ? {min: plot.scales.x.min, max: plot.scales.x.max} : null;
     if (plot) plot.destroy();
@@ -231,7 +270,7 @@ function timeline(root, picture) {
     const axis = {stroke: color("soft"), font: "12px system-ui, sans-serif", labelFont: "12.5px system-ui, sans-serif", grid: {stroke: color("line"), width: 1}, ticks: {stroke: color("line"), size: 5}};
     const stepped = uPlot.paths.stepped({align: 1});
     plot = new uPlot({
-      width: box.clientWidth, height: HEIGHT, padding: [BAND + 4, narrow ? 12 : GUTTER, 0, 0], legend: {show: false},
+      width: box.clientWidth, height: HEIGHT + LINK, padding: [BAND + 4, narrow ? 12 : GUTTER, LINK, 0], legend: {show: false},
       cursor: {y: false, x: false, points: {show: false}, drag: {x: true, y: false, dist: 5}},
       scales: {x: {time: false, ...(view || {})}, y: {range}},
       axes: [
@@ -244,7 +283,7 @@ function timeline(root, picture) {
         fill: line.key === "plan" ? color("plan") + "1c" : undefined,
         dash: line.key === "blocks" ? [5, 3] : undefined,
       }))],
-      hooks: {draw: narrow ? [bands] : [bands, labels], setCursor: [follow], setScale: [() => requestAnimationFrame(place)]},
+      hooks: {draw: [bands, ...(narrow ? [] : [labels]), ...(LINK ? [link] : [])], setCursor: [follow], setScale: [() => requestAnimationFrame(place)]},
     }, aligned(drawn), box);
     const add = (kind, ink) => {
       const element = make("div", undefined, kind);
@@ -264,9 +303,9 @@ function timeline(root, picture) {
   let wanted = null;
   function settle() {
     if (wanted === null) return;
-    const x = wanted;
+    const us = plot.posToVal(wanted, "x") * 1e3;
     wanted = null;
-    show(eventAt(watched, plot.posToVal(x, "x") * 1e3));
+    show(eventAt(watched, us), us);
   }
   function follow(u) {
     const {left} = u.cursor;
@@ -307,7 +346,7 @@ function timeline(root, picture) {
   }
 
   /* ---- a moment ---- */
-  function show(e) {
+  function show(e, us = watched.begin_us[e]) {
     shown = e;
     place();
     const found = values(e), readout = part("readout");
@@ -318,7 +357,7 @@ function timeline(root, picture) {
       span.style.color = `var(--${line.key})`;
       span.append(make("b", size(found.get(line.key).bytes)));
       return span;
-    }));
+    }), ...copying(e, us).map(text => make("span", text, "what")));
     listLive();
   }
   function speak() {
@@ -326,7 +365,7 @@ function timeline(root, picture) {
     speaking = setTimeout(() => {
       const found = values(shown);
       part("spoken").textContent = `${at(watched.begin_us[shown])}, ${words(watched, shown)}: `
-        + lines.filter(line => found.has(line.key)).map(line => `${line.name} ${size(found.get(line.key).bytes)}`).join(", ");
+        + lines.filter(line => found.has(line.key)).map(line => `${line.name} ${size(found.get(line.key).bytes)}`).join(", ") + copying(shown, watched.begin_us[shown]).map(text => `. ${text}`).join("");
     }, 120);
   }
   function go(e) {
@@ -349,8 +388,8 @@ function timeline(root, picture) {
   }
 
   /* ---- what is live ---- */
-  const reasonKind = picture.reasons.map(reason => reason === "recomputed" ? "again" : reason.startsWith("held") ? "held" : "saved");
-  const KINDS = [["saved", "saved"], ["again", "recomputed"], ["held", "held by forward or Python"]];
+  const reasonKind = picture.reasons.map(reason => reason === "recomputed" ? "again" : reason.endsWith("the host") ? "moved" : reason.startsWith("held") ? "held" : "saved");
+  const KINDS = [["saved", "saved"], ["again", "recomputed"], ["held", "held by forward or Python"], ...(copies.length ? [["moved", "moved to the host"]] : [])];
   function liveAt(track, e, by) {
     const {op, nbytes, begin, end, why} = track.lives, groups = new Map();
     for (let i = 0; i < op.length && begin[i] <= e; i++) {  // in the order of their beginning
@@ -358,7 +397,7 @@ function timeline(root, picture) {
       const module = ops.module[op[i]];
       const key = by === "layer" ? layerOf[module] : by === "module" ? module : op[i];
       let group = groups.get(key);
-      if (!group) groups.set(key, group = {key, saved: 0, again: 0, held: 0, sum: 0, why: why[i]});
+      if (!group) groups.set(key, group = {key, saved: 0, again: 0, held: 0, moved: 0, sum: 0, why: why[i]});
       group[reasonKind[why[i]]] += nbytes[i];
       group.sum += nbytes[i];
     }
@@ -406,15 +445,16 @@ function timeline(root, picture) {
     element.replaceChildren(...kinds.map(([kind, name]) => { const span = make("span"); span.append(make("i", undefined, kind), name); return span; }));
   }
   function listLayers() {
-    const most = Math.max(...picture.layers.map(layer => (layer.kept_bytes + layer.recomputed_bytes) / layer.layers), 1);
+    const most = Math.max(...picture.layers.map(layer => (layer.kept_bytes + layer.recomputed_bytes + layer.moved_bytes) / layer.layers), 1);
+    const moved = bytes => copies.length ? [size(Math.round(bytes))] : [];
     const rows = [];
     for (const layer of picture.layers) {
       const n = layer.layers, name = make("button", `${layerName(layer.name)}${n > 1 ? ` (${n} layers)` : ""}`);
       name.type = "button";
       name.setAttribute("aria-expanded", "false");
       const inner = layer.modules.map(one => {
-        const decisions = [one.keeps.length ? `keeps ${one.keeps.join(", ")}` : "", one.recomputes.length ? `recomputes ${one.recomputes.join(", ")}` : ""].filter(Boolean).join("; ");
-        const tr = row("inner", moduleName(one.name), wide(decisions), size(Math.round(one.kept_bytes / n)), size(Math.round(one.recomputed_bytes / n)), time(one.recompute_us / n));
+        const decisions = [one.keeps.length ? `keeps ${one.keeps.join(", ")}` : "", one.moves.length ? `moves ${one.moves.join(", ")}` : "", one.recomputes.length ? `recomputes ${one.recomputes.join(", ")}` : ""].filter(Boolean).join("; ");
+        const tr = row("inner", moduleName(one.name), wide(decisions), size(Math.round(one.kept_bytes / n)), ...moved(one.moved_bytes / n), size(Math.round(one.recomputed_bytes / n)), time(one.recompute_us / n));
         tr.hidden = true;
         return tr;
       });
@@ -423,13 +463,13 @@ function timeline(root, picture) {
         name.setAttribute("aria-expanded", String(open));
         for (const tr of inner) tr.hidden = !open;
       };
-      rows.push(row("", name, stack([["saved", layer.kept_bytes / n], ["again", layer.recomputed_bytes / n]], most),
-        size(Math.round(layer.kept_bytes / n)), size(Math.round(layer.recomputed_bytes / n)), time(layer.recompute_us / n)), ...inner);
+      rows.push(row("", name, stack([["saved", layer.kept_bytes / n], ["moved", layer.moved_bytes / n], ["again", layer.recomputed_bytes / n]], most),
+        size(Math.round(layer.kept_bytes / n)), ...moved(layer.moved_bytes / n), size(Math.round(layer.recomputed_bytes / n)), time(layer.recompute_us / n)), ...inner);
     }
     const sum = key => picture.layers.reduce((total, layer) => total + layer[key], 0);
-    rows.push(row("sum", "all", "", size(sum("kept_bytes")), size(sum("recomputed_bytes")), time(sum("recompute_us"))));
-    headed(part("layers"), ["layer", "", "kept", "recomputed", "in"], rows);
-    keys(part("layers-keys"), [["saved", "kept until backward"], ["again", "recomputed in backward"]]);
+    rows.push(row("sum", "all", "", size(sum("kept_bytes")), ...moved(sum("moved_bytes")), size(sum("recomputed_bytes")), time(sum("recompute_us"))));
+    headed(part("layers"), ["layer", "", "kept", ...(copies.length ? ["moved"] : []), "recomputed", "in"], rows);
+    keys(part("layers-keys"), [["saved", "kept until backward"], ...(copies.length ? [["moved", "moved to the host"]] : []), ["again", "recomputed in backward"]]);
   }
   const phaseOf = kind => kind === FORWARD ? 0 : kind <= BACKWARD ? 1 : 2;
   function byPhase(track, bytes) {
@@ -476,7 +516,9 @@ function timeline(root, picture) {
     if (measured) facts.push(["Measured peak", size(measured.peak_bytes), `${percent(measured.peak_bytes / lines[0].peak - 1)} compared with predicted`]);
     if (plain) facts.push(["Nothing recomputed", size(plain.live_bytes[plain.peak]), `${size(plain.live_bytes[plain.peak] - lines[0].peak)} more`]);
     facts.push(["Recompute", time(plan.recompute_us), picture.step_us ? `${(100 * plan.recompute_us / picture.step_us).toFixed(1)} % of ${time(picture.step_us)}` : ""]);
-    facts.push(["Proven gap", `${(100 * picture.gap).toFixed(1)} %`, picture.gap > .1 ? "of the recompute time: a longer time limit may find a better plan" : "of the recompute time to the best"]);
+    if (copies.length) facts.push(["Moved to the host", size(mostOnHost), `compute waits for copies: ${time(copies.reduce((sum, one) => sum + one.stall_us, 0))}`]);
+    const spent = copies.length ? "recompute and waiting time" : "recompute time";
+    facts.push(["Proven gap", `${(100 * picture.gap).toFixed(1)} %`, picture.gap > .1 ? `of the ${spent}: a longer time limit may find a better plan` : `of the ${spent} to the best`]);
     part("facts").replaceChildren(...facts.map(([name, value, more]) => {
       const div = make("div"), dd = make("dd", value);
       if (more) dd.append(make("small", more));
@@ -484,6 +526,8 @@ function timeline(root, picture) {
       return div;
     }));
     const about = ["Predicted times come from the profile, which has no time for the optimizer step."];
+    if (copies.length) about.push(`Below the axis are the bytes on the host, and when the link copies to it and back${copies.some(one => one.stall_us) ? "; compute waits for red copies, and times include that" : ""}.`);
+    if (copies.length && copies.every(one => one.in_us[0] === one.in_us[1])) about.push("The profile has no link, so copies take no time here.");
     if (measured) about.push(`The measured line has every allocation and free of the allocator that PyTorch's own profiler reported. The profiler slows a step, so the line is drawn in predicted time, aligned at ${measured.matched} of ${measured.of} events that were seen in both. In the readout and the tables it is the most that was live during an event.`);
     if (picture.corrected_by_bytes) about.push(`The plan was made for ${size(Math.abs(picture.corrected_by_bytes))} ${picture.corrected_by_bytes > 0 ? "less" : "more"} than the budget, because an earlier step was measured; the predicted line is simulated without this correction.`);
     part("about").textContent = [...about, ...picture.notes].join(" ");
@@ -542,6 +586,11 @@ function timeline(root, picture) {
   part("whole").onclick = whole;
   part("from-zero").onclick = event => { fromZero = !fromZero; event.currentTarget.setAttribute("aria-pressed", String(fromZero)); draw(); };
   part("live-by").onchange = listLive;
+  box.onmousemove = event => {  // the moves are below the part of the plot that follows the cursor
+    const {left, right, bottom} = plot.over.getBoundingClientRect();
+    if (LINK && event.clientY > bottom && event.clientX < right) follow({cursor: {left: event.clientX - left}});
+  };
+  box.onmouseleave = () => { wanted = null; show(chosen); };
   parts.onTheme(draw);
   new ResizeObserver(() => { if (plot && plot.width !== box.clientWidth) draw(); }).observe(box);
 

@@ -8,17 +8,19 @@ names, so that steps of tens of thousands of ops stay small.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.policy import Policy
+from autoac.planner.memory.clocks import Copy
 from autoac.planner.memory.lifetimes import lives
 from autoac.planner.memory.schedule import Backward, Compute, Event, Recompute, recompute_us
 from autoac.planner.memory.simulate import extra_bytes, simulate, waiting_bytes
 from autoac.planner.plan import Plan
-from autoac.planner.problem.graph import BackwardStep, Graph, SaveSet
+from autoac.planner.problem.graph import BackwardStep, Graph, OpId, SaveSet
+from autoac.planner.problem.moves import handling_us
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.report.align_measured import KernelTimes, MeasuredStep, align, thin_out
 from autoac.planner.report.by_module import (
@@ -31,8 +33,8 @@ from autoac.planner.report.by_module import (
 )
 from autoac.planner.report.checkpointed_blocks import every_block_recomputed
 
-FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)
-"""Kinds of event. OPTIMIZER is the last."""
+FORWARD, RECOMPUTE, FETCH, BACKWARD, OPTIMIZER = range(5)
+"""Kinds of event. FETCH begins a copy from the host. OPTIMIZER is the last."""
 
 MOST_CHANGES = 40_000  # of a measured step that are drawn
 
@@ -51,7 +53,7 @@ class Track:
     beside_bytes: tuple[int, ...]  # of them: gradients, temporaries, workspace
     waiting_bytes: tuple[int, ...]  # of them: held by other microbatches
     kind: tuple[int, ...]
-    at: tuple[int, ...]  # FORWARD, RECOMPUTE: into Picture.ops; BACKWARD: into Picture.steps
+    at: tuple[int, ...]  # FORWARD, RECOMPUTE, FETCH: into Picture.ops; BACKWARD: into Picture.steps
     lives: LiveIntervals
 
 
@@ -97,6 +99,7 @@ class Layer:
     kept_bytes: int
     recomputed_bytes: int
     recompute_us: float
+    moved_bytes: int
     modules: tuple[ModuleRow, ...]  # without their paths
 
 
@@ -120,6 +123,7 @@ class Picture:
     ops: Names
     steps: Names
     tracks: tuple[Track, ...]  # the plan's first
+    copies: tuple[Copy, ...]  # of the plan's track; `op` is into `ops`
     layers: tuple[Layer, ...]
     measured: MeasuredTrack | None
     notes: tuple[str, ...]
@@ -147,6 +151,7 @@ def picture(
         notes: sentences for the reader.
     """
     graph, profile = plan.graph, plan.profile
+    unmoved = graph if plan.unmoved is None else plan.unmoved
     modules: dict[str, int] = {}
     labels: dict[str, int] = {}
     reasons: dict[str, int] = {}
@@ -156,18 +161,18 @@ def picture(
         tuple(_position(labels, key.label) for key in keys),
     )
     step_names = Names(
-        tuple(_position(modules, m) for m in _modules_of_steps(graph, [key.module for key in keys])),
+        tuple(_position(modules, m) for m in _modules_of_steps(unmoved, [key.module for key in keys])),
         tuple(_position(labels, step.name) for step in graph.steps),
     )
-    tracks = [_track("plan", "this plan", graph, plan.save_set, reasons)]
+    tracks = [_track("plan", "this plan", graph, plan.save_set, reasons, plan)]
     drawn = {with_forced_saves(graph, plan.save_set)}
     for id_, name, other in (
         ("plain", "nothing recomputed", graph.everything),
-        ("blocks", "every block recomputed", every_block_recomputed(graph)),
+        ("blocks", "every block recomputed", every_block_recomputed(unmoved)),
     ):
         if other is not None and with_forced_saves(graph, other) not in drawn:
             drawn.add(with_forced_saves(graph, other))
-            tracks.append(_track(id_, name, graph, other, reasons))
+            tracks.append(_track(id_, name, unmoved, other, reasons))
     if profile is not None:
         static = profile.static
         standing = [
@@ -199,22 +204,26 @@ def picture(
         ops=op_names,
         steps=step_names,
         tracks=tuple(tracks),
+        copies=plan.timing.copies if plan.timing is not None else (),
         layers=_layers(op_decisions(graph, plan.save_set, plan.moved)),
         measured=_measured(plan, measured) if measured is not None else None,
         notes=tuple(notes),
     )
 
 
-def _track(id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: dict[str, int]) -> Track:
+def _track(
+    id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: dict[str, int], plan: Plan | None = None
+) -> Track:
+    moved = plan.moved if plan is not None else frozenset()
     timeline = simulate(graph, save_set)
-    kernels = KernelTimes.of(graph, timeline)
+    kernels = KernelTimes.of(graph, timeline, plan.timing if plan is not None else None)
     instants = [timeline.instants[i] for i in kernels.events]
     waiting = graph.waiting_microbatches * waiting_bytes(graph, save_set) if graph.waiting_microbatches else 0
-    kinds, at = zip(*(_kind(instant.event) for instant in instants), strict=True)
+    kinds, at = zip(*(_kind(instant.event, moved) for instant in instants), strict=True)
     # A free takes no time: its memory is gone at the next kernel.
     intervals = [
         (int(graph.versions[life.value].op), life.nbytes, begin, end, _position(reasons, life.why))
-        for life in lives(graph, save_set, timeline)
+        for life in lives(graph, save_set, timeline, moved)
         if (begin := bisect_left(kernels.events, life.begin)) < (end := bisect_left(kernels.events, life.end))
     ]
     columns = list(zip(*intervals, strict=True)) or [()] * 5
@@ -223,7 +232,7 @@ def _track(id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: dict[s
         id=id_,
         name=name,
         peak=peak,
-        recompute_us=recompute_us(graph, save_set),
+        recompute_us=recompute_us(graph, save_set) - handling_us(graph, moved),
         end_us=kernels.end_us,
         begin_us=tuple(round(us, 2) for us in kernels.begin_us),
         live_bytes=tuple(instant.live_bytes for instant in instants),
@@ -235,13 +244,13 @@ def _track(id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: dict[s
     )
 
 
-def _kind(event: Event) -> tuple[int, int]:
+def _kind(event: Event, moved: Collection[OpId]) -> tuple[int, int]:
     """Return the kind of `event`, and which op or backward step it is; -1 for the optimizer."""
     match event:
         case Compute(op):
             return FORWARD, int(op)
         case Recompute(op):
-            return RECOMPUTE, int(op)
+            return FETCH if op in moved else RECOMPUTE, int(op)
         case Backward(step):
             return BACKWARD, int(step)
         case _:
@@ -250,7 +259,7 @@ def _kind(event: Event) -> tuple[int, int]:
 
 def _measured(plan: Plan, step: MeasuredStep) -> MeasuredTrack:
     timeline = simulate(plan.graph, plan.save_set)
-    kernels = KernelTimes.of(plan.graph, timeline)
+    kernels = KernelTimes.of(plan.graph, timeline, plan.timing)
     aligned = align(plan.graph, timeline, kernels, step)
     ends = (*kernels.begin_us[1:], float("inf"))
     most, at, level = [], 0, step.live_bytes[0]
@@ -323,9 +332,10 @@ def _layers(ops: Sequence[OpDecision]) -> tuple[Layer, ...]:
             Layer(
                 name=name,
                 layers=len(paths),
-                kept_bytes=sum(op.kept_bytes for op in of_all),
+                kept_bytes=sum(op.kept_bytes for op in of_all if op.decision is not Decision.MOVED),
                 recomputed_bytes=sum(op.recomputed_bytes for op in of_all),
                 recompute_us=sum(op.runtime_us for op in of_all),
+                moved_bytes=sum(op.kept_bytes for op in of_all if op.decision is Decision.MOVED),
                 modules=tuple(replace(row, modules=()) for row in by_module(of_all)),
             )
         )

@@ -273,9 +273,10 @@ def carried(policy: Policy, profile: Profile) -> Plan:
     problem = SearchProblem(graph, Options(use_groups=False))  # the graph has those of the policy
     plan = plan_of(problem, profile, policy.budget_bytes, saved, stopped=stopped, constraints=rules)
     if moves:
-        graph = with_moves(graph, moves, link)
-        save_set = with_forced_saves(graph, saved)
-        plan = moving(plan, graph, save_set, moves, timing(graph, save_set, moves, link))
+        with_them = with_moves(graph, moves, link)
+        save_set = with_forced_saves(with_them, saved)
+        times = timing(with_them, save_set, moves, link)
+        plan = moving(plan, graph, with_them, save_set, moves, times)
     return replace(plan, bound_us=0.0)
 
 

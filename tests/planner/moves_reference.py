@@ -31,6 +31,7 @@ class Reference:
     peak: int
     end_us: float
     host_peak: int
+    copied: dict[VersionId, tuple[float | None, float | None]]  # when the copies out and back are over
 
 
 def run(graph: Graph, save_set: SaveSet, moves: Sequence[Move], link: Link) -> Reference:
@@ -121,7 +122,8 @@ def run(graph: Graph, save_set: SaveSet, moves: Sequence[Move], link: Link) -> R
                 peak = max(peak, live + graph.closing_bytes)
         for v in last_use.get(i, ()):
             live -= graph.nbytes(v)
-    return Reference(peak, _work_off(queues), host_peak)
+    end_us = _work_off(queues)
+    return Reference(peak, end_us, host_peak, {v: (out[v].done, back[v].done) for v in back})
 
 
 def _last_uses(

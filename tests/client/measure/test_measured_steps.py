@@ -13,6 +13,7 @@ import torch
 from stepping import binding_budget, seeded
 
 import ac_client
+from autoac.planner.report.timeline import BACKWARD, FORWARD, RECOMPUTE
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
 from benchmarks.models.modules import Transformer
@@ -58,11 +59,11 @@ def test_measured_step_is_drawn_over_the_predicted_step(budget: int, tmp_path: P
     assert max(measured["most_bytes"]) == measured["peak_bytes"]
     assert track["live_bytes"][track["peak"]] == report.predicted_peak_bytes
     assert data["budget_bytes"] == budget
-    assert 2 in track["kind"]
-    assert 1 in track["kind"], "something is recomputed"
+    assert BACKWARD in track["kind"]
+    assert RECOMPUTE in track["kind"], "something is recomputed"
     # Nearly all moments of the plan were matched, with as many bytes as predicted.
     assert measured["matched"] >= 0.95 * measured["of"]
-    for kind in (0, 1, 2):
+    for kind in (FORWARD, RECOMPUTE, BACKWARD):
         pairs = [
             (predicted, seen)
             for predicted, seen, of in zip(

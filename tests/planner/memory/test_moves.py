@@ -49,5 +49,11 @@ def test_bytes_and_times_are_those_of_the_second_simulator(part: int) -> None:
         assert peak_bytes(moving, save_set) == expected.peak, seed
         assert found.end_us == pytest.approx(expected.end_us), seed
         assert found.moved_bytes == expected.host_peak, seed
+        assert sum(copy.stall_us for copy in found.copies) == pytest.approx(found.stall_us), seed
+        ends = [end for copy in found.copies for end in (copy.out_us[1], copy.in_us[1])]
+        for copy in found.copies:
+            assert copy.out_us[1] - copy.out_us[0] == pytest.approx(link.out_us(copy.nbytes))
+            assert copy.in_us[1] - copy.in_us[0] == pytest.approx(link.in_us(copy.nbytes))
+        assert ends == pytest.approx([end for _, both in sorted(expected.copied.items()) for end in both])
         moved += bool(moves)
     assert moved > 30

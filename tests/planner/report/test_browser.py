@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawings import HOSTILE, hostile, small, timeline_of
+from drawings import HOSTILE, hostile, moving, small, timeline_of
 from serving import in_chromium
 
-from autoac.planner import Picture
+from autoac.planner import Picture, picture
 from autoac.planner.report.page import timeline_page
 from autoac.planner.units import format_bytes
 
@@ -158,6 +158,56 @@ def test_the_numbers_are_there_as_a_table(opened: Opened, small_picture: Picture
 def test_layers_open_to_their_modules(opened: Opened) -> None:
     opened.page.click('[data-part="layers"] button >> nth=1')
     assert "keeps " in opened.text("layers")
+
+
+# Pixels below the axis that have about this colour, [red, green, blue].
+BELOW = """colour => {
+    const canvas = document.querySelector('canvas'), copy = document.createElement('canvas');
+    [copy.width, copy.height] = [canvas.width, 78 * devicePixelRatio];
+    const read = copy.getContext('2d', {willReadFrequently: true});
+    read.drawImage(canvas, 0, copy.height - canvas.height);
+    const pixels = read.getImageData(0, 0, copy.width, copy.height).data;
+    let count = 0;
+    for (let i = 0; i < pixels.length; i += 4)
+        count += pixels[i + 3] === 255 && colour.every((value, k) => Math.abs(pixels[i + k] - value) < 9);
+    return count;
+}"""
+MOVED, STALLS = [0x0F, 0x8A, 0x7E], [0xB3, 0x26, 0x1E]
+
+
+def test_moves_are_drawn_below_the_axis_and_named_under_the_cursor(
+    browser: Any, opened: Opened, tmp_path: Path
+) -> None:
+    drawn = picture(moving(0.5))
+    copy = next(copy for copy in drawn.copies if copy.stall_us)
+    made = Opened(browser, drawn, tmp_path)
+    try:
+        area = made.page.locator(".u-over").bounding_box()
+        below = made.page.locator('[data-part="plot"]').bounding_box()
+        end = max(track.end_us for track in drawn.tracks) + 0.03 * drawn.tracks[0].end_us
+        x = round(area["x"] + area["width"] * sum(copy.out_us) / 2 / end)
+        made.page.mouse.move(x, below["y"] + below["height"] - 5)
+        made.page.wait_for_function(
+            "() => document.querySelector('[data-part=readout]').textContent.includes('To the host: ')"
+        )
+        readout = made.text("readout")
+        op = f"{drawn.modules[drawn.ops.module[copy.op]]}/{drawn.labels[drawn.ops.label[copy.op]]}"
+        assert f"To the host: {op}, {format_bytes(copy.nbytes)}, freed at " in readout
+        assert "compute waits " in readout
+        made.page.select_option('[data-part="live-by"]', "op")
+        assert "until it is on the host" in made.text("live")
+        assert made.page.evaluate(BELOW, MOVED) > 5000  # the bytes on the host
+        assert made.page.evaluate(BELOW, STALLS) > 50
+        assert "Moved to the host" in made.text("facts")
+        made.page.click('[data-part="layers"] button >> nth=1')
+        assert "moves " in made.text("layers")
+        assert made.complaints == []
+    finally:
+        made.page.close()
+    assert opened.page.evaluate(BELOW, MOVED) == 0
+    unmoved = opened.page.locator('[data-part="plot"]').bounding_box()
+    assert unmoved["height"] < below["height"]
+    assert "host" not in opened.page.inner_text("main")
 
 
 def test_dark_and_light_follow_the_system_and_the_button(

@@ -25,7 +25,15 @@ from autoac.planner.report.align_measured import (
     op_names,
     thin_out,
 )
-from autoac.planner.report.timeline import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Picture, Track
+from autoac.planner.report.timeline import (
+    BACKWARD,
+    FETCH,
+    FORWARD,
+    OPTIMIZER,
+    RECOMPUTE,
+    Picture,
+    Track,
+)
 
 seeds = st.integers(0, 2**32 - 1)
 quick = settings(max_examples=150, derandomize=True, deadline=None)
@@ -112,6 +120,55 @@ def test_peaks_and_times_are_the_plans() -> None:
     assert (drawn.budget_bytes, drawn.peak_at) == (made.budget, made.peak_at)
     assert first.kind.count(RECOMPUTE) == len(made.recompute_set)
     assert sum(layer.recompute_us for layer in drawn.layers) == pytest.approx(made.recompute_us)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_moves_are_drawn_in_the_time_of_the_plan(share: float) -> None:
+    made = drawings.moving(share)
+    drawn = picture(made)
+    first, copies = drawn.tracks[0], drawn.copies
+    assert_adds_up(drawn)
+    assert bool(made.stall_us) == (share < 1)  # over the link that it was made for, compute never waits
+    assert first.recompute_us == pytest.approx(made.recompute_us)
+    assert first.end_us == pytest.approx(made.step_us + made.recompute_us + made.stall_us)
+    assert sum(copy.stall_us for copy in copies) == pytest.approx(made.stall_us)
+    assert sum(copy.nbytes for copy in copies) == made.moved_bytes
+    assert {copy.op for copy in copies} == made.moved
+    begin_us = (*first.begin_us, first.end_us)
+    lives_of: dict[tuple[int, str], set[tuple[float, float]]] = {}
+    for op, begin, end, why in zip(
+        first.lives.op, first.lives.begin, first.lives.end, first.lives.why, strict=True
+    ):
+        lives_of.setdefault((op, drawn.reasons[why]), set()).add((begin_us[begin], begin_us[end]))
+    for copy in copies:
+        made_us, gone_us = zip(*lives_of[copy.op, "until it is on the host"], strict=True)
+        fetched_us, dropped_us = zip(*lives_of[copy.op, "fetched from the host"], strict=True)
+        assert max(made_us) < copy.host_us[0] <= copy.out_us[0] < copy.out_us[1] <= copy.free_us
+        after = min(us - copy.free_us for us in gone_us if us > copy.free_us - 0.01)  # of two digits
+        assert after < made.stall_us + 0.01  # the next kernel may have to wait for more
+        assert max(fetched_us) - 0.01 < copy.in_us[0] < copy.in_us[1] < max(dropped_us) + 0.01
+        assert copy.in_us[1] < copy.host_us[1] <= first.end_us
+    assert {op for op, why in lives_of if why.endswith("the host")} == made.moved
+    ran = [op for op, kind in zip(first.at, first.kind, strict=True) if kind == RECOMPUTE]
+    fetched_ops = [op for op, kind in zip(first.at, first.kind, strict=True) if kind == FETCH]
+    assert (set(ran), set(fetched_ops)) == (made.recompute_set, made.moved)
+    assert sum(layer.moved_bytes for layer in drawn.layers) == made.moved_bytes
+    assert all(layer.kept_bytes == sum(one.kept_bytes for one in layer.modules) for layer in drawn.layers)
+
+
+def test_all_but_the_plans_track_is_the_same_as_without_moves() -> None:
+    drawn, unmoved = picture(drawings.moving()), picture(planned())
+    assert (
+        drawn.tracks[1:]
+        == tuple(
+            replace(track, lives=replace(track.lives, why=other.lives.why))  # positions in another table
+            for track, other in zip(unmoved.tracks[1:], drawn.tracks[1:], strict=True)
+        )
+    )
+    assert [drawn.modules[m] for m in drawn.steps.module] == [
+        unmoved.modules[m] for m in unmoved.steps.module
+    ]
+    assert unmoved.copies == ()
 
 
 def test_equal_save_sets_share_one_track() -> None:
