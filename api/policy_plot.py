@@ -22,10 +22,10 @@ from autoac.planner.report.by_module import Decision, OpDecision, op_decisions
 from autoac.planner.report.timeline import picture
 from autoac.planner.report.what_if import as_planned
 
-IDLE, KEPT, AGAIN = range(3)
-"""The number of each decision: unused in backward, saved, recomputed."""
+IDLE, KEPT, AGAIN, MOVED = range(4)
+"""The number of each decision: unused in backward, saved, recomputed, moved to the host."""
 
-_FATES = {Decision.UNUSED: IDLE, Decision.MOVED: IDLE, Decision.SAVED: KEPT, Decision.RECOMPUTED: AGAIN}
+_FATES = {Decision.UNUSED: IDLE, Decision.SAVED: KEPT, Decision.RECOMPUTED: AGAIN, Decision.MOVED: MOVED}
 _OF_FATES = {number: fate for fate, number in _FATES.items()}
 OUTLINE = 400  # moments of memory that are drawn for a point
 LEVEL = 6  # of gzip: a quarter of the size, within hundredths of a second
@@ -99,7 +99,7 @@ def outline(found: Frontier) -> bytes:
 
 def _outlined(plan: Plan) -> dict[str, Any]:
     timeline = simulate(plan.graph, plan.save_set)
-    clock = KernelTimes.of(plan.graph, timeline)
+    clock = KernelTimes.of(plan.graph, timeline, plan.timing)
     levels = [timeline.instants[i].live_bytes for i in clock.events]
     kept = thin_out(levels, OUTLINE)
     return {
@@ -126,7 +126,7 @@ def became(drawing: bytes, policy: Policy) -> list[OpDecision]:
         OpDecision(
             key,
             fate,
-            nbytes if fate is Decision.SAVED else 0,
+            nbytes if fate is not Decision.RECOMPUTED else 0,
             nbytes if fate is Decision.RECOMPUTED else 0,
             us,
         )

@@ -64,6 +64,7 @@ class SideView(BaseModel):
         description="Ops that backward does not need; null if the profile was deleted: then `kept` counts "
         "them too."
     )
+    moved: int = Field(description="Ops whose outputs are moved to the host and back.")
 
 
 class ChangeView(BaseModel):

@@ -7,12 +7,13 @@ import json
 from dataclasses import dataclass, field
 
 import pytest
+from drawings import moving
 from service_app import BOTH, Serve
 from service_fakes import MIB, InProcess, chain_profile, child_command, request, save_all
 from sqlalchemy import func, select, update
 from starlette.testclient import TestClient
 
-from autoac.api.policy_plot import AGAIN, IDLE, KEPT, draw, plot_body
+from autoac.api.policy_plot import AGAIN, IDLE, KEPT, became, draw, plot_body
 from autoac.api.requests import Answer, Kind
 from autoac.api.solving import child_main as child
 from autoac.api.solving.child_process import OnJobProgress, SpawnedSolver
@@ -23,6 +24,7 @@ from autoac.api.storage.tables import drawings
 from autoac.planner import plan
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
+from autoac.planner.report.by_module import Decision, op_decisions
 
 JSON = {"Content-Type": "application/json"}
 
@@ -73,6 +75,15 @@ def test_plot_matches_the_policy(serve: Serve, profile: Profile) -> None:
     assert tag.startswith('W/"')
     again = http.get(url, headers={"If-None-Match": tag})
     assert (again.status_code, again.content) == (304, b"")
+
+
+def test_decisions_are_read_from_the_plot_of_a_plan_with_moves() -> None:
+    made = moving()
+    profile, policy = made.profile, made.policy()
+    assert profile is not None
+    found = became(draw(profile, policy), policy)
+    assert found == op_decisions(made.graph, made.save_set, made.moved)
+    assert any(op.decision is Decision.MOVED and op.kept_bytes for op in found)
 
 
 def test_plot_marks_recomputed_ops(serve: Serve) -> None:

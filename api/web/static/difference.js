@@ -42,8 +42,9 @@ service.run(async () => {
     if (mine !== asked) return;  // others were chosen in the meantime
     const name = (id, said) => byId.has(id) ? toPolicy(byId.get(id), said.length === 64 ? undefined : said) : link(said.slice(0, 40), `/policies/${id}`);
     const sides = [["first", found.before_id, names.before, found.before], ["second", found.after_id, names.after, found.after]];
-    table(find("sides"), ["", "policy", "model", "budget", "peak", "recompute", "kept", "run again", "not needed", "the peak is at"], sides.map(([which, id, said, side]) =>
-      row("", which, text(name(id, said)), text(side.model), size(side.budget), size(side.peak), time(side.recompute_us), `${side.kept} ops`, `${side.again} ops`, side.idle === null ? "" : `${side.idle} ops`, text(side.peak_at))), "");
+    const moves = sides.some(([, , , side]) => side.moved);
+    table(find("sides"), ["", "policy", "model", "budget", "peak", "recompute", "kept", "run again", ...(moves ? ["moved"] : []), "not needed", "the peak is at"], sides.map(([which, id, said, side]) =>
+      row("", which, text(name(id, said)), text(side.model), size(side.budget), size(side.peak), time(side.recompute_us), `${side.kept} ops`, `${side.again} ops`, ...(moves ? [`${side.moved} ops`] : []), side.idle === null ? "" : `${side.idle} ops`, text(side.peak_at))), "");
     const peak = found.after.peak - found.before.peak, spent = found.after.recompute_us - found.before.recompute_us;
     const than = (value, form, more, less) => value ? `${form(Math.abs(value))} ${value > 0 ? more : less}` : "";
     find("verdict").textContent = [found.same ? "Both keep the same." : "They do not keep the same.",

@@ -4,7 +4,7 @@
 
 function layerMap(root, says, drawing) {
   const {make, size, time, layerOf, moduleName} = parts;
-  const KINDS = [["idle", "nothing needed"], ["saved", "kept"], ["again", "run again"]];  // as drawing.py numbers them
+  const KINDS = [["idle", "nothing needed"], ["saved", "kept"], ["again", "run again"], ["moved", "moved to the host"]];  // as policy_plot.py numbers them
   const NAMED = 40;  // layers whose names stand above their columns
   const NARROWEST = 8;  // pixels of a column
   const {ops, modules, labels} = drawing;
@@ -74,14 +74,14 @@ function layerMap(root, says, drawing) {
   };
   function show(other) {
     fates = other;
-    const counts = [0, 0, 0];
+    const counts = [0, 0, 0, 0];
     fates.fate.forEach((fate, op) => {
       counts[fate]++;
       const [kind, text] = KINDS[fate];
       if (!cells[op]) return;
       if (cells[op].className !== kind) { cells[op].className = kind; cells[op].textContent = text; }
     });
-    says.textContent = `${counts[1]} ops are kept, ${counts[2]} are run again, backward needs nothing of ${counts[0]}.`;
+    says.textContent = `${counts[1]} ops are kept, ${counts[2]} are run again, ${counts[3] ? `${counts[3]} are moved to the host, ` : ""}backward needs nothing of ${counts[0]}.`;
   }
   show(fates);
   return show;

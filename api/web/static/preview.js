@@ -24,7 +24,7 @@ function stepPreview() {
     const found = outlined && outlined.points.find(one => one.budget_bytes === point.budget && one.peak_bytes === point.peak);
     if (!found) return null;
     const last = outlined.points[outlined.points.length - 1];
-    return {...found, fates: fatesOf(found), names: {...outlined, fates: fatesOf(found)}, plain: last.fates.includes("2") ? null : last};
+    return {...found, fates: fatesOf(found), names: {...outlined, fates: fatesOf(found)}, plain: /[23]/.test(last.fates) ? null : last};
   }
 
   /* The map keeps its rows while a budget is dragged: an op has one if any point of the frontier needs something of it. */

@@ -9,14 +9,17 @@ from pathlib import Path
 from urllib.parse import urljoin
 
 import pytest
+from drawings import HOST, linked, moves_budget
 from service_app import Serve
 from service_fakes import InProcess, chain_profile, request, save_all
 
 import autoac.api.web
-from autoac.api.policy_plot import AGAIN, IDLE, KEPT
+from autoac.api.policy_plot import AGAIN, IDLE, KEPT, MOVED
 from autoac.api.web import OURS, assets
 from autoac.planner import plan
+from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import BackwardSteps, Profile, Ragged, SavedTensors
+from autoac.planner.offload import plan_with_host
 
 JSON = {"Content-Type": "application/json"}
 TOKEN = "a token of more than sixteen"
@@ -123,6 +126,25 @@ def test_difference_counts_what_is_really_saved(serve: Serve) -> None:
     assert [side["idle"], side["kept"], side["again"]] == [fates.count(n) for n in (IDLE, KEPT, AGAIN)]
     assert side["idle"] == 1
     assert found["same"]
+
+
+def test_difference_counts_moved_ops(serve: Serve) -> None:
+    host = HOST.model_dump(mode="json")
+    http = serve(InProcess(plan_with_host))
+    made = http.post(
+        "/v1/policies",
+        content=request(linked(), budget_bytes=moves_budget(), constraints=host),
+        headers=JSON,
+    )
+    id = made.headers["location"].rpartition("/")[2]
+    fates = http.get(f"/v1/policies/{id}/drawing").json()["fates"]
+    side = http.get("/v1/differences", params={"before": id, "after": id}).json()["before"]
+    counts = [side["idle"], side["kept"], side["again"], side["moved"]]
+    assert counts == [fates["fate"].count(n) for n in (IDLE, KEPT, AGAIN, MOVED)]
+    policy = Policy.from_json(http.get(f"/v1/policies/{id}").content)
+    assert side["moved"] == len(policy.moves) > 0
+    nbytes = sum(n for n, fate in zip(fates["nbytes"], fates["fate"], strict=True) if fate == MOVED)
+    assert nbytes == policy.predicted.moved_bytes
 
 
 def test_difference_without_a_profile_counts_decisions(serve: Serve) -> None:

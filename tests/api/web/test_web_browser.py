@@ -16,7 +16,7 @@ import anyio
 import httpx2
 import pytest
 from anyio import to_thread
-from drawings import HOSTILE, hostile, small
+from drawings import HOST, HOSTILE, hostile, linked, moves_budget, small
 from service_fakes import InProcess, chain_profile
 from serving import in_chromium, serving
 
@@ -25,6 +25,7 @@ from autoac.api.requests import Answer, Kind
 from autoac.api.solving.child_process import OnJobProgress
 from autoac.planner import plan
 from autoac.planner.formats.profile import Profile
+from autoac.planner.offload import plan_with_host
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from autoac.planner.units import GIB, bytes_from_gb, format_bytes
 
@@ -39,7 +40,7 @@ pytestmark = in_chromium
 class Gated(InProcess):
     """Report progress until the gate is open, then plan."""
 
-    plan: Any = plan
+    plan: Any = plan_with_host
     gate: Event = field(default_factory=Event)
 
     async def answer(
@@ -62,9 +63,10 @@ class Live:
     gate: Event
     http: httpx2.Client
 
-    def policy(self, profile: Profile, budget_bytes: int) -> str:
+    def policy(self, profile: Profile, budget_bytes: int, **options: Any) -> str:
         """Store a profile, plan it, and return the policy's id."""
-        body = json.dumps({"profile": profile.model_dump(mode="json"), "budget_bytes": budget_bytes})
+        asked = {"profile": profile.model_dump(mode="json"), "budget_bytes": budget_bytes, **options}
+        body = json.dumps(asked)
         headers = {"Content-Type": "application/json", "Prefer": "wait=120"}
         made = self.http.post("/v1/policies", content=body, headers=headers)
         assert made.status_code == 201, made.text
@@ -614,6 +616,27 @@ def test_two_policies_are_compared(visit: Visit, stored: Stored) -> None:
     late.value.finished()
     page.evaluate("() => new Promise(done => setTimeout(() => requestAnimationFrame(done)))")
     assert page.evaluate(same)
+
+
+def test_moved_ops_are_shown_in_the_map_and_in_a_comparison(visit: Visit, stored: Stored) -> None:
+    host = HOST.model_dump(mode="json")
+    id = stored.live.policy(linked(), moves_budget(), constraints=host)
+    drawing = stored.live.http.get(f"/v1/policies/{id}/drawing").json()
+    moved = [op for op, fate in enumerate(drawing["fates"]["fate"]) if fate == 3]
+    page = visit.go(f"/policies/{id}")
+    assert page.locator("#map td.moved").count() == len(moved) > 0
+    assert f"{len(moved)} are moved to the host" in page.inner_text("#map-says")
+    page.hover("#map td.moved >> nth=0")
+    nbytes = drawing["fates"]["nbytes"][int(page.get_attribute("#map td.moved >> nth=0", "data-op"))]
+    assert f": moved to the host, {format_bytes(nbytes)}" in page.inner_text("#map-says")
+    page = visit.go(f"/difference?before={stored.ids[0]}&after={id}")
+    at = names(page.locator("#sides thead tr")).index("moved")
+    rows = [names(row) for row in page.locator("#sides tbody tr").all()]
+    assert [row[at] for row in rows] == ["0 ops", f"{len(moved)} ops"]
+    page = visit.go(f"/difference?before={stored.ids[0]}&after={stored.ids[1]}")
+    assert "moved" not in page.inner_text("#sides")
+    page = visit.go(f"/policies/{stored.ids[1]}")
+    assert "moved" not in page.inner_text("#map-says")
 
 
 def test_names_are_shown_as_text_and_pages_have_landmarks(visit: Visit, stored: Stored) -> None:
