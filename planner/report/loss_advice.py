@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.simulate import simulate
 from autoac.planner.plan import Plan
-from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.graph import Graph, OpId, StepId
 from autoac.planner.units import format_bytes, format_us
 
@@ -118,9 +116,7 @@ def loss_advice(plan: Plan, planning: Callable[[Profile | Graph, int], Plan]) ->
         plan: the plan to improve.
         planning: plans a graph within a budget in bytes, under the plan's own constraints.
     """
-    graph = plan.graph
-    if plan.moves and plan.profile is not None:  # the advice plans other moves
-        graph = constrained(plan.profile, plan.constraints or Constraints())
+    graph = plan.graph if plan.unmoved is None else plan.unmoved  # the advice plans other moves
     loss = find_loss(graph) if plan.recompute_set else None
     if loss is None:
         return None
