@@ -104,6 +104,7 @@ class PeakWatch:
     def end_step(self) -> tuple[PlannedBucket, StepFacts] | None:
         """End the step, and return the facts about the steps so far; None if there are none to judge."""
         self.read()
+        stalled_us = stalls.take()
         readings, self._readings = self._readings, None
         if readings is None or readings.loaded is not readings.bucket.loaded:
             return None
@@ -113,7 +114,7 @@ class PeakWatch:
             bucket.statistics.add(PeakBounds.of(readings.counts))
             last = bucket.statistics.compared == WATCHED_STEPS
             facts = self.facts(bucket, bucket.statistics.peak, readings.written, last=last)
-            facts = facts._replace(stalled_us=stalls.take())
+            facts = facts._replace(stalled_us=stalled_us)
         return bucket, self._with_reserved(facts, bucket)
 
     def _with_reserved(self, facts: StepFacts, bucket: PlannedBucket) -> StepFacts:
