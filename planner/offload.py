@@ -36,6 +36,7 @@ from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
 from autoac.planner.problem.moves import Link, Move, movable, with_moves
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
+from autoac.planner.shared_code import shared_calls
 from autoac.planner.solver.constrained_moments import first_moments
 from autoac.planner.solver.highs import OnProgress, Stopped
 from autoac.planner.solver.incumbent import Goal
@@ -112,7 +113,8 @@ def plan_offload(
         budget_bytes: that the device may hold at any moment.
         link: of device and host, with the bytes that may be used there.
         moves_work_limit: units of work for the search of moves, besides that of `plan`.
-        terms: as in `plan`. A budget of forward's own allows no moves.
+        terms: as in `plan`. A budget of forward's own allows no moves. Nor do blocks that share compiled
+            code, which would be compiled for each block.
 
     Raises:
         InfeasibleBudget, SolverOutOfTime: as in `plan`, and no moves were found with which a save set fits.
@@ -123,7 +125,8 @@ def plan_offload(
     of = profile if isinstance(profile, Profile) else None
     several = of is not None and bool(of.forward_ends)
     limited = constraints.forward_budget_bytes is not None
-    may_move = not (several or limited or graph.waiting_microbatches) and bool(movable(graph, link))
+    may_move = not (several or limited or graph.waiting_microbatches or shared_calls(graph))
+    may_move = may_move and bool(movable(graph, link))
     without, unplanned = None, None
     try:
         without = plan(profile, budget_bytes=budget_bytes, **terms)

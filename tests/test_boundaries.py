@@ -80,8 +80,8 @@ ac_client/runtime:      base planner/base planner/formats profiler/torch_facts p
 ac_client/measure:      base runtime planner planner/base planner/report profiler profiler/torch_facts
                         profiler/distributed
 ac_client/service_client: planner planner/base planner/formats planner/problem planner/memory planner/plans
-ac_client/compiled:     base planner planner/formats profiler/base profiler/torch_facts profiler/compiler
-                        profiler/joint_graph
+ac_client/compiled:     base runtime planner planner/formats profiler/base profiler/torch_facts
+                        profiler/compiler profiler/joint_graph
 ac_client/rerun:        runtime profiler/torch_facts profiler/unseen profiler/restore profiler/checkpoints
 ac_client/planning:     base service_client runtime compiled rerun measure planner planner/base
                         planner/formats planner/problem planner/memory profiler profiler/base

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from ac_client.compiled.moved_tensors import PartMove, insert_moves
 from autoac.planner.formats.op_key import OpKey
-from autoac.planner.formats.policy import SAVE, Decision
+from autoac.planner.formats.policy import OFFLOAD, SAVE, Decision, MovePoints
 from autoac.profiler.compiler.second_stage import BoxedCall, CompiledPart
-from autoac.profiler.joint_graph.decided_part import OpName, compile_decided, ops_of
+from autoac.profiler.joint_graph.decided_part import OpName, compile_decided, is_dynamic, ops_of
 from autoac.profiler.joint_graph.joint_graph import joined
 
 
@@ -27,8 +28,8 @@ class PartCall(NamedTuple):
 class PartCalls:
     """The calls of compiled graphs in one forward, as earlier forwards under its policy made them."""
 
-    def __init__(self, decisions: Mapping[str, Decision]) -> None:
-        self.decisions = decisions
+    def __init__(self, decisions: Mapping[str, Decision], moves: Mapping[str, MovePoints]) -> None:
+        self.decisions, self.moves = decisions, moves
         self.calls: list[PartCall] = []
 
     @cached_property
@@ -86,9 +87,18 @@ class PolicyParts:
             self._left(expected, f"a compiled graph from {'/'.join(ops[0])} on")
             begin = after
         seen = Counter(known.names[:begin])
-        saved = []
-        for name in ops:
-            key = str(OpKey(*name, seen[name]))
+        position: dict[str, int] = {}  # of an op in the graph, by key
+        for i, name in enumerate(ops):
+            position[str(OpKey(*name, seen[name]))] = i
             seen[name] += 1
-            saved.append(known.decisions.get(key, SAVE) == SAVE)
-        return PartCall(part, outer, begin, end, compile_decided(part, tuple(saved)))
+        moves = tuple(
+            PartMove(i, position.get(points.free, len(ops)), position[points.fetch])
+            for key, i in position.items()
+            if (points := known.moves.get(key)) is not None and points.fetch in position
+        )
+        if moves and is_dynamic(part):
+            self._left(next(iter(position)), "a compiled graph of dynamic shapes, which moves nothing")
+            moves = ()
+        saved = tuple(known.decisions.get(key, SAVE) in (SAVE, OFFLOAD) for key in position)
+        code = compile_decided(part, saved, moves, insert_moves) if moves else compile_decided(part, saved)
+        return PartCall(part, outer, begin, end, code)

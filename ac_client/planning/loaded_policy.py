@@ -84,7 +84,7 @@ class LoadedPolicy:
             ForwardRoute(
                 decisions,
                 Route(decisions, self.policy.use_groups, self.policy.moves),
-                PartCalls(decisions),
+                PartCalls(decisions, self.policy.moves),
                 reruns={b - start: e - start for b, e in spans if start <= b < start + len(decisions)},
             )
             for start, decisions in zip(starts, self.policy.forwards, strict=False)

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from autoac.planner.memory.clocks import compute_times
 from autoac.planner.memory.schedule import Backward, Compute, Recompute
 from autoac.planner.problem.graph import Graph, Moment, OpId, SaveSet, StepId
-from autoac.planner.problem.moves import Link, Move, released, triggers, with_moves
+from autoac.planner.problem.moves import Link, Move, code_ends, released, triggers, with_moves
 
 SLACK = 0.1  # of the time of a copy: from its end to where the memory is freed or used
 
@@ -31,7 +31,7 @@ def choose_points(
         link: of device and host.
         slack: see SLACK.
     """
-    n, end = len(graph.ops), graph.model_end
+    n, ends = len(graph.ops), code_ends(graph)
     held_until = {op: max(released(graph, op)) for op in ops}
     lazily = with_moves(graph, [Move(op, Moment(held_until[op]), None) for op in ops], link)
     begins = [0.0] * (graph.end + 1)  # by moment
@@ -59,21 +59,21 @@ def choose_points(
     for op in sorted(first_use):
         copied = max(link_free, made[op])
         copied += (1 + slack) * sum(link.out_us(graph.nbytes(w)) for w in graph.ops[op].writes)
-        if copied > begins[end]:
+        if copied > begins[ends[op]]:
             continue  # compute would wait for it
         link_free = copied
-        free[op] = Moment(min(max(bisect_left(begins, link_free), held_until[op], op + 1), end))
-    unpacking = list(triggers(graph))
-    starts = [begins[n + j] for j in unpacking]
+        free[op] = Moment(min(max(bisect_left(begins, link_free), held_until[op], op + 1), ends[op]))
+    steps_of: dict[Moment, list[StepId]] = {}  # at which a fetch may begin, by the end of the code
+    for step, of in triggers(graph).items():
+        steps_of.setdefault(ends[of], []).append(step)
     moves = []
     link_free = begins[graph.end]
     for op, (step, used) in sorted(first_use.items(), key=lambda item: (-item[1][1], -item[0])):
         nbytes = sum(graph.nbytes(w) for w in graph.ops[op].writes)
         begin = min(link_free, used) - link.in_us(nbytes) * (1 + slack)
-        k = min(bisect_right(starts, begin), bisect_right(unpacking, step)) - 1
-        if k < 0 and unpacking and unpacking[0] <= step:
-            k = 0
-        fetch = unpacking[k] if k >= 0 else None
+        unpacking = [other for other in steps_of.get(ends[op], ()) if other <= step]
+        k = bisect_right(unpacking, begin, key=lambda other: begins[n + other]) - 1
+        fetch = unpacking[max(k, 0)] if unpacking else None
         if fetch is not None and free.get(op, graph.end) <= n + fetch:
             link_free = begin
             moves.append(Move(op, free[op], fetch))

@@ -79,7 +79,8 @@ class Link:
 class Move:
     """Moves the outputs of `op`: NOTE [ Moves ].
 
-    Invariant: `op < free <= model_end` of the graph, and the first use is in step `fetch` or later.
+    Invariant: `op < free <= model_end` of the graph, and the first use is in step `fetch` or later. See also
+    `code_ends`.
     """
 
     op: OpId
@@ -99,13 +100,12 @@ def movable(graph: Graph, link: Link) -> dict[OpId, int]:
     """
     in_groups = {run for row in graph.runs for run in row}
     found = {}
-    end = graph.model_end
     for op in graph.ops:
-        if op.compiled or op.must_recompute or op.id in in_groups or not op.writes or _is_function(op):
+        if op.must_recompute or op.id in in_groups or not op.writes or _is_function(op):
             continue
         if op.must_save not in MAY_MOVE:
             continue
-        if not all(_is_simple(graph, w, end) for w in op.writes):
+        if not all(_is_simple(graph, w) for w in op.writes):
             continue
         nbytes = sum(map(graph.nbytes, op.writes))
         if nbytes >= link.latency_us * link.out_bytes_per_us and nbytes > 0:
@@ -118,24 +118,37 @@ def triggers(graph: Graph) -> dict[StepId, OpId]:
 
     The step begins with the first unpack of what that op made in the model's forward.
     """
-    end = graph.model_end
     in_groups = {run for row in graph.runs for run in row}
     unpacked: set[OpId] = set()
     found = {}
     for step in graph.steps:
         ops = [graph.versions[graph.saved_tensors[h].version].op for h in step.unpacks]
         if ops and ops[0] not in unpacked and ops[0] not in in_groups:
-            op, seen = graph.ops[ops[0]], graph.saved_tensors[step.unpacks[0]].packed < end
+            op, seen = graph.ops[ops[0]], _in_model(graph, graph.saved_tensors[step.unpacks[0]])
             storages = (graph.storages[graph.versions[w].storage] for w in op.writes)
             if (
                 seen
                 and op.must_save in MAY_MOVE
-                and not (op.compiled or _is_function(op))
+                and not _is_function(op)
                 and all(len(s.versions) == 1 for s in storages)
             ):
                 found[step.id] = op.id
         unpacked.update(ops)
     return found
+
+
+def code_ends(graph: Graph) -> list[Moment]:
+    """Return for each op where the code that runs it ends: its compiled graph, or else the model's forward.
+
+    Free and fetch of a move are in the same code as its op.
+    """
+    ends, end, inside = [], graph.model_end, False
+    for op in reversed(graph.ops):
+        if op.compiled and not inside:
+            end = Moment(op.id + 1)
+        ends.append(end if op.compiled else graph.model_end)
+        inside = op.compiled and not op.begins_graph
+    return ends[::-1]
 
 
 def _is_function(op: Op) -> bool:
@@ -153,16 +166,22 @@ def released(graph: Graph, op: OpId) -> list[Moment]:
     return [graph.storages[graph.versions[w].storage].released for w in graph.ops[op].writes]
 
 
-def _is_simple(graph: Graph, w: VersionId, end: Moment) -> bool:
-    version = graph.versions[w]
+def _is_simple(graph: Graph, w: VersionId) -> bool:
+    version, end = graph.versions[w], graph.model_end
     tensors = [graph.saved_tensors[h] for h in version.saved_tensors]
     return (
         graph.nbytes(w) > 0
         and len(graph.storages[version.storage].versions) == 1
         and graph.storages[version.storage].released <= end
         and bool(tensors)
-        and all(len(set(saved.unpacked)) == 1 and saved.packed < end for saved in tensors)
+        and all(len(set(saved.unpacked)) == 1 and _in_model(graph, saved) for saved in tensors)
     )
+
+
+def _in_model(graph: Graph, saved: SavedTensor) -> bool:
+    """Return True if autograd saves the tensor in the model's forward. A compiled graph does as it ends."""
+    compiled = graph.ops[graph.versions[saved.version].op].compiled
+    return saved.packed < graph.model_end + compiled
 
 
 def with_moves(graph: Graph, moves: Sequence[Move], link: Link) -> Graph:

@@ -36,7 +36,7 @@ import hashlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -210,20 +210,20 @@ class CompiledPart:
         """Return the code that the user's backend makes without a plan."""
         return self.compile(None, self._first.partition)
 
-    def decided(self, saved: tuple[bool, ...], partition: Partition) -> BoxedCall:
-        """Return the code for the decisions `saved`, which `partition` carries out, from disk if possible."""
-        digest = hashlib.sha256(bytes(saved)).hexdigest()[:32]
-        if saved not in self.compiled and self._lookup is not None:
+    def decided(self, decisions: Hashable, partition: Partition) -> BoxedCall:
+        """Return the code for `decisions`, which `partition` carries out, from disk if possible."""
+        digest = hashlib.sha256(repr(decisions).encode()).hexdigest()[:32]
+        if decisions not in self.compiled and self._lookup is not None:
             code = self._lookup.load(self.key + digest)
             if code is not None:
-                self.compiled[saved] = code
+                self.compiled[decisions] = code
         try:
-            return self.compile(saved, partition, stored_as=digest)
+            return self.compile(decisions, partition, stored_as=digest)
         except Exception:
             if not private_compiler.suppresses_errors():
                 raise
             log.warning("a compiled graph runs op by op: its backend cannot compile it", exc_info=True)
-            return self.compile(saved, partition, private_compiler.compilers_that_run_ops())
+            return self.compile(decisions, partition, private_compiler.compilers_that_run_ops())
 
     def compile(
         self,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoac.profiler.compiler.second_stage import BoxedCall, CompiledPart
@@ -16,11 +17,17 @@ from autoac.profiler.torch_facts.op_facts import facts_of
 OpName = tuple[str, str]
 """The path of a module, from the outermost module of its graph, and the name of an op."""
 
+InsertMoves = Callable[[fx.GraphModule, fx.GraphModule, Sequence[str], Collection[str], Sequence[Any]], None]
+
+_DYNAMIC = "dynamic"  # key of `CompiledPart.notes`
 _OPS = "ops"  # key of `CompiledPart.notes`
 
 
 def note_ops(part: CompiledPart, joint: JointGraph) -> None:
     """Remember the ops of forward of `part`, as they are after the backend's passes over the joint graph."""
+    values = (node.meta.get("val") for node in joint.forward)
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    part.notes[_DYNAMIC] = any(isinstance(n, torch.SymInt) for tensor in tensors for n in tensor.size())
     part.notes[_OPS] = [(module_path(node), facts_of(node.target).name_in_keys) for node in joint.ops]  # type: ignore[arg-type]
 
 
@@ -44,8 +51,27 @@ class _Listed(Exception):
     """Stops the second stage once the ops are known."""
 
 
-def compile_decided(part: CompiledPart, saved: tuple[bool, ...]) -> BoxedCall:
-    """Return the code of `part` that saves the ops for which `saved` has True, and what must be saved."""
+def is_dynamic(part: CompiledPart) -> bool:
+    """Return True if `part` has symbols for sizes."""
+    ops_of(part)
+    return bool(part.notes[_DYNAMIC])
+
+
+def compile_decided(
+    part: CompiledPart,
+    saved: tuple[bool, ...],
+    moves: tuple[Any, ...] = (),
+    insert: InsertMoves | None = None,
+) -> BoxedCall:
+    """Return the code of `part` that saves the ops for which `saved` has True, and what must be saved.
+
+    Args:
+        part: the graph.
+        saved: by op of forward.
+        moves: names the code, together with `saved`.
+        insert: adds `moves` to forward and backward; called with the names of the ops of forward, and of the
+            nodes that run in backward alone.
+    """
 
     def partition(
         module: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_options: Any
@@ -56,8 +82,18 @@ def compile_decided(part: CompiledPart, saved: tuple[bool, ...]) -> BoxedCall:
             assert len(joint.ops) == len(saved), "the backend's passes gave another joint graph"
             return {node: save or node.name in forced for node, save in zip(joint.ops, saved, strict=True)}
 
-        forward, backward = cut(module, num_fwd_outputs, is_saved)
+        names: list[str] = []
+        own: set[str] = set()
+
+        def noted(joint: JointGraph) -> dict[fx.Node, bool]:
+            names.extend(node.name for node in joint.ops)
+            own.update(node.name for node in joint.backward)
+            return is_saved(joint)
+
+        forward, backward = cut(module, num_fwd_outputs, noted)
+        if insert is not None:
+            insert(forward, backward, names, own, moves)
         restore_states(forward, backward)
         return forward, backward
 
-    return part.decided(saved, partition)
+    return part.decided((saved, moves), partition)

@@ -62,7 +62,7 @@ def _replace_bindings(bindings: Any, device: ModuleType) -> None:
         "_cuda_getDevice": device.current_device,
         "_cuda_setDevice": device.set_device,
         "_cuda_exchangeDevice": exchange_device,
-        "_cuda_maybeExchangeDevice": exchange_device,
+        "_cuda_maybeExchangeDevice": lambda index: exchange_device(index),  # Dynamo wants two functions
         "_cuda_getCurrentRawStream": device.current_stream,
         "_cuda_setStream": set_stream,
         "_cuda_synchronize": lambda: device.synchronize(device.current_device()),
@@ -135,7 +135,8 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
 
     cuda.cudart = lambda: Runtime
     cuda._initialized = True
-    cuda._exchange_device = cuda._maybe_exchange_device = torch._C._cuda_exchangeDevice
+    cuda._exchange_device = torch._C._cuda_exchangeDevice
+    cuda._maybe_exchange_device = torch._C._cuda_maybeExchangeDevice
     torch.UntypedStorage.clone = clone  # torch's clones and resizes storages of CUDA in a build for CUDA only
     torch.UntypedStorage.resize_ = resize_
     cuda._lazy_init = lambda: None

@@ -21,7 +21,7 @@ from autoac.planner import InfeasibleBudget, find_minimum_peak, plan, plan_offlo
 from autoac.planner.formats.profile import LinkRates
 from autoac.planner.problem.moves import Link
 from autoac.planner.units import GIB
-from autoac.profiler import link_of, observe
+from autoac.profiler import link_of, observe, profile
 from autoac.profiler.torch_facts.streams import streams_seen
 from benchmarks.fuzzers import moved_programs
 from benchmarks.models.gpt2 import gpt2
@@ -221,6 +221,46 @@ def test_plan_below_the_smallest_peak_of_recompute_alone_is_carried_out(gpu: Mod
     losses, peaks, _ = losses_and_peaks(gpu, policy=planned.policy())
     assert losses == expected
     assert peaks[-1] == planned.peak <= budget < low
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)).exp().sin()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("mutation", ["none", "use without waiting"])
+def test_compiled_code_waits_for_its_copies(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, mutation: str
+) -> None:
+    x = torch.randn(512, 64, device="cuda")
+    plain = Chain().cuda()
+    torch.compile(plain, backend="aot_eager")(x).backward()
+    step = profile(torch.compile(Chain().cuda(), backend="aot_eager"), x)
+    budget = (find_minimum_peak(step).found + plan(step, budget_bytes=1 << 40).peak) // 2
+    found = plan_offload(step, budget_bytes=budget, link=Link(1e6, 1e6, 0.0, 1 << 40)).plan
+    assert found.moves
+    model = Chain().cuda()
+    call = torch.compile(model, backend="aot_eager")
+    ac_client.apply(model, policy=found.policy())
+    call(x).backward()
+    model.zero_grad()
+    gpu.take_races()
+    mutated(monkeypatch, *MUTATIONS.get(mutation, ()))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call(x).backward()
+    assert torch.cuda.max_memory_allocated() - before == found.peak - found.graph.static_bytes
+    if mutation == "none":
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
+    assert bool(gpu.take_races()) is (mutation != "none")
 
 
 def test_link_is_measured(gpu: ModuleType) -> None:

@@ -17,7 +17,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 
 import ac_client
-from autoac.planner import find_minimum_peak, plan
+from autoac.planner import find_minimum_peak, plan, plan_offload
+from autoac.planner.problem.moves import Link
 from autoac.planner.shared_code import MOST_VARIANTS
 from autoac.profiler import DATASHEETS, profile
 from autoac.profiler.capture.allocations import AllocationRecord
@@ -246,3 +247,16 @@ def test_leaves_that_are_compiled_by_themselves(leaf: str, after_apply: bool) ->
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     assert all(map(torch.equal, gradients(True), gradients(False)))
+
+
+def test_blocks_that_share_code_move_nothing_to_the_host() -> None:
+    """Each would be compiled for its own moves."""
+    link = Link(1e6, 1e6, 0.0, 1 << 40)
+    for blocks, moves in ((4, False), (1, True)):
+        model = Net(blocks)
+        in_place(model)
+        step = profile(model, BATCH)
+        budget = (find_minimum_peak(step).found + plan(step, budget_bytes=1 << 40).peak) // 2
+        found = plan_offload(step, budget_bytes=budget, link=link).plan
+        assert bool(found.moves) is moves
+        assert bool(found.why_unmoved) is not moves

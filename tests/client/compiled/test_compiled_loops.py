@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from stepping import allocated_peak
 from torch import Tensor, nn
 
 import ac_client
+from ac_client.runtime.moves.host_memory import host_memory
+from autoac.planner import Policy, build, find_minimum_peak, plan_offload
+from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.problem.moves import Link
+from autoac.profiler import profile
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -110,14 +116,22 @@ LOOPS = [
 ]
 
 
-def run(loop: Loop, plan: bool, *, breaks: bool, **options: Any) -> list[Tensor]:
+def run(
+    loop: Loop,
+    plan: bool,
+    *,
+    breaks: bool = False,
+    policy: Policy | None = None,
+    backend: str = BACKEND,
+    **options: Any,
+) -> list[Tensor]:
     torch.compiler.reset()
     model = Net(breaks=breaks)
-    call = torch.compile(model, backend=BACKEND, **options)
+    call = torch.compile(model, backend=backend, **options)
     if plan:
-        ac_client.apply(model, TIGHT_GB)
+        ac_client.apply(model, None if policy else TIGHT_GB, policy=policy)
     results = loop(model, call)
-    if plan:
+    if plan and policy is None:
         assert ac_client.applied(model).report().recomputed > 0
     return results
 
@@ -138,3 +152,74 @@ def test_results_are_those_of_the_unplanned_compiled_model(loop: Loop, breaks: b
 def test_dynamic_shapes(loop: Loop) -> None:
     want = run(loop, plan=False, breaks=False, dynamic=True)
     assert all(map(torch.equal, run(loop, plan=True, breaks=False, dynamic=True), want))
+
+
+# --- moves to the host ------------------------------------------------------------------------------------
+
+
+def moving(share: float, *, breaks: bool = False, backend: str = BACKEND) -> Policy:
+    """Return a policy that moves, at a share of the way from the smallest peak without moves to plain's."""
+    torch.compiler.reset()
+    step = profile(torch.compile(Net(breaks=breaks), backend=backend), batch())
+    graph = build(step)
+    low, high = find_minimum_peak(step).found, peak_bytes(graph, graph.everything)
+    budget, link = low + round(share * (high - low)), Link(1e6, 1e6, 0.0, 1 << 40)
+    found = plan_offload(step, budget_bytes=budget, link=link).plan
+    assert found.moves
+    assert found.peak <= budget
+    return found.policy()
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("share", [-0.02, 0.0, 0.3])
+def test_moves_have_the_predicted_peaks_of_device_and_host(share: float, breaks: bool) -> None:
+    policy = moving(share, breaks=breaks)
+    torch.compiler.reset()
+    model, x = Net(breaks=breaks), batch()
+    call = torch.compile(model, backend=BACKEND)
+    ac_client.apply(model, policy=policy)
+    call(x).backward()
+    model.zero_grad()
+    used = host_memory.peak = host_memory.used
+    peak = allocated_peak(lambda: call(x).backward())
+    assert peak + policy.predicted.static_bytes == policy.predicted.peak_bytes
+    assert (host_memory.peak - used, host_memory.used) == (policy.predicted.moved_bytes, used)
+
+
+@pytest.mark.parametrize(
+    ("loop", "breaks"),
+    [
+        *((loop, False) for loop in LOOPS if loop is not other_shapes),
+        *((loop, True) for loop in (accumulation, two_forwards, retained_graph)),
+    ],
+)
+def test_results_with_moves_are_those_of_the_unplanned_compiled_model(loop: Loop, breaks: bool) -> None:
+    want, policy = run(loop, plan=False, breaks=breaks), moving(0.1, breaks=breaks)
+    used = host_memory.peak = host_memory.used
+    assert all(map(torch.equal, run(loop, plan=True, breaks=breaks, policy=policy), want))
+    assert host_memory.peak > used == host_memory.used
+
+
+def test_forward_without_backward_leaves_nothing_on_the_host() -> None:
+    def forward(_model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        return [call(batch()).detach()]
+
+    policy = moving(0.1)
+    used = host_memory.peak = host_memory.used
+    run(forward, plan=True, policy=policy)
+    assert host_memory.peak > used == host_memory.used
+
+
+def test_inductor_moves() -> None:
+    want, policy = run(one_step, plan=False, backend="inductor"), moving(0.1, backend="inductor")
+    used = host_memory.peak = host_memory.used
+    assert all(map(torch.equal, run(one_step, plan=True, policy=policy, backend="inductor"), want))
+    assert host_memory.peak - used == policy.predicted.moved_bytes
+
+
+def test_dynamic_shapes_move_nothing_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    want, policy = run(one_step, plan=False, dynamic=True), moving(0.1)
+    used = host_memory.peak = host_memory.used
+    assert all(map(torch.equal, run(one_step, plan=True, policy=policy, dynamic=True), want))
+    assert host_memory.peak == used
+    assert "a compiled graph of dynamic shapes, which moves nothing" in caplog.text
