@@ -25,10 +25,10 @@ from ac_client.planning.next_action import (
     next_action,
 )
 from ac_client.planning.options import ApplyOptions
-from ac_client.planning.plan_batch import BatchPlanner, first_line
+from ac_client.planning.plan_batch import NO_PLAN, BatchPlanner, first_line
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.service_client.errors import RemoteError
-from autoac.planner import InfeasibleBudget, PlannerError, Policy, PolicySet, Profile
+from autoac.planner import PlannerError, Policy, PolicySet, Profile
 from autoac.planner.units import format_bytes
 from autoac.profiler import Loop, ProfilerBusy
 from autoac.profiler.errors import ProfilerError
@@ -253,7 +253,7 @@ class ModelPlanning:
                 if action.otherwise is None
                 else (*self.planner.plan_within(*within), None)
             )
-        except InfeasibleBudget:
+        except NO_PLAN:
             if action.otherwise is None:
                 raise
             self._load_otherwise(bucket, action, action.otherwise)

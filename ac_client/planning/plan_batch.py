@@ -51,6 +51,7 @@ from autoac.profiler.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
 
+NO_PLAN = InfeasibleBudget, SolverOutOfTime
 WORK_LIMIT = 10.0  # units of work for a plan that a training step waits for: NOTE [ Work ] in highs.py
 
 
@@ -243,7 +244,7 @@ class BatchPlanner:
         """
         try:
             return *self.plan_within(profile, limit, extra_static), None
-        except (InfeasibleBudget, SolverOutOfTime) as error:
+        except NO_PLAN as error:
             if error.smallest_found is None:
                 raise
             start = error.save_set if isinstance(error, InfeasibleBudget) else None
@@ -281,7 +282,7 @@ class BatchPlanner:
         others, limit = self._on_device.others_nbytes(), self.limit_of(profile)
         try:
             made, profile, loop = self.plan_first(profile, loop, others, limit)
-        except InfeasibleBudget as error:
+        except NO_PLAN as error:
             alone = None if error.smallest_found is None else error.smallest_found - others
             fits_alone = alone is not None and alone <= self.options.limit
             if not (running or fits_alone or self._on_device.neighbors_nbytes()):
@@ -317,11 +318,11 @@ class BatchPlanner:
             Policy and plan, and the profile and the form of the loop that they are for.
 
         Raises:
-            InfeasibleBudget: no plan fits, although the loop drops the outputs.
+            InfeasibleBudget, SolverOutOfTime: no plan fits, or was found, though the loop drops the outputs.
         """
         try:
             return self.plan_within(profile, limit, others), profile, loop
-        except InfeasibleBudget as error:
+        except NO_PLAN as error:
             drops = profile.droppable_outputs - loop.drops
             if not drops:
                 _explain(error, profile)
@@ -330,7 +331,7 @@ class BatchPlanner:
         profile, loop = dropping_all(profile, loop)
         try:
             made = self.plan_within(profile, limit, others)
-        except InfeasibleBudget as error:
+        except NO_PLAN as error:
             error.add_note(
                 f"autoac: this is of a loop that drops the model's other outputs ({nbytes}) before backward, "
                 "as in loss = model(batch).loss. A loop that holds them needs more"
@@ -376,7 +377,7 @@ def dropping_all(profile: Profile, loop: Loop) -> tuple[Profile, Loop]:
     return profile.with_dropped_outputs(drops), replace(loop, drops=drops)
 
 
-def _explain(error: InfeasibleBudget, profile: Profile) -> None:
+def _explain(error: PlannerError, profile: Profile) -> None:
     for message in unplanned_in(profile):
         error.add_note(f"autoac: {message}")
 

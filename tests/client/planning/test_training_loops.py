@@ -15,7 +15,17 @@ from torch import Tensor, nn
 import ac_client
 from ac_client import Report
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import InfeasibleBudget, Policy, build, find_minimum_peak, simulate
+from ac_client.planning import plan_batch
+from autoac.planner import (
+    InfeasibleBudget,
+    Plan,
+    Policy,
+    Profile,
+    SolverOutOfTime,
+    build,
+    find_minimum_peak,
+    simulate,
+)
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import observe
 from autoac.profiler.steps.training_loop import Loop
@@ -587,9 +597,21 @@ def holds(model: nn.Module) -> None:
     out.loss.backward()
 
 
+@pytest.mark.parametrize("ruled_out", [True, False])
 def test_budget_that_only_a_loop_that_drops_outputs_keeps_is_kept_from_the_first_step(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, ruled_out: bool
 ) -> None:
+    """Whether the planner rules out that a loop that holds them fits, or only does not find how."""
+    solve = plan_batch.plan
+
+    def plan(step: Profile, **terms: Any) -> Plan:
+        try:
+            return solve(step, **terms)
+        except InfeasibleBudget as error:
+            raise SolverOutOfTime(error.budget, 600.0, error.proven_floor, error.smallest_found) from None
+
+    if not ruled_out:
+        monkeypatch.setattr(plan_batch, "plan", plan)
     smallest_held = find_minimum_peak(observe(Head(), batches(), {})).proven
     smallest_dropped = find_minimum_peak(
         observe(Head(), batches(), {}, loop=Loop(drops=frozenset({1})))
