@@ -601,7 +601,7 @@ def holds(model: nn.Module) -> None:
 def test_budget_that_only_a_loop_that_drops_outputs_keeps_is_kept_from_the_first_step(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, ruled_out: bool
 ) -> None:
-    """Whether the planner rules out that a loop that holds them fits, or only does not find how."""
+    """Plan for such a loop, whether the planner rules out any other or only finds no plan for it."""
     solve = plan_batch.plan
 
     def plan(step: Profile, **terms: Any) -> Plan:
