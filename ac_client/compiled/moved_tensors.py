@@ -42,6 +42,7 @@ def insert_moves(
     ops: Sequence[str],
     own: Collection[str],
     moves: Sequence[PartMove],
+    n_outputs: int,
 ) -> None:
     """Add `moves` to the halves of a cut that saves the outputs of moved ops.
 
@@ -50,17 +51,25 @@ def insert_moves(
         ops: names of the nodes of the ops of forward, in order.
         own: names of the nodes that run in backward alone.
         moves: without symbols in the sizes of what moves.
+        n_outputs: how many outputs of forward are returned; others are saved for backward.
     """
     made = {node.name: node for node in forward.graph.nodes}
     inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    reader: dict[str, fx.Node] = {}  # the first node of backward's own, by what it reads: saved or recomputed
+    for node in backward.graph.nodes:
+        if node.name in own and not is_view(node):
+            for read in storages_read(node):
+                reader.setdefault(read.name, node)
     output = forward.graph.output_node()
     for move in sorted(moves):
         end = made[ops[move.free]] if move.free < len(ops) else output
+        of = _tensors_of(made[ops[move.fetch]])
+        trigger = min(reader[tensor.name] for tensor in of if tensor.name in reader)
         for tensor in _tensors_of(made[ops[move.op]]):
             if (saved := inputs.get(tensor.name)) is not None:
                 token = _leave(forward.graph, tensor, end)
-                output.args = (tuple(token if out is tensor else out for out in results_of(forward.graph)),)
-                trigger = _first_reader(backward.graph, made[ops[move.fetch]], own)
+                returned, kept = results_of(forward.graph)[:n_outputs], results_of(forward.graph)[n_outputs:]
+                output.args = ((*returned, *(token if out is tensor else out for out in kept)),)
                 _come_back(backward.graph, saved, token, trigger, own)
     for half in (forward, backward):
         half.graph.lint()
@@ -91,7 +100,7 @@ def _come_back(
 ) -> None:
     """Fetch the tensor in whose place `saved` is a token now."""
     value = saved.meta["val"]
-    first = next(node for node in graph.nodes if node in saved.users)
+    first = min(saved.users)
     begin = min(trigger, first)
     while not _ends_step(begin.prev, own):
         begin = begin.prev
@@ -103,23 +112,6 @@ def _come_back(
     saved.replace_all_uses_with(arrived, lambda user: user not in (fetched, arrived))
     fetched.meta["val"] = arrived.meta["val"] = value
     saved.meta["val"] = token.meta["val"]
-
-
-def _first_reader(graph: fx.Graph, op: fx.Node, own: Collection[str]) -> fx.Node:
-    """Return the first node of backward that reads an output of `op`, saved, moved or recomputed."""
-    names = {op.name, *(tensor.name for tensor in _tensors_of(op))}
-    readers = (node for node in graph.nodes if node.name in own and not is_view(node))
-    return next((node for node in readers if names & set(_reads(node))), graph.output_node())
-
-
-def _reads(node: fx.Node) -> list[str]:
-    """Return the names of the storages that `node` reads. What arrives has the name of its token."""
-    arrive, found = torch.ops.autoac.arrive.default, []
-    for read in storages_read(node):
-        token = read.args[1] if read.target is arrive else read
-        assert isinstance(token, fx.Node)
-        found.append(token.name)
-    return found
 
 
 def _ends_step(node: fx.Node, own: Collection[str]) -> bool:

@@ -17,7 +17,9 @@ from autoac.profiler.torch_facts.op_facts import facts_of
 OpName = tuple[str, str]
 """The path of a module, from the outermost module of its graph, and the name of an op."""
 
-InsertMoves = Callable[[fx.GraphModule, fx.GraphModule, Sequence[str], Collection[str], Sequence[Any]], None]
+InsertMoves = Callable[
+    [fx.GraphModule, fx.GraphModule, Sequence[str], Collection[str], Sequence[Any], int], None
+]
 
 _DYNAMIC = "dynamic"  # key of `CompiledPart.notes`
 _OPS = "ops"  # key of `CompiledPart.notes`
@@ -69,8 +71,8 @@ def compile_decided(
         part: the graph.
         saved: by op of forward.
         moves: names the code, together with `saved`.
-        insert: adds `moves` to forward and backward; called with the names of the ops of forward, and of the
-            nodes that run in backward alone.
+        insert: adds `moves` to forward and backward; called with the names of the ops of forward, those of
+            the nodes that run in backward alone, the moves, and how many outputs forward returns.
     """
 
     def partition(
@@ -92,7 +94,7 @@ def compile_decided(
 
         forward, backward = cut(module, num_fwd_outputs, noted)
         if insert is not None:
-            insert(forward, backward, names, own, moves)
+            insert(forward, backward, names, own, moves, num_fwd_outputs)
         restore_states(forward, backward)
         return forward, backward
 

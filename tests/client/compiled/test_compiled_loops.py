@@ -210,6 +210,45 @@ def test_forward_without_backward_leaves_nothing_on_the_host() -> None:
     assert host_memory.peak > used == host_memory.used
 
 
+class Outputs(nn.Module):
+    """Returns what backward needs, besides the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        hidden = [x]
+        for layer in self.layers:
+            hidden.append(torch.tanh(layer(hidden[-1])).exp())
+        return {"loss": hidden[-1].square().mean(), "hidden": tuple(hidden[1:])}
+
+
+def test_outputs_that_move_are_returned() -> None:
+    """A plan for a loop that drops them moves some."""
+
+    def results(policy: Policy | None) -> list[Tensor]:
+        torch.compiler.reset()
+        model = Outputs()
+        call = torch.compile(model, backend=BACKEND)
+        if policy is not None:
+            ac_client.apply(model, policy=policy)
+        out = call(batch())
+        hidden = [tensor.detach().clone() for tensor in out["hidden"]]
+        out["loss"].backward()
+        return hidden + gradients(model)
+
+    step = profile(torch.compile(Outputs(), backend=BACKEND), batch(), loss=lambda out: out["loss"])
+    step = step.with_dropped_outputs(step.droppable_outputs)
+    graph = build(step)
+    low, high = find_minimum_peak(step).found, peak_bytes(graph, graph.everything)
+    link = Link(1e6, 1e6, 0.0, 1 << 40)
+    found = plan_offload(step, budget_bytes=(4 * low + high) // 5, link=link).plan
+    assert any("exp" in graph.ops[op].name for op in found.moved)
+    assert all(map(torch.equal, results(found.policy()), results(None)))
+
+
 def test_inductor_moves() -> None:
     want, policy = run(one_step, plan=False, backend="inductor"), moving(0.1, backend="inductor")
     used = host_memory.peak = host_memory.used
