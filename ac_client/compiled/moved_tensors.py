@@ -155,7 +155,14 @@ def _fetch_now(
     token: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     storage: Any = token.untyped_storage()
-    target, storage.wait = storage.copy.fetch()
+    if not hasattr(storage, "copy"):
+        raise RuntimeError(
+            "a tensor that compiled code has moved to the host came back as another tensor: remove the "
+            "saved-tensor hooks that copy tensors (save_on_cpu), or plan without host_budget_gb"
+        )
+    target: Any
+    target, wait = storage.copy.fetch()
+    target.wait = wait  # at the latest when the memory is freed: an exception may come before `arrive`
     found = torch.empty(0, dtype=dtype, device=device).set_(target, *storage.window)
     if any(n > 1 and a != b for n, a, b in zip(size, found.stride(), stride, strict=True)):
         raise RuntimeError(
@@ -166,7 +173,7 @@ def _fetch_now(
 
 
 def _arrive_now(t: Tensor, token: Tensor) -> Tensor:
-    storage: Any = token.untyped_storage()
+    storage: Any = t.untyped_storage()
     storage.wait()
     del storage.wait
     return t

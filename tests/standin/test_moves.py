@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 from torch import nn
 
 import ac_client
@@ -223,6 +224,26 @@ def test_plan_below_the_smallest_peak_of_recompute_alone_is_carried_out(gpu: Mod
     assert peaks[-1] == planned.peak <= budget < low
 
 
+armed: list[str] = []  # not empty: backward of `same` raises
+
+
+@torch.library.custom_op("autoac_tests::may_fail", mutates_args=())
+def may_fail(x: torch.Tensor) -> torch.Tensor:
+    if armed:
+        raise InterruptedError
+    return x.clone()
+
+
+@torch.library.custom_op("autoac_tests::same", mutates_args=())
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+may_fail.register_fake(torch.empty_like)
+same.register_fake(torch.empty_like)
+same.register_autograd(lambda _, gradient: may_fail(gradient))
+
+
 class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -230,8 +251,10 @@ class Chain(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
             x = torch.tanh(layer(x)).exp().sin()
+            if i == 4:
+                x = same(x)
         return x.square().mean()
 
 
@@ -261,6 +284,28 @@ def test_compiled_code_waits_for_its_copies(
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
     assert bool(gpu.take_races()) is (mutation != "none")
+
+
+@torch._functorch.config.patch(donated_buffer=False)  # or else torch refuses to retain the graph
+def test_exception_between_fetch_and_arrival_in_compiled_code_races_with_nothing(gpu: ModuleType) -> None:
+    x = torch.randn(512, 64, device="cuda")
+    step = profile(torch.compile(Chain().cuda(), backend="aot_eager"), x)
+    low, high = find_minimum_peak(step).found, plan(step, budget_bytes=1 << 40).peak
+    link = Link(300.0, 300.0, 0.0, 1 << 40)  # slow: fetches come long before they arrive
+    found = plan_offload(step, budget_bytes=(low + high) // 2, link=link).plan
+    assert found.moves
+    call = torch.compile(ac_client.apply(Chain().cuda(), policy=found.policy()), backend="aot_eager")
+    call(x).backward()
+    loss = call(x)
+    gpu.take_races()
+    armed.append("now")
+    try:
+        with pytest.raises(InterruptedError):
+            loss.backward(retain_graph=True)
+    finally:
+        armed.clear()
+    torch.full((512, 64), 2.0, device="cuda")
+    assert gpu.take_races() == []
 
 
 def test_link_is_measured(gpu: ModuleType) -> None:

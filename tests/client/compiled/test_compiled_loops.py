@@ -249,6 +249,19 @@ def test_outputs_that_move_are_returned() -> None:
     assert all(map(torch.equal, results(found.policy()), results(None)))
 
 
+def test_hook_that_copies_what_moves_is_refused() -> None:
+    policy = moving(0.1)
+
+    def hooked(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+            loss = call(batch())
+        with pytest.raises(RuntimeError, match="remove the saved-tensor hooks that copy tensors"):
+            loss.backward()
+        return []
+
+    run(hooked, plan=True, policy=policy)
+
+
 def test_inductor_moves() -> None:
     want, policy = run(one_step, plan=False, backend="inductor"), moving(0.1, backend="inductor")
     used = host_memory.peak = host_memory.used
