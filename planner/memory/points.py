@@ -63,15 +63,15 @@ def choose_points(
             continue  # compute would wait for it
         link_free = copied
         free[op] = Moment(min(max(bisect_left(begins, link_free), held_until[op], op + 1), ends[op]))
-    steps_of: dict[Moment, list[StepId]] = {}  # at which a fetch may begin, by the end of the code
+    steps_of: dict[tuple[Moment, bool], list[StepId]] = {}  # at which a fetch may begin, by the code
     for step, of in triggers(graph).items():
-        steps_of.setdefault(ends[of], []).append(step)
+        steps_of.setdefault((ends[of], graph.ops[of].compiled), []).append(step)
     moves = []
     link_free = begins[graph.end]
     for op, (step, used) in sorted(first_use.items(), key=lambda item: (-item[1][1], -item[0])):
         nbytes = sum(graph.nbytes(w) for w in graph.ops[op].writes)
         begin = min(link_free, used) - link.in_us(nbytes) * (1 + slack)
-        unpacking = [other for other in steps_of.get(ends[op], ()) if other <= step]
+        unpacking = [other for other in steps_of.get((ends[op], graph.ops[op].compiled), ()) if other <= step]
         k = bisect_right(unpacking, begin, key=lambda other: begins[n + other]) - 1
         fetch = unpacking[max(k, 0)] if unpacking else None
         if fetch is not None and free.get(op, graph.end) <= n + fetch:

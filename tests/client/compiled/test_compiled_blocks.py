@@ -17,8 +17,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 
 import ac_client
-from autoac.planner import find_minimum_peak, plan, plan_offload
-from autoac.planner.problem.moves import Link
+from autoac.planner import build, find_minimum_peak, plan, plan_offload
+from autoac.planner.problem.moves import Link, triggers
 from autoac.planner.shared_code import MOST_VARIANTS
 from autoac.profiler import DATASHEETS, profile
 from autoac.profiler.capture.allocations import AllocationRecord
@@ -247,6 +247,25 @@ def test_leaves_that_are_compiled_by_themselves(leaf: str, after_apply: bool) ->
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     assert all(map(torch.equal, gradients(True), gradients(False)))
+
+
+def test_eager_ops_are_not_fetched_at_points_of_a_compiled_end() -> None:
+    """The code of both ends where the model's forward does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    model[3].compile(backend=BACKEND)
+    step = profile(model, BATCH, loss=lambda out: out.square().mean())
+    graph = build(step)
+    begins = triggers(graph)
+    low, high = find_minimum_peak(step).found, plan(step, budget_bytes=1 << 40).peak
+    compiled = set()
+    for rate in (300.0, 1e3, 1e4):
+        link = Link(rate, rate, 0.0, 1 << 40)
+        for move in plan_offload(step, budget_bytes=(low + high) // 2, link=link).plan.moves:
+            assert move.fetch is not None
+            assert graph.ops[begins[move.fetch]].compiled is graph.ops[move.op].compiled
+            compiled.add(graph.ops[move.op].compiled)
+    assert False in compiled
 
 
 def test_blocks_that_share_code_move_nothing_to_the_host() -> None:
