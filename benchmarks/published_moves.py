@@ -54,8 +54,7 @@ def qwen3_14b(length: int) -> Profile:
     profile = profile.with_dropped_outputs(profile.droppable_outputs)
     n = sum(parameter.numel() for parameter in model.parameters())
     # parameter, gradient and two states of Adam, each bf16; and two layers that are gathered
-    standing = n * 8 // 8 + 2 * 2 * n // config.num_hidden_layers
-    return profile.model_copy(update={"static": profile.static.model_copy(update={"parameters": standing})})
+    return _holding(profile, n * 8 // 8 + 2 * 2 * n // config.num_hidden_layers)
 
 
 def boundary_inputs() -> Profile:
@@ -80,8 +79,13 @@ def llama_8b_over_8() -> Profile:
     """Profile Llama-3-8B, one sequence of 8,192 tokens, on one of 8 H100 that share its parameters."""
     model, batch = llama(32)
     profile = sharded(observe(model, (), batch, on=DATASHEETS["h100"]))
-    standing = sum(parameter.numel() for parameter in model.parameters()) * 12 // 8  # fp32 states of Adam
-    return profile.model_copy(update={"static": profile.static.model_copy(update={"parameters": standing})})
+    n = sum(parameter.numel() for parameter in model.parameters())
+    return _holding(profile, n * 12 // 8)  # parameter and gradient in bf16, two states of Adam in fp32
+
+
+def _holding(profile: Profile, nbytes: int) -> Profile:
+    """Return a sharded profile with what one device holds of parameters, gradients and optimizer states."""
+    return profile.model_copy(update={"static": profile.static.model_copy(update={"parameters": nbytes})})
 
 
 def cases() -> Iterator[Case]:

@@ -50,8 +50,8 @@ from autoac.planner.solver.variables import options_for
 
 SHARES = (1.0, 0.8, 1.0, 0.8)  # of the bandwidth that relaxations count on, one after another
 WORTH = 0.005  # of the step: what moves must save for the host to be used
-WORK_LIMIT = 10.0  # units of work for all searches of moves,
 FEW = 40  # so few ops that may be moved are decided by the program, without rounding
+WORK_LIMIT = 10.0  # units of work for all searches of moves,
 SEARCH_WORK = 5.0  # and for one
 
 

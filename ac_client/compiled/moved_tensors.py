@@ -60,11 +60,11 @@ def insert_moves(
         if node.name in own and not is_view(node):
             for read in storages_read(node):
                 reader.setdefault(read.name, node)
-    output = forward.graph.output_node()
+    output, last = forward.graph.output_node(), backward.graph.output_node()
     for move in sorted(moves):
         end = made[ops[move.free]] if move.free < len(ops) else output
         of = _tensors_of(made[ops[move.fetch]])
-        trigger = min(reader[tensor.name] for tensor in of if tensor.name in reader)
+        trigger = min(reader.get(tensor.name, last) for tensor in of)
         for tensor in _tensors_of(made[ops[move.op]]):
             if (saved := inputs.get(tensor.name)) is not None:
                 token = _leave(forward.graph, tensor, end)
@@ -98,7 +98,7 @@ def _leave(graph: fx.Graph, tensor: fx.Node, end: fx.Node) -> fx.Node:
 def _come_back(
     graph: fx.Graph, saved: fx.Node, token: fx.Node, trigger: fx.Node, own: Collection[str]
 ) -> None:
-    """Fetch the tensor in whose place `saved` is a token now."""
+    """Fetch the tensor in whose place `saved` is a token now: for `trigger`, or for its first use."""
     value = saved.meta["val"]
     first = min(saved.users)
     begin = min(trigger, first)

@@ -100,5 +100,5 @@ class PolicyParts:
             self._left(next(iter(position)), "a compiled graph of dynamic shapes, which moves nothing")
             moves = ()
         saved = tuple(known.decisions.get(key, SAVE) in (SAVE, OFFLOAD) for key in position)
-        code = compile_decided(part, saved, moves, insert_moves) if moves else compile_decided(part, saved)
+        code = compile_decided(part, saved, moves, insert_moves)
         return PartCall(part, outer, begin, end, code)

@@ -60,17 +60,14 @@ def is_dynamic(part: CompiledPart) -> bool:
 
 
 def compile_decided(
-    part: CompiledPart,
-    saved: tuple[bool, ...],
-    moves: tuple[Any, ...] = (),
-    insert: InsertMoves | None = None,
+    part: CompiledPart, saved: tuple[bool, ...], moves: tuple[Any, ...], insert: InsertMoves
 ) -> BoxedCall:
     """Return the code of `part` that saves the ops for which `saved` has True, and what must be saved.
 
     Args:
         part: the graph.
         saved: by op of forward.
-        moves: names the code, together with `saved`.
+        moves: of tensors to the host; with `saved`, they name the code.
         insert: adds `moves` to forward and backward; called with the names of the ops of forward, those of
             the nodes that run in backward alone, the moves, and how many outputs forward returns.
     """
@@ -93,7 +90,7 @@ def compile_decided(
             return is_saved(joint)
 
         forward, backward = cut(module, num_fwd_outputs, noted)
-        if insert is not None:
+        if moves:
             insert(forward, backward, names, own, moves, num_fwd_outputs)
         restore_states(forward, backward)
         return forward, backward

@@ -9,6 +9,8 @@ import pytest
 import torch
 from stepping import allocated_peak
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+from torch._dynamo.exc import BackendCompilerFailed
 
 import ac_client
 from ac_client.runtime.moves.host_memory import host_memory
@@ -260,6 +262,18 @@ def test_hook_that_copies_what_moves_is_refused() -> None:
         return []
 
     run(hooked, plan=True, policy=policy)
+
+
+def test_moves_under_compiled_autograd_are_refused() -> None:
+    def step(_model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        with (
+            compiled_autograd._enable(torch.compile(backend=BACKEND)),
+            pytest.raises(BackendCompilerFailed, match="autoac::arrive"),
+        ):
+            call(batch()).backward()
+        return []
+
+    run(step, plan=True, policy=moving(0.1))
 
 
 def test_inductor_moves() -> None:

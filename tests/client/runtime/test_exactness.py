@@ -165,6 +165,16 @@ def plain_gradients(make: Make, batch: torch.Tensor, autocast: bool) -> list[tor
     return [parameter.grad for parameter in model.parameters()]
 
 
+def profiled(case: str, autocast: bool) -> tuple[Make, torch.Tensor, Profile]:
+    """Return the model of a case, its batch, and the profile of a step."""
+    make, shape = CASES[case]
+    if autocast and case in ("in place", "views"):
+        pytest.skip("these models mix types by hand")
+    batch = torch.randn(shape)
+    with casting(autocast):
+        return make, batch, profile(seeded(make), batch, loss=scalar)
+
+
 def save_sets(found: Profile, n: int) -> list[SaveSet]:
     graph = build(found)
     chance = random.Random(7)
@@ -178,12 +188,7 @@ def save_sets(found: Profile, n: int) -> list[SaveSet]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_predicted_peak_equals_the_measured_peak(case: str, autocast: bool) -> None:
-    make, shape = CASES[case]
-    if autocast and case in ("in place", "views"):
-        pytest.skip("these models mix types by hand")
-    batch = torch.randn(shape)
-    with casting(autocast):
-        found = profile(seeded(make), batch, loss=scalar)
+    make, batch, found = profiled(case, autocast)
     graph = build(found)
     for save_set in save_sets(found, 12):
         peak, log, _ = measured(make, batch, Route(decisions(found, save_set)), found.static.total, autocast)
@@ -195,12 +200,7 @@ def test_predicted_peak_equals_the_measured_peak(case: str, autocast: bool) -> N
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_moves_to_the_host_have_the_predicted_peaks_and_plain_gradients(case: str, autocast: bool) -> None:
-    make, shape = CASES[case]
-    if autocast and case in ("in place", "views"):
-        pytest.skip("these models mix types by hand")
-    batch = torch.randn(shape)
-    with casting(autocast):
-        found = profile(seeded(make), batch, loss=scalar)
+    make, batch, found = profiled(case, autocast)
     graph, rng = build(found), random.Random(5)
     for share in (1.0, 0.5, 0.2, 0.7):
         save_set, moves = random_moves(graph, rng, share)
