@@ -31,6 +31,7 @@ from autoac.planner import (
 from autoac.planner.problem.moves import Link
 from autoac.planner.units import GIB
 from autoac.profiler import observe
+from autoac.profiler.torch_facts.libraries import free_workspaces
 from benchmarks.models import medium
 from benchmarks.models.batches import Batch
 
@@ -45,6 +46,7 @@ STEPS = 2
 def train(name: str, device: torch.device, policy: Policy | None) -> tuple[list[Tensor], list[int], int]:
     """Return the weights after the steps, the peak of each beyond what there was before, and the host's."""
     cuda = device.type == "cuda"
+    free_workspaces(device)
     before = torch.cuda.memory_allocated(device) if cuda else 0
     peaks = []
     host_memory.peak = 0

@@ -4,7 +4,8 @@
 
 The models are those of `autoac doctor --gpu`, which compares predictions with measurements. Here each is
 trained plain, with torch's checkpoint around every block, and with torch's selective checkpoint (matrix
-products and attention saved); then under plans with the peak of each of the two as the budget.
+products and attention saved), and with all that torch saves on the host (`save_on_cpu`); then under plans
+with the peak of each of the first two as the budget, without and with the host's memory.
 
 Peaks are `torch.cuda.max_memory_allocated` of a whole step, AdamW included. Times are those of forward and
 backward: on the device alone, and from an idle device to an idle device.
@@ -17,16 +18,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 
 from ac_client.doctor.sample_models import SAMPLES, SIZES, Size
 from ac_client.doctor.sample_training import PRECISIONS, Case, Trained, train
-from autoac.planner import InfeasibleBudget, plan
+from autoac.planner import Constraints, InfeasibleBudget, plan_with_host
 from autoac.planner.units import format_bytes
+from autoac.profiler.timing.link import link_of
 from benchmarks.results import add_out_argument, markdown_table, write_result
 from benchmarks.torch_checkpoint import BASELINES, Baseline, wrap_blocks
+
+HOST_BYTES = 32 << 30  # of the host, for moved tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +71,28 @@ def wrapped(case: Case, baseline: Baseline) -> Case:
     return replace(case, sample=replace(case.sample, make=make))
 
 
+def on_host(case: Case) -> Case:
+    """Return the case with everything that autograd saves on the host, as torch's `save_on_cpu` has it."""
+
+    def make(size: Size) -> nn.Module:
+        model = case.sample.make(size)
+        forward = model.forward
+
+        def saving(*args: Any, **kwargs: Any) -> Any:
+            with torch.autograd.graph.save_on_cpu(pin_memory=True):
+                return forward(*args, **kwargs)
+
+        model.forward = saving  # type: ignore[method-assign]
+        return model
+
+    return replace(case, sample=replace(case.sample, make=make))
+
+
 def measure_case(case: Case) -> list[Row]:
     """Return a row for each way to train a case. One model is on the device at a time."""
     profile = case.profiled()
     found = [Row(case.name, "plain", train(case))]
+    rates = link_of(case.device)
     for baseline in BASELINES:
         try:
             theirs = train(wrapped(case, baseline))
@@ -77,15 +100,21 @@ def measure_case(case: Case) -> list[Row]:
             found.append(Row(case.name, f"torch {baseline}", None, note=type(error).__name__))
             continue
         found.append(Row(case.name, f"torch {baseline}", theirs))
-        way, budget = f"ours, peak of {baseline}", theirs.peak_bytes
-        try:
-            policy = plan(profile, budget_bytes=budget).policy()
-        except InfeasibleBudget as error:
-            note = f"needs {format_bytes(error.smallest_found)}" if error.smallest_found else "infeasible"
-            found.append(Row(case.name, way, None, budget, note=note))
-            continue
-        found.append(Row(case.name, way, train(case, policy), budget, policy.predicted.peak_bytes))
-    return found
+        budget = theirs.peak_bytes
+        for host_bytes, way in ((0, f"ours, peak of {baseline}"), (HOST_BYTES, "the same, with moves")):
+            try:
+                limits = Constraints(host_budget_bytes=host_bytes)
+                made = plan_with_host(profile, budget_bytes=budget, rates=rates, constraints=limits)
+            except InfeasibleBudget as error:
+                note = f"needs {format_bytes(error.smallest_found)}" if error.smallest_found else "infeasible"
+                found.append(Row(case.name, way, None, budget, note=note))
+                continue
+            if host_bytes and not made.moved_bytes:
+                found.append(Row(case.name, way, None, budget, note="moves nothing"))
+                continue
+            moved = f"{format_bytes(made.moved_bytes)} moved" if made.moved_bytes else ""
+            found.append(Row(case.name, way, train(case, made.policy()), budget, made.peak, moved))
+    return [*found, Row(case.name, "torch save_on_cpu", train(on_host(case)))]
 
 
 HEAD = (
@@ -98,6 +127,7 @@ HEAD = (
     "device, ms",
     "/ plain",
     "idle to idle, ms",
+    "",
 )
 
 
@@ -111,11 +141,11 @@ def render(rows: Sequence[Row], device_name: str) -> str:
         sizes = [row.budget, row.predicted, row.measured.peak_bytes if row.measured else None]
         line = [row.case, row.way, *("" if size is None else format_bytes(size) for size in sizes)]
         if row.measured is None:
-            lines.append([*line[:-1], row.note, "", "", "", ""])
+            lines.append([*line[:-1], "", "", "", "", "", row.note])
             continue
         ratio = row.measured.device_ms / plain_ms[row.case]
         line += ["" if row.error is None else f"{row.error:+.2%}", f"{row.measured.device_ms:.1f}"]
-        lines.append([*line, f"{ratio:.3f}", f"{row.measured.wall_ms:.1f}"])
+        lines.append([*line, f"{ratio:.3f}", f"{row.measured.wall_ms:.1f}", row.note])
     return (
         f"{device_name}, torch {torch.__version__}. {close} of {len(errors)} predicted peaks within 1 %, "
         f"{sum(row.is_over_budget for row in rows)} over budget.\n\n{markdown_table(HEAD, lines)}"

@@ -15,7 +15,7 @@ from ac_client.runtime.replay import RegionGraph, handle_of_key, recompute, reco
 from ac_client.runtime.split_backward import leaves_gradients
 from ac_client.runtime.view_recipes import Recipe
 from ac_client.runtime.write_guard import ContentsDiffer, WriteGuard, detached_alias
-from autoac.profiler.torch_facts.op_facts import LEAVE_BYTES_UNWRITTEN
+from autoac.profiler.torch_facts.op_facts import leaves_bytes_unwritten
 from autoac.profiler.unseen.fingerprints import Fingerprint, can_compare, fingerprint, same_contents
 
 
@@ -141,7 +141,8 @@ class RecomputedHandle:
 def handle_for(tensor: Tensor, version: NodeVersion, recipe: Recipe, graph: RegionGraph) -> RecomputedHandle:
     """Return a handle for `tensor`, a view of `version`, with a fingerprint where backward compares."""
     handle = RecomputedHandle(version, recipe, graph, tensor.device)
-    if graph.weights is not None and can_compare(tensor) and version.node.name not in LEAVE_BYTES_UNWRITTEN:
+    unwritten = leaves_bytes_unwritten(version.node.name, tensor.dtype)
+    if graph.weights is not None and can_compare(tensor) and not unwritten:
         handle.contents = graph.weights.keep(fingerprint(tensor))
     return handle
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-
-from autoac.profiler.torch_facts import private
 
 
 def is_first_backward_special(device: torch.device) -> bool:
@@ -17,24 +13,3 @@ def is_first_backward_special(device: torch.device) -> bool:
     runs on a thread of its own, so no forward does any of this for it.
     """
     return device.type != "cpu"
-
-
-def free_workspaces(device: torch.device) -> bool:
-    """Free the memory that cuBLAS keeps from step to step. Return False if `device` has none.
-
-    torch allocates such a workspace for each stream and thread, and some versions of torch can free only
-    those of the calling thread.
-    """
-    if device.type != "cuda":
-        return False
-    private.clear_cublas_workspaces()
-    call_in_backward(private.clear_cublas_workspaces, device)
-    return True
-
-
-def call_in_backward(call: Callable[[], None], device: torch.device) -> None:
-    """Call `call` on the thread on which backward runs ops of `device`: on a GPU, not this thread."""
-    with torch.enable_grad():
-        out = torch.zeros((), device=device, requires_grad=True).clone()
-    out.register_hook(lambda _gradient: call())
-    out.backward()

@@ -116,9 +116,11 @@ class DeviceClock:
     def times_ns(self) -> list[int]:
         """Wait for the device, and return the time of each stop, relative to the first."""
         torch.get_device_module(self._device).synchronize(self._device)
-        # Between neighbors, so that a float of milliseconds can resolve microseconds.
+        # Between neighbors, so that a float of milliseconds can resolve microseconds. Where the two are in
+        # different streams, the second may be earlier.
         steps_ms = (
-            begin.elapsed_time(end) for begin, end in zip(self._starts, self._stops[1:], strict=False)
+            max(0.0, begin.elapsed_time(end))
+            for begin, end in zip(self._starts, self._stops[1:], strict=False)
         )
         return [round(ms * 1e6) for ms in itertools.accumulate(steps_ms, initial=0.0)][: len(self._stops)]
 

@@ -66,4 +66,5 @@ def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
             for i in (0, 1)
         )
         return int(of_input + of_weight / args[9])
-    return int(count(*args, **kwargs, out_val=out))
+    counted = [arg for arg in args if not isinstance(arg, torch.dtype)]  # of the output: formulas take none
+    return int(count(*counted, **kwargs, out_val=out))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from autoac.profiler.steps import first_backward
+from autoac.profiler.torch_facts import libraries
 from autoac.profiler.torch_facts.op_facts import facts_of
 
 
@@ -17,7 +18,7 @@ def test_first_backward_is_special_only_on_a_gpu() -> None:
 def test_call_in_backward_runs_once_inside_the_engine() -> None:
     tasks: list[int] = []
     with torch.no_grad():
-        first_backward.call_in_backward(
+        libraries.call_in_backward(
             lambda: tasks.append(torch._C._current_graph_task_id()), torch.device("cpu")
         )
     assert len(tasks) == 1

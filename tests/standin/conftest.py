@@ -148,6 +148,7 @@ def gpu() -> Iterator[ModuleType]:
 
     device.take_races()
     yield device
+    device.set_workspace(0)
     left = _left(device)
     races = device.take_races()
     for index in range(device.device_count()):

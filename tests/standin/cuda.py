@@ -69,7 +69,7 @@ def _replace_bindings(bindings: Any, device: ModuleType) -> None:
         "_cuda_memoryStats": device.stats,
         "_cuda_resetPeakMemoryStats": device.reset_peak,
         "_cuda_emptyCache": device.empty_cache,
-        "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_clearCublasWorkspaces": device.clear_workspaces,
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_isInBadFork": lambda: False,
         "_cuda_init": lambda: None,

@@ -23,6 +23,8 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <mutex>
+#include <thread>
 
 #include "collectives.h"
 #include "memory.h"
@@ -325,6 +327,25 @@ c10::IValue converted(const List& tensors, Convert convert) {
   return list;
 }
 
+// What cuBLAS keeps for each thread and stream that multiplies, as torch does it; none until a test asks for it.
+
+size_t workspace_nbytes = 0;
+std::map<std::pair<std::thread::id, Queue>, c10::DataPtr> workspaces;
+std::mutex workspaces_mutex;  // not the device's, which the allocator takes
+
+void keep_workspace(const std::string& op, DeviceIndex device) {
+  static const std::set<std::string> products{"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
+  if (!workspace_nbytes || !products.count(op)) return;
+  std::lock_guard<std::mutex> lock(workspaces_mutex);
+  auto& kept = workspaces[{std::this_thread::get_id(), current_queue(device)}];
+  if (!kept) kept = allocator.allocate(workspace_nbytes);
+}
+
+void clear_workspaces() {
+  std::lock_guard<std::mutex> lock(workspaces_mutex);
+  workspaces.clear();
+}
+
 // Run an op's CPU kernel on the device's memory.
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t arguments = op.schema().arguments().size(), first = stack->size() - arguments;
@@ -358,6 +379,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = host_generator;
     }
   }
+  if (call.device) keep_workspace(op.schema().name(), call.device->index());
   if (call.device) kernel.launch(*call.device, op.schema().name());
   const auto& tags = op.getTags();
   auto tagged = [&](at::Tag tag) { return std::find(tags.begin(), tags.end(), tag) != tags.end(); };
@@ -598,6 +620,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("limit", locked([](DeviceIndex device) { return memories[device].limit; }));
   m.def("resize_storage", &resize_storage);
   m.def("set_cudnn", [](long version) { cudnn_version = version; });
+  m.def("set_workspace", [](size_t nbytes) {
+    clear_workspaces();
+    workspace_nbytes = nbytes;
+  });
+  m.def("clear_workspaces", &clear_workspaces);
   m.def("set_slack", [](int64_t nbytes) {
     Lock lock(device_mutex);
     slack_nbytes = nbytes;

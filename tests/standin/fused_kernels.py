@@ -6,6 +6,7 @@ types and strides that the kernels of a GPU return. What those kernels hold insi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,9 @@ def _device(device: torch.device, *tensors: Tensor | None) -> tuple[Any, ...]:
         return out.copy_(tensor)
 
     return tuple(None if tensor is None else moved(tensor) for tensor in tensors)
+
+
+_left_by_allocator = itertools.count(1)
 
 
 def _seed(device: torch.device) -> int:
@@ -83,8 +87,11 @@ def _attend(
     scale: float | None,
     out: Tensor,
 ) -> tuple[Tensor, int]:
-    """Fill `out`; return the logarithm of the sums, on the host, and the seed of the dropout."""
-    seed = _seed(query.device) if dropout else 0
+    """Fill `out`; return the logarithm of the sums, on the host, and the seed of the dropout.
+
+    Without dropout, torch returns the seed as the allocator left it: another number each time.
+    """
+    seed = _seed(query.device) if dropout else next(_left_by_allocator)
     q, k, v, b = _host(query, key, value, bias)
     weights, sums = _weights(q, k, b, causal, scale)
     out.copy_((weights * _kept(weights, dropout, seed)) @ _heads(v, q))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autoac.profiler import observe, profile
-from autoac.profiler.steps import first_backward
+from autoac.profiler.torch_facts import libraries
 from benchmarks.models.modules import Transformer
 
 KEPT = 1 << 20  # bytes that a library keeps between its calls
@@ -69,9 +69,9 @@ def test_workspaces_of_cublas_are_freed_on_both_threads(
     threads: list[int] = []
     clear = lambda: threads.append(threading.get_native_id())  # noqa: E731
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear)
-    assert not first_backward.free_workspaces(torch.device("cpu"))
+    assert not libraries.free_workspaces(torch.device("cpu"))
     assert not threads
-    assert first_backward.free_workspaces(torch.device("cuda", 1))
+    assert libraries.free_workspaces(torch.device("cuda", 1))
     here, there = threads
     assert here == threading.get_native_id() != there
 

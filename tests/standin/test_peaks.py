@@ -8,9 +8,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ac_client
+from ac_client.doctor.sample_models import TINY, Attention
 from autoac.planner import bounds, build, simulate
 from autoac.planner.units import GIB
 from standin.tasks import TASKS, LanguageModel, bounds_of, profile_of, task_of
@@ -56,6 +57,30 @@ def test_planned_step_has_the_predicted_peak_and_the_plain_numbers(
     assert report.recomputed > 0
     assert (report.corrections, report.off_path) == (0, "")
     assert planned.same_numbers(plain(gpu, name))
+
+
+def test_workspaces_of_cublas_count_for_both_threads(gpu: ModuleType) -> None:
+    """Forward and backward run on two threads. The forward that compares contents allocates none for good."""
+    task, without, workspace = task_of("GPT-2"), bounds_of("GPT-2"), 2 << 20
+    gpu.set_workspace(workspace)
+    found = bounds(build(task.observed()))
+    assert found.ceiling == without.ceiling + 2 * workspace
+    planned = train(gpu, task, (found.floor + found.ceiling) // 2)
+    report = planned.applied.report()
+    assert planned.peaks[-1] == report.predicted_peak_bytes
+    assert report.corrections == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # efficient and flash
+def test_attention_without_dropout_is_recomputed(gpu: ModuleType, dtype: torch.dtype) -> None:
+    """It returns a seed that it has not written, and whose contents nothing must compare."""
+    attention = Attention(replace(TINY, heads=1), causal=True).cuda().to(dtype)
+    ac_client.pin(attention, "must_recompute")
+    model, x = nn.Sequential(attention, nn.Linear(32, 32).cuda().to(dtype)), torch.randn(2, 8, 32)
+    ac_client.apply(model, 1.0)
+    for _ in range(3):
+        model(x.cuda().to(dtype)).sum().backward()
+    assert ac_client.applied(model).report().recomputed > 0
 
 
 def test_measured_step_has_the_predicted_peak_and_a_page(gpu: ModuleType) -> None:

@@ -97,6 +97,17 @@ def test_flash_attention_is_slower_than_that_of_cudnn_on_hopper_only() -> None:
     assert slower == {"h100", "h200"}
 
 
+@pytest.mark.parametrize("packet", [aten.mm, aten.addmm, aten.bmm, aten.baddbmm])
+def test_products_with_a_type_for_their_output_count_as_others(packet: Any) -> None:
+    batch = [2] if packet in (aten.bmm, aten.baddbmm) else []
+    a, b = on_meta(*batch, 4, 8, dtype=torch.bfloat16), on_meta(*batch, 8, 6, dtype=torch.bfloat16)
+    added = [on_meta(*batch, 4, 6)] if packet in (aten.addmm, aten.baddbmm) else []
+    out = on_meta(*batch, 4, 6)
+    assert flops_of(packet.dtype, [*added, a, b, torch.float32], {}, out) == 2 * 4 * 8 * 6 * (
+        2 if batch else 1
+    )
+
+
 def product_us(name: str, dtype: torch.dtype) -> float:
     sheet, n = DATASHEETS[name], 8192
     args = on_meta(n, n, dtype=dtype), on_meta(n, n, dtype=dtype).t(), *(on_meta(dtype=torch.float32),) * 2
