@@ -82,7 +82,7 @@ def on_host(case: Case) -> Case:
             with torch.autograd.graph.save_on_cpu(pin_memory=True):
                 return forward(*args, **kwargs)
 
-        model.forward = saving  # type: ignore[method-assign]
+        model.forward = saving
         return model
 
     return replace(case, sample=replace(case.sample, make=make))
