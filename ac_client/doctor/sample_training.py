@@ -89,6 +89,7 @@ class Trained:
     """Peak, times and gradients that were measured over a few steps of a case."""
 
     peak_bytes: int
+    unasked_bytes: int  # of the peak: what blocks are larger than the tensors in them
     numbers: Numbers
     device_ms: float  # of forward and backward, with the host ahead where that is possible
     host_ms: float  # that the host takes to launch them
@@ -120,6 +121,7 @@ def train(case: Case, policy: Policy | None = None) -> Trained:
             optimizer.zero_grad()
     optimizer.step()
     peak = torch.cuda.max_memory_allocated(case.device)
+    unasked = peak - torch.cuda.memory_stats(case.device)["requested_bytes.all.peak"]
     found = {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     found |= {"loss": loss, **dict(model.named_buffers())}
     found |= {"generator": torch.cuda.get_rng_state(case.device)}
@@ -134,6 +136,7 @@ def train(case: Case, policy: Policy | None = None) -> Trained:
     report = ac_client.applied(model).report() if policy is not None else None
     return Trained(
         peak,
+        unasked,
         numbers,
         device_s * 1e3,
         statistics.median(host_s) * 1e3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from autoac.profiler import DATASHEETS, profile
 
 def trained(gradient: float = 1.0, device_ms: float = 10.0, wall_ms: float = 10.0) -> Trained:
     numbers = Numbers({"loss": torch.tensor(2.0), "gradient of w": torch.tensor([gradient, 0.0])})
-    return Trained(100, numbers, device_ms, 5.0, wall_ms, recomputed=3, off_path="")
+    return Trained(100, 0, numbers, device_ms, 5.0, wall_ms, recomputed=3, off_path="")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,8 @@ def test_planned_gradients_are_judged_by_those_of_two_plain_steps(
 def test_peak_is_wrong_if_it_is_more_than_a_hundredth_off(
     predicted: int, measured: int, verdict: Result
 ) -> None:
-    assert _peak_finding("peak", predicted, measured, None).verdict is verdict
+    found = replace(trained(), peak_bytes=measured)
+    assert _peak_finding("peak", predicted, found, None).verdict is verdict
 
 
 def test_time_is_wrong_if_it_is_off_by_a_factor_of_two() -> None:
