@@ -25,9 +25,8 @@ from torch import nn
 
 from ac_client.doctor.sample_models import SAMPLES, SIZES, Size
 from ac_client.doctor.sample_training import PRECISIONS, Case, Trained, train
-from autoac.planner import Constraints, InfeasibleBudget, plan_with_host
+from autoac.planner import InfeasibleBudget
 from autoac.planner.units import format_bytes
-from autoac.profiler.timing.link import link_of
 from benchmarks.results import add_out_argument, markdown_table, write_result
 from benchmarks.torch_checkpoint import BASELINES, Baseline, wrap_blocks
 
@@ -90,9 +89,7 @@ def on_host(case: Case) -> Case:
 
 def measure_case(case: Case) -> list[Row]:
     """Return a row for each way to train a case. One model is on the device at a time."""
-    profile = case.profiled()
     found = [Row(case.name, "plain", train(case))]
-    rates = link_of(case.device)
     for baseline in BASELINES:
         try:
             theirs = train(wrapped(case, baseline))
@@ -103,17 +100,15 @@ def measure_case(case: Case) -> list[Row]:
         budget = theirs.peak_bytes
         for host_bytes, way in ((0, f"ours, peak of {baseline}"), (HOST_BYTES, "the same, with moves")):
             try:
-                limits = Constraints(host_budget_bytes=host_bytes)
-                made = plan_with_host(profile, budget_bytes=budget, rates=rates, constraints=limits)
+                ours = train(case, budget, host_bytes)
             except InfeasibleBudget as error:
                 note = f"needs {format_bytes(error.smallest_found)}" if error.smallest_found else "infeasible"
                 found.append(Row(case.name, way, None, budget, note=note))
                 continue
-            if host_bytes and not made.moved_bytes:
-                found.append(Row(case.name, way, None, budget, note="moves nothing"))
-                continue
-            moved = f"{format_bytes(made.moved_bytes)} moved" if made.moved_bytes else ""
-            found.append(Row(case.name, way, train(case, made.policy()), budget, made.peak, moved))
+            report = ours.report
+            assert report is not None, "it was planned"
+            note = f"{format_bytes(report.moved_bytes)} moved" if host_bytes else ""
+            found.append(Row(case.name, way, ours, budget, report.predicted_peak_bytes, note))
     return [*found, Row(case.name, "torch save_on_cpu", train(on_host(case)))]
 
 

@@ -23,7 +23,7 @@ from ac_client.doctor.sample_training import PRECISIONS, Case, Trained, release_
 from ac_client.doctor.two_ranks import check_two_ranks
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.measure.recording_overhead import host_times, recording_us
-from autoac.planner import Policy, Profile, bounds, build, plan
+from autoac.planner import Profile, bounds, build
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import CannotProfile, Device, KernelKind, observe
 from autoac.profiler.timing.roofline import kind_of
@@ -36,7 +36,6 @@ SHORT_MS = 5.0  # of device time: in shorter steps, an op takes less time than t
 HOST_BOUND = 1.2  # wall time to device time
 NOISE = 4.0  # a planned step may differ from a plain one by this factor of what two plain ones differ
 SHOWN = 5  # differing ops
-SOLVE_WORK = 5.0  # units; enough for plans within a few percent
 PART_OF_CARD = 0.95  # of the free memory, as a budget
 STEPS_ON_CARD = 5
 RECOMPUTED_STEPS = 2
@@ -177,16 +176,17 @@ def check_case(case: Case) -> Findings:
     profile = yield from check_profile(case)
     known = bounds(build(profile))
     budget = int(known.floor + BUDGET * (known.ceiling - known.floor))
-    policy = plan(profile, budget_bytes=budget, work_limit=SOLVE_WORK).policy()
     plain = train(case)
-    yield _peak_finding(f"{case.name}: plain peak", known.ceiling, plain, None)
-    step_ms = policy.predicted.step_us / 1e3
+    yield _peak_finding(f"{case.name}: plain peak", known.ceiling, plain)
+    step_ms = (sum(profile.ops.runtime_us) + sum(profile.backward.runtime_us)) / 1e3
     yield _time_finding(f"{case.name}: plain time", step_ms, plain, profile)
-    planned = train(case, policy)
-    yield _peak_finding(f"{case.name}: planned peak", policy.predicted.peak_bytes, planned, policy)
-    if planned.off_path:
-        yield GpuFinding(f"{case.name}: path", Result.WRONG, planned.off_path)
-    planned_ms = step_ms + policy.predicted.recompute_us / 1e3
+    planned = train(case, budget)
+    report = planned.report
+    assert report is not None, "it was planned"
+    yield _peak_finding(f"{case.name}: planned peak", report.predicted_peak_bytes or 0, planned, budget)
+    if report.off_path:
+        yield GpuFinding(f"{case.name}: path", Result.WRONG, report.off_path)
+    planned_ms = step_ms + (report.recompute_us or 0.0) / 1e3
     yield _time_finding(f"{case.name}: planned time", planned_ms, planned, profile)
     yield _numbers_finding(f"{case.name}: gradients", plain, train(case), planned)
 
@@ -320,17 +320,17 @@ def _kinds_finding(check: str, real: Profile, fake: Profile, sheet: Device) -> G
     return GpuFinding(check, Result.NOTE, text, figures)
 
 
-def _peak_finding(check: str, predicted: int, trained: Trained, policy: Policy | None) -> GpuFinding:
+def _peak_finding(check: str, predicted: int, trained: Trained, budget: int | None = None) -> GpuFinding:
     """Compare peaks. CUDA's allocator leaves up to 1 MiB of a large block unsplit, which no plan can know."""
     measured, unasked = trained.peak_bytes, trained.unasked_bytes
     figures: dict[str, int | None] = {"predicted": predicted, "measured": measured, "unasked": unasked}
     text = f"predicted {predicted}, measured {measured} ({measured - predicted:+d} bytes, "
     text += f"{measured / predicted - 1:+.3%}), of which {unasked} nobody asked for"
     wrong = abs(measured - predicted) > PEAK_TOLERANCE * predicted
-    if policy is not None:
-        figures["budget"] = policy.budget_bytes
-        text += f", budget {policy.budget_bytes}"
-        wrong |= measured > policy.budget_bytes
+    if budget is not None:
+        figures["budget"] = budget
+        text += f", budget {budget}"
+        wrong |= measured > budget
     verdict = Result.WRONG if wrong else Result.OK if measured == predicted else Result.NOTE
     return GpuFinding(check, verdict, text, figures)
 
@@ -363,10 +363,11 @@ def _numbers_finding(check: str, plain: Trained, again: Trained, planned: Traine
     noisy, noise = plain.numbers.distance(again.numbers)
     differing, distance = plain.numbers.distance(planned.numbers)
     count = len(plain.numbers.tensors)
+    recomputed = planned.report.recomputed if planned.report is not None else 0
     figures = {"tensors": count, "plain_differ": noisy, "plain_distance": noise}
-    figures |= {"planned_differ": differing, "planned_distance": distance, "recomputed": planned.recomputed}
+    figures |= {"planned_differ": differing, "planned_distance": distance, "recomputed": recomputed}
     if not noisy:
-        text = f"plain equals plain bit for bit; planned ({planned.recomputed} ops recomputed) "
+        text = f"plain equals plain bit for bit; planned ({recomputed} ops recomputed) "
         text += "too" if not differing else f"differs in {differing} of {count} tensors, by {distance:.2e}"
         return GpuFinding(check, Result.WRONG if differing else Result.OK, text, figures)
     text = f"plain differs from plain in {noisy} of {count} tensors, by {noise:.2e}: kernels of this device "

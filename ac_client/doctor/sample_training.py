@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import ac_client
 from ac_client.doctor.sample_models import Sample, Size
-from autoac.planner import Policy, Profile
+from autoac.planner import Profile
+from autoac.planner.units import GIB
 from autoac.profiler import Device, observe
 from autoac.profiler.timing.on_device import seconds
 
@@ -94,15 +95,20 @@ class Trained:
     device_ms: float  # of forward and backward, with the host ahead where that is possible
     host_ms: float  # that the host takes to launch them
     wall_ms: float  # from an idle device to an idle device
-    recomputed: int  # ops
-    off_path: str
+    report: ac_client.Report | None = None  # of a planned training
 
 
-def train(case: Case, policy: Policy | None = None) -> Trained:
-    """Train for a few steps, under `policy` if there is one."""
+def train(case: Case, budget_bytes: int | None = None, host_bytes: int = 0) -> Trained:
+    """Train for a few steps, planned for `budget_bytes` and so many bytes of the host if they are given.
+
+    Raises:
+        InfeasibleBudget: no plan keeps the budget.
+    """
     model, optimizer, batch = case.made()
-    if policy is not None:
-        ac_client.apply(model, policy=policy, optimizer=optimizer)
+    if budget_bytes is not None:
+        ac_client.apply(
+            model, budget_bytes / GIB, optimizer=optimizer, host_budget_gb=host_bytes / GIB or None
+        )
 
     def forward_backward() -> Tensor:
         with case.autocast():
@@ -121,6 +127,7 @@ def train(case: Case, policy: Policy | None = None) -> Trained:
             optimizer.zero_grad()
     optimizer.step()
     peak = torch.cuda.max_memory_allocated(case.device)
+    report = ac_client.applied(model).report() if budget_bytes is not None else None  # of these steps
     unasked = peak - torch.cuda.memory_stats(case.device)["requested_bytes.all.peak"]
     found = {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     found |= {"loss": loss, **dict(model.named_buffers())}
@@ -131,9 +138,9 @@ def train(case: Case, policy: Policy | None = None) -> Trained:
         seconds(forward_backward, case.device, optimizer.zero_grad) for _ in range(TIMED)
     )
     host_s, wall_s = zip(
-        *(_host_and_wall_s(forward_backward, case.device) for _ in range(TIMED)), strict=True
+        *(_host_and_wall_s(forward_backward, case.device, optimizer.zero_grad) for _ in range(TIMED)),
+        strict=True,
     )
-    report = ac_client.applied(model).report() if policy is not None else None
     return Trained(
         peak,
         unasked,
@@ -141,13 +148,16 @@ def train(case: Case, policy: Policy | None = None) -> Trained:
         device_s * 1e3,
         statistics.median(host_s) * 1e3,
         statistics.median(wall_s) * 1e3,
-        report.recomputed if report is not None else 0,
-        report.off_path if report is not None else "",
+        report,
     )
 
 
-def _host_and_wall_s(call: Any, device: torch.device) -> tuple[float, float]:
-    """Return two times in seconds: until `call` returns, and until the device has finished its work."""
+def _host_and_wall_s(call: Any, device: torch.device, before: Any) -> tuple[float, float]:
+    """Return two times in seconds: until `call` returns, and until the device has finished its work.
+
+    `before` runs before it and is not timed.
+    """
+    before()
     torch.cuda.synchronize(device)
     began = time.perf_counter()
     call()

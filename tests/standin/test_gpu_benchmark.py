@@ -29,7 +29,7 @@ def test_plans_at_the_peaks_of_checkpoints_measure_as_predicted(gpu: ModuleType)
 
 def test_summary_counts_wrong_peaks_and_exceeded_budgets(gpu: ModuleType) -> None:
     def measured(peak: int, ms: float) -> Trained:
-        return Trained(peak, 0, Numbers({}), ms, ms, 2 * ms, 0, "")
+        return Trained(peak, 0, Numbers({}), ms, ms, 2 * ms)
 
     rows = [
         Row("a", "plain", measured(200, 1.0)),

@@ -21,13 +21,13 @@ from autoac.profiler import DATASHEETS, profile
 
 def trained(gradient: float = 1.0, device_ms: float = 10.0, wall_ms: float = 10.0) -> Trained:
     numbers = Numbers({"loss": torch.tensor(2.0), "gradient of w": torch.tensor([gradient, 0.0])})
-    return Trained(100, 0, numbers, device_ms, 5.0, wall_ms, recomputed=3, off_path="")
+    return Trained(100, 0, numbers, device_ms, 5.0, wall_ms)
 
 
 @pytest.mark.parametrize(
     ("again", "planned", "verdict", "words"),
     [
-        (1.0, 1.0, Result.OK, "plain equals plain bit for bit; planned (3 ops recomputed) too"),
+        (1.0, 1.0, Result.OK, "plain equals plain bit for bit; planned (0 ops recomputed) too"),
         (1.0, 1.0001, Result.WRONG, "differs in 1 of 2 tensors"),
         (1.0, float("nan"), Result.WRONG, "differs in 1 of 2 tensors"),
         (1.0001, 1.0002, Result.NOTE, "plain differs from plain in 1 of 2 tensors"),
@@ -55,7 +55,7 @@ def test_peak_is_wrong_if_it_is_more_than_a_hundredth_off(
     predicted: int, measured: int, verdict: Result
 ) -> None:
     found = replace(trained(), peak_bytes=measured)
-    assert _peak_finding("peak", predicted, found, None).verdict is verdict
+    assert _peak_finding("peak", predicted, found).verdict is verdict
 
 
 def test_time_is_wrong_if_it_is_off_by_a_factor_of_two() -> None:
