@@ -321,11 +321,11 @@ def _kinds_finding(check: str, real: Profile, fake: Profile, sheet: Device) -> G
 
 
 def _peak_finding(check: str, predicted: int, trained: Trained, budget: int | None = None) -> GpuFinding:
-    """Compare peaks. CUDA's allocator leaves up to 1 MiB of a large block unsplit, which no plan can know."""
+    """Compare peaks. CUDA's allocator leaves up to 1 MiB of a large block unsplit, which no plan foresees."""
     measured, unasked = trained.peak_bytes, trained.unasked_bytes
     figures: dict[str, int | None] = {"predicted": predicted, "measured": measured, "unasked": unasked}
     text = f"predicted {predicted}, measured {measured} ({measured - predicted:+d} bytes, "
-    text += f"{measured / predicted - 1:+.3%}), of which {unasked} nobody asked for"
+    text += f"{measured / predicted - 1:+.3%}), blocks hold {unasked} more than was asked for"
     wrong = abs(measured - predicted) > PEAK_TOLERANCE * predicted
     if budget is not None:
         figures["budget"] = budget

@@ -90,7 +90,7 @@ class Trained:
     """Peak, times and gradients that were measured over a few steps of a case."""
 
     peak_bytes: int
-    unasked_bytes: int  # of the peak: what blocks are larger than the tensors in them
+    unasked_bytes: int  # of the peak: blocks are larger than what was asked for
     numbers: Numbers
     device_ms: float  # of forward and backward, with the host ahead where that is possible
     host_ms: float  # that the host takes to launch them

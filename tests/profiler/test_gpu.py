@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 
 from autoac.profiler.steps import first_backward
 from autoac.profiler.torch_facts import libraries
@@ -23,6 +24,16 @@ def test_call_in_backward_runs_once_inside_the_engine() -> None:
         )
     assert len(tasks) == 1
     assert tasks[0] >= 0
+
+
+def test_call_in_backward_is_never_compiled() -> None:
+    def refuse(graph: object) -> None:
+        raise AssertionError("it was compiled")
+
+    calls: list[int] = []
+    with torch._dynamo.compiled_autograd._enable(refuse):
+        libraries.call_in_backward(lambda: calls.append(1), torch.device("cpu"))
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("name", ["_cudnn_rnn", "miopen_rnn", "_cudnn_init_dropout_state"])
