@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.doctor.sample_models import TINY, Attention
+from ac_client.doctor.sample_models import SAMPLES, TINY, Attention
+from ac_client.doctor.sample_training import Case
+from ac_client.doctor.sample_training import train as planned_training
 from autoac.planner import bounds, build, simulate
 from autoac.planner.units import GIB
 from standin.tasks import TASKS, LanguageModel, bounds_of, profile_of, task_of
@@ -69,6 +71,16 @@ def test_workspaces_of_cublas_count_for_both_threads(gpu: ModuleType) -> None:
     report = planned.applied.report()
     assert planned.peaks[-1] == report.predicted_peak_bytes
     assert report.corrections == 0
+
+
+def test_workspaces_are_there_in_every_step_that_is_compared(gpu: ModuleType) -> None:
+    """This model's peak is the end of forward, before backward would allocate its workspace."""
+    gpu.set_workspace(1 << 20)
+    case = Case(SAMPLES[-1], "fp32", TINY, torch.device("cuda", 0))
+    known = bounds(build(case.profiled()))
+    trained = planned_training(case, (known.floor + known.ceiling) // 2)
+    assert trained.report is not None
+    assert trained.peak_bytes == trained.report.predicted_peak_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # efficient and flash

@@ -26,7 +26,7 @@ from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.profiler.distributed.fsdp import gathered_nbytes
 from autoac.profiler.static_memory import static_bytes
-from autoac.profiler.torch_facts.libraries import free_workspaces
+from autoac.profiler.torch_facts.libraries import workspace_nbytes
 
 MOST_ROOM_REQUESTS = 3  # by other planned models, of one bucket
 
@@ -107,7 +107,7 @@ class ModelOnDevice:
         if torch.cuda.memory_allocated(device) - held > self._uncounted:
             gc.collect()  # garbage is not held
             if not torch.cuda.is_current_stream_capturing():
-                free_workspaces(device)  # a profile counts them
+                held += workspace_nbytes(device)  # which a profile counts
         self._uncounted = max(0, torch.cuda.memory_allocated(device) - held)
 
     def others_nbytes(self) -> int:
