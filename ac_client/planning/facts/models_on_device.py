@@ -96,7 +96,7 @@ class ModelOnDevice:
             state: of the optimizers, that a plan counts; None before the first plan.
         """
         model = self._model()
-        if model is None or device_of(model).type != "cuda":
+        if model is None or device_of(model).type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         device = device_of(model)
         present = self._optimizers.state_nbytes(device)
@@ -106,8 +106,7 @@ class ModelOnDevice:
         held += gathered_nbytes(model) + kept
         if torch.cuda.memory_allocated(device) - held > self._uncounted:
             gc.collect()  # garbage is not held
-            if not torch.cuda.is_current_stream_capturing():
-                held += workspace_nbytes(device)  # which a profile counts
+            held += workspace_nbytes(device)  # which a profile counts
         self._uncounted = max(0, torch.cuda.memory_allocated(device) - held)
 
     def others_nbytes(self) -> int:
