@@ -183,7 +183,8 @@ def check_case(case: Case) -> Findings:
     planned = train(case, budget)
     report = planned.report
     assert report is not None, "it was planned"
-    yield _peak_finding(f"{case.name}: planned peak", report.predicted_peak_bytes or 0, planned, budget)
+    assert report.predicted_peak_bytes is not None, "it ran"
+    yield _peak_finding(f"{case.name}: planned peak", report.predicted_peak_bytes, planned, budget)
     if report.off_path:
         yield GpuFinding(f"{case.name}: path", Result.WRONG, report.off_path)
     planned_ms = step_ms + (report.recompute_us or 0.0) / 1e3
@@ -240,7 +241,7 @@ def check_profiler(case: Case) -> Findings:
     kernels = sum(event.device_type.name == "CUDA" for event in events)
     text = f"{len(events)} events of a planned step, {kernels} of them on the device"
     if not kernels:
-        text += ": the first profiler in this process recorded the host alone, and none can record it now"
+        text += ": the first profiler in this process recorded the host alone, probably: see docs/gpu.md"
     verdict = Result.OK if kernels else Result.NOTE if events else Result.WRONG
     yield GpuFinding("profiler", verdict, text, {"kernels": kernels})
 

@@ -119,10 +119,10 @@ class DeviceClock:
         # Between neighbors, so that a float of milliseconds can resolve microseconds. Where the two are in
         # different streams, the second may be earlier.
         steps_ms = (
-            max(0.0, begin.elapsed_time(end))
-            for begin, end in zip(self._starts, self._stops[1:], strict=False)
+            begin.elapsed_time(end) for begin, end in zip(self._starts, self._stops[1:], strict=False)
         )
-        return [round(ms * 1e6) for ms in itertools.accumulate(steps_ms, initial=0.0)][: len(self._stops)]
+        times_ms = itertools.accumulate(itertools.accumulate(steps_ms, initial=0.0), max)
+        return [round(ms * 1e6) for ms in times_ms][: len(self._stops)]
 
 
 def clock_of(device: torch.device, backlog: Backlog | None = None) -> Clock:

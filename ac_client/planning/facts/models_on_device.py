@@ -54,6 +54,7 @@ class ModelOnDevice:
         self._planned_at = next(_turns)
         self._forward_at = 0  # turn at which the last planned forward began
         self._uncounted = 0  # bytes on the device that no planned model holds, as last measured
+        self._workspaces = 0  # bytes that cuBLAS keeps, which a profile counts; as last measured
         _all.add(self)
 
     def close(self) -> None:
@@ -104,10 +105,10 @@ class ModelOnDevice:
         held = static_bytes(model, args, kwargs, present, device).total
         held += sum(o._held_nbytes() for o in list(_all) if o is not self and o.device() == device)
         held += gathered_nbytes(model) + kept
-        if torch.cuda.memory_allocated(device) - held > self._uncounted:
+        if torch.cuda.memory_allocated(device) - held != self._uncounted + self._workspaces:
             gc.collect()  # garbage is not held
-            held += workspace_nbytes(device)  # which a profile counts
-        self._uncounted = max(0, torch.cuda.memory_allocated(device) - held)
+            self._workspaces = workspace_nbytes(device)
+        self._uncounted = max(0, torch.cuda.memory_allocated(device) - held - self._workspaces)
 
     def others_nbytes(self) -> int:
         """Return the bytes on the device that the model does not hold."""
