@@ -3,9 +3,9 @@
     python -m benchmarks.gpu [--only '*bf16'] [--size full] [--out FILE]
 
 The models are those of `autoac doctor --gpu`, which compares predictions with measurements. Here each is
-trained plain, with torch's checkpoint around every block, and with torch's selective checkpoint (matrix
-products and attention saved), and with all that torch saves on the host (`save_on_cpu`); then under plans
-with the peak of each of the first two as the budget, without and with the host's memory.
+trained plain, with torch's checkpoint around every block, with torch's selective checkpoint (matrix
+products and attention saved), and with all saved tensors on the host (`save_on_cpu`); also under plans with
+the peak of each of the two checkpoints as the budget, without and with moves to the host.
 
 Peaks are `torch.cuda.max_memory_allocated` of a whole step, AdamW included. Times are those of forward and
 backward: on the device alone, and from an idle device to an idle device.

@@ -134,7 +134,7 @@ def check_attention(device: torch.device) -> Findings:
 def _recomputed_finding(check: str, model: nn.Module, batch: Sequence[Tensor | None]) -> GpuFinding:
     """Compare gradients of a plain step with those of steps that recompute the whole model.
 
-    The first steps of a plan also compare the contents of whatever is recomputed.
+    The first steps of a plan also compare the contents of what they recompute.
     """
 
     def gradients() -> list[Tensor]:
@@ -241,7 +241,7 @@ def check_profiler(case: Case) -> Findings:
     kernels = sum(event.device_type.name == "CUDA" for event in events)
     text = f"{len(events)} events of a planned step, {kernels} of them on the device"
     if not kernels:
-        text += ": the first profiler in this process recorded the host alone, probably: see docs/gpu.md"
+        text += ": the first profiler in this process probably recorded the host alone (docs/gpu.md)"
     verdict = Result.OK if kernels else Result.NOTE if events else Result.WRONG
     yield GpuFinding("profiler", verdict, text, {"kernels": kernels})
 
@@ -323,10 +323,10 @@ def _kinds_finding(check: str, real: Profile, fake: Profile, sheet: Device) -> G
 
 def _peak_finding(check: str, predicted: int, trained: Trained, budget: int | None = None) -> GpuFinding:
     """Compare peaks. CUDA's allocator leaves up to 1 MiB of a large block unsplit, which no plan foresees."""
-    measured, unasked = trained.peak_bytes, trained.unasked_bytes
-    figures: dict[str, int | None] = {"predicted": predicted, "measured": measured, "unasked": unasked}
+    measured, slack = trained.peak_bytes, trained.slack_bytes
+    figures: dict[str, int | None] = {"predicted": predicted, "measured": measured, "slack": slack}
     text = f"predicted {predicted}, measured {measured} ({measured - predicted:+d} bytes, "
-    text += f"{measured / predicted - 1:+.3%}), blocks hold {unasked} more than was asked for"
+    text += f"{measured / predicted - 1:+.3%}), blocks hold {slack} more than was asked for"
     wrong = abs(measured - predicted) > PEAK_TOLERANCE * predicted
     if budget is not None:
         figures["budget"] = budget

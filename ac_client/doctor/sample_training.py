@@ -90,7 +90,7 @@ class Trained:
     """Peak, times and gradients that were measured over a few steps of a case."""
 
     peak_bytes: int
-    unasked_bytes: int  # of the peak: blocks are larger than what was asked for
+    slack_bytes: int  # of the peak: blocks are larger than what was asked for
     numbers: Numbers
     device_ms: float  # of forward and backward, with the host ahead where that is possible
     host_ms: float  # that the host takes to launch them
@@ -128,7 +128,7 @@ def train(case: Case, budget_bytes: int | None = None, host_bytes: int = 0) -> T
     optimizer.step()
     peak = torch.cuda.max_memory_allocated(case.device)
     report = ac_client.applied(model).report() if budget_bytes is not None else None  # of these steps
-    unasked = peak - torch.cuda.memory_stats(case.device)["requested_bytes.all.peak"]
+    slack = peak - torch.cuda.memory_stats(case.device)["requested_bytes.all.peak"]
     found = {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     found |= {"loss": loss, **dict(model.named_buffers())}
     found |= {"generator": torch.cuda.get_rng_state(case.device)}
@@ -143,7 +143,7 @@ def train(case: Case, budget_bytes: int | None = None, host_bytes: int = 0) -> T
     )
     return Trained(
         peak,
-        unasked,
+        slack,
         numbers,
         device_s * 1e3,
         statistics.median(host_s) * 1e3,

@@ -62,7 +62,6 @@ from autoac.profiler.errors import CannotProfile, NothingToProfile
 from autoac.profiler.joint_graph.hollow_part import HollowParts, PartWatch
 from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
-from autoac.profiler.steps.first_backward import is_first_backward_special
 from autoac.profiler.steps.training_loop import Loop, Loss, TrainingStep, loss_of
 from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.cache import OpTime
@@ -84,7 +83,7 @@ from autoac.profiler.torch_facts.inductor import (
     uncompiled,
     watch_compiled,
 )
-from autoac.profiler.torch_facts.libraries import free_workspaces
+from autoac.profiler.torch_facts.libraries import free_workspaces, is_first_backward_special
 from autoac.profiler.torch_facts.module_paths import watch_modules
 from autoac.profiler.torch_facts.module_pins import pins_of
 from autoac.profiler.torch_facts.op_facts import OpFacts

@@ -1,4 +1,4 @@
-"""Ask for the versions of libraries that choose the kernels of a device, and free what they keep."""
+"""Ask for the versions of the libraries of a device, and handle what they allocate at first use and keep."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ def cudnn_of(device: torch.device) -> int:
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
     return torch.backends.cudnn.version() or 0
+
+
+def is_first_backward_special(device: torch.device) -> bool:
+    """Return True if the first backward of an op on `device` takes other time and memory than later ones.
+
+    On a GPU, kernels are loaded and handles are created at first use. With `torch.backends.cudnn.benchmark`,
+    cuDNN tries several algorithms, each with its own memory, and remembers the result by thread. Backward
+    runs on a thread of its own, so no forward does any of this for it.
+    """
+    return device.type != "cpu"
 
 
 def free_workspaces(device: torch.device) -> bool:

@@ -65,8 +65,8 @@ _LEAVE_BYTES_UNWRITTEN = frozenset({"aten.mkldnn_rnn_layer.default"})
 def leaves_bytes_unwritten(name: str, dtype: torch.dtype) -> bool:
     """Return True if an output of op `name` may have bytes that the op has not written.
 
-    Fused attention without dropout returns the seed and offset of its dropout, integers, as the allocator
-    left them.
+    Fused attention returns the seed and offset of its dropout, two integers; without dropout as the
+    allocator left them.
     """
     of_attention = name.startswith("aten.") and "_attention" in name
     return name in _LEAVE_BYTES_UNWRITTEN or (

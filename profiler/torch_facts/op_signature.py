@@ -66,5 +66,6 @@ def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
             for i in (0, 1)
         )
         return int(of_input + of_weight / args[9])
-    counted = [arg for arg in args if not isinstance(arg, torch.dtype)]  # of the output: formulas take none
+    # The formulas of products do not take the type of the output.
+    counted = [arg for arg in args if not isinstance(arg, torch.dtype)]
     return int(count(*counted, **kwargs, out_val=out))

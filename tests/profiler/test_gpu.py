@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch._dynamo.compiled_autograd
 
-from autoac.profiler.steps import first_backward
 from autoac.profiler.torch_facts import libraries
 from autoac.profiler.torch_facts.op_facts import facts_of
 
 
 def test_first_backward_is_special_only_on_a_gpu() -> None:
-    assert first_backward.is_first_backward_special(torch.device("cuda", 0))
-    assert not first_backward.is_first_backward_special(torch.device("cpu"))
+    assert libraries.is_first_backward_special(torch.device("cuda", 0))
+    assert not libraries.is_first_backward_special(torch.device("cpu"))
 
 
 def test_call_in_backward_runs_once_inside_the_engine() -> None:

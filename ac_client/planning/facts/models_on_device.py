@@ -27,6 +27,7 @@ from autoac.profiler import device_of
 from autoac.profiler.distributed.fsdp import gathered_nbytes
 from autoac.profiler.static_memory import static_bytes
 from autoac.profiler.torch_facts.libraries import workspace_nbytes
+from autoac.profiler.torch_facts.streams import is_capturing
 
 MOST_ROOM_REQUESTS = 3  # by other planned models, of one bucket
 
@@ -97,7 +98,7 @@ class ModelOnDevice:
             state: of the optimizers, that a plan counts; None before the first plan.
         """
         model = self._model()
-        if model is None or device_of(model).type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if model is None or device_of(model).type != "cuda" or is_capturing():
             return
         device = device_of(model)
         present = self._optimizers.state_nbytes(device)

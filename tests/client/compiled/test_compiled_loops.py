@@ -264,7 +264,7 @@ def test_hook_that_copies_what_moves_is_refused() -> None:
     run(hooked, plan=True, policy=policy)
 
 
-def test_moves_under_compiled_autograd_are_refused() -> None:
+def test_moves_under_compiled_autograd_raise() -> None:
     def step(_model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
         with (
             compiled_autograd._enable(torch.compile(backend=BACKEND)),
