@@ -203,7 +203,7 @@ def observe(
         log.warning("%s: %s", type(uncompiled(model)).__name__, notes[-1])
     needs = optimizer_bytes(optimizer, device, datasheet)
     static = static_bytes(model, args, kwargs, needs.state, device, datasheet, accumulates=accumulates)
-    workspaces = 0  # of a device that is here, the record has them
+    workspaces = sum(block.nbytes for block in step.workspaces)
     if datasheet is not None:
         workspaces = workspace_bytes((op.facts.name for op in step.forward.ops), datasheet)
     with no_garbage_collection():

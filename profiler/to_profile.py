@@ -43,7 +43,7 @@ def assemble(
     of_forward = [block for block in blocks if block is not None]
     copies = [block for copy in saved.copies if (block := _block_of(record, copy)) is not None]
     registers = [block for begin, end in saved.kernels for block in _temporaries(record, at[begin], at[end])]
-    other = _LiveBytes.of(record, hidden=of_forward + copies + registers, permanent=step.workspaces)
+    other = _LiveBytes.of(record, hidden=[*of_forward, *copies, *registers, *step.workspaces])
     requested = _requested_nbytes(blocks, forward.storages, environment.allocator_rounding)
     n = len(forward.ops)
     outputs: list[list[AllocatedBlock]] = [[] for _ in forward.ops]
@@ -226,13 +226,10 @@ class _LiveBytes:
     added: Mapping[int, int] = field(default_factory=dict)  # as a step begins, to what the one before had
 
     @classmethod
-    def of(
-        cls, record: Allocations, hidden: Sequence[AllocatedBlock], permanent: Sequence[AllocatedBlock]
-    ) -> _LiveBytes:
-        """Count the blocks that are not `hidden`. Count `permanent` ones at every position."""
-        skipped = {id(block) for block in (*hidden, *permanent)}
-        live = sum(block.nbytes for block in permanent)
-        at, positions = [live], []
+    def of(cls, record: Allocations, hidden: Sequence[AllocatedBlock]) -> _LiveBytes:
+        """Count the blocks that are not `hidden`."""
+        skipped = {id(block) for block in hidden}
+        live, at, positions = 0, [0], list[int]()
         for position, change in enumerate(record.changes):
             if id(change.block) not in skipped:
                 live += change.nbytes

@@ -151,8 +151,7 @@ class StaticBytes(FrozenModel):
     gradients: Count  # only those that exist before the step
     optimizer_state: Count
     inputs: Count  # the batch
-    # What cuBLAS keeps for forward and backward, in the profile of an absent GPU. Where the step runs on its
-    # device, `other_nbytes` has it.
+    # What cuBLAS keeps for forward and backward.
     workspaces: Annotated[Count, Field(exclude_if=lambda nbytes: nbytes == 0)] = 0
 
     @property

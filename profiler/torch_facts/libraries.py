@@ -39,27 +39,6 @@ def free_workspaces(device: torch.device) -> bool:
     return True
 
 
-def workspace_nbytes(device: torch.device) -> int:
-    """Return the bytes that cuBLAS keeps on a GPU: free them, and have them allocated again.
-
-    A step that began without them would have a smaller peak than those that follow.
-    """
-    before = torch.cuda.memory_allocated(device)
-    free_workspaces(device)
-    kept = before - torch.cuda.memory_allocated(device)
-
-    def multiply() -> None:
-        one = torch.ones(1, 1, device=device)
-        torch.mm(one, one)
-
-    if kept > 0:
-        with torch.no_grad():
-            multiply()
-    if torch.cuda.memory_allocated(device) < before:
-        call_in_backward(multiply, device)
-    return max(0, kept)
-
-
 def call_in_backward(call: Callable[[], None], device: torch.device) -> None:
     """Call `call` on the thread on which backward runs ops of `device`: on a GPU, not this thread."""
     with torch.enable_grad():

@@ -134,22 +134,40 @@ def test_counter_that_stays_equal_over_a_step_does_not_loosen_the_plan(gpu: Modu
     assert report.predicted_peak_bytes == peaks[-1] <= budget
 
 
-def test_what_is_on_the_device_before_the_first_plan_counts_in_it(gpu: ModuleType) -> None:
+@pytest.mark.parametrize("workspace", [0, 4 * EXTRA])
+def test_what_is_on_the_device_before_the_first_plan_counts_in_it(gpu: ModuleType, workspace: int) -> None:
     """A teacher, an average of the weights: no step goes over the budget, and no plan is corrected."""
-    budget = between(bounds_of("cuda:1"), 0.7)
+    budget = between(bounds_of("cuda:1"), 0.7) + 2 * workspace  # of forward's thread, and of backward's
+    gpu.set_workspace(workspace)
     peaks, corrected, report = train(gpu, task_of("cuda:1"), budget, before=EXTRA, steps=WATCHED_STEPS + 1)
     assert max(peaks) <= budget
     assert report.predicted_peak_bytes == peaks[-1]
     assert corrected == [0] * (WATCHED_STEPS + 1)
 
 
-def test_what_is_on_the_device_later_counts_from_the_next_step_on(gpu: ModuleType) -> None:
+@pytest.mark.parametrize("workspace", [0, 4 * EXTRA])
+def test_what_is_on_the_device_later_counts_from_the_next_step_on(gpu: ModuleType, workspace: int) -> None:
     """A copy of the weights that an optimizer or the loop keeps."""
-    budget = between(bounds_of("cuda:1"), 0.7)
+    budget = between(bounds_of("cuda:1"), 0.7) + 2 * workspace
+    gpu.set_workspace(workspace)
     peaks, corrected, report = train(gpu, task_of("cuda:1"), budget, later=EXTRA, steps=WATCHED_STEPS + 1)
     assert all(peak <= budget for peak in peaks[2:])  # the first step of a plan also compares contents
     assert report.predicted_peak_bytes == peaks[-1]
     assert corrected == [0] * (WATCHED_STEPS + 1)
+
+
+def test_workspaces_count_for_a_neighbor_without_products(gpu: ModuleType) -> None:
+    """They are in the profile of the other model, so they are none of its other tensors."""
+    gpu.set_workspace(EXTRA)
+    models = [nn.Sequential(nn.Linear(64, 64), nn.GELU()).to("cuda"), nn.LayerNorm(64).to("cuda")]
+    found = [ac_client.applied(ac_client.apply(model, 1.0)) for model in models]
+    for _ in range(2):
+        for model in models:
+            model(torch.ones(512, 64, device="cuda")).square().sum().backward()
+            model.zero_grad()
+    others = [at._planning.watch.on_device.others_nbytes() for at in found]
+    norm, linear = 2 * 64 * 4, 65 * 64 * 4  # of parameters
+    assert others == pytest.approx([2 * norm, 2 * EXTRA + linear], abs=2048)
 
 
 class Slope(nn.Module):

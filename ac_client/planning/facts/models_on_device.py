@@ -22,11 +22,12 @@ from torch import nn
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.next_action import StepFacts, next_action
+from autoac.planner.formats.profile import StaticBytes
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.profiler.distributed.fsdp import gathered_nbytes
 from autoac.profiler.static_memory import static_bytes
-from autoac.profiler.torch_facts.libraries import workspace_nbytes
+from autoac.profiler.torch_facts.libraries import free_workspaces
 from autoac.profiler.torch_facts.streams import is_capturing
 
 MOST_ROOM_REQUESTS = 3  # by other planned models, of one bucket
@@ -55,7 +56,7 @@ class ModelOnDevice:
         self._planned_at = next(_turns)
         self._forward_at = 0  # turn at which the last planned forward began
         self._uncounted = 0  # bytes on the device that no planned model holds, as last measured
-        self._workspaces = 0  # bytes that cuBLAS keeps, which a profile counts; as last measured
+        self._at_plan = 0  # `_uncounted` before the last plan
         _all.add(self)
 
     def close(self) -> None:
@@ -88,28 +89,40 @@ class ModelOnDevice:
         return sum(other.standing_nbytes() for other in self._others())
 
     def measure_uncounted(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], kept: int = 0, state: int | None = None
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        kept: int = 0,
+        *,
+        counts: StaticBytes | None = None,
     ) -> None:
         """Measure what no planned model holds. No forward of this model may be in flight.
 
         Args:
             args, kwargs: the batch of the step that begins.
             kept: bytes that names of the step before hold, and that count elsewhere.
-            state: of the optimizers, that a plan counts; None before the first plan.
+            counts: what the plan counts; None before a plan. Its profile frees all workspaces of cuBLAS, and
+                the next step allocates them again, so they are the first bytes that come after it.
         """
         model = self._model()
         if model is None or device_of(model).type != "cuda" or is_capturing():
             return
         device = device_of(model)
         present = self._optimizers.state_nbytes(device)
-        present = present if state is None else min(present, state)
+        workspaces = 0
+        if counts is None:
+            free_workspaces(device)
+        else:
+            present, workspaces = min(present, counts.optimizer_state), counts.workspaces
         held = static_bytes(model, args, kwargs, present, device).total
         held += sum(o._held_nbytes() for o in list(_all) if o is not self and o.device() == device)
         held += gathered_nbytes(model) + kept
-        if torch.cuda.memory_allocated(device) - held != self._uncounted + self._workspaces:
+        if torch.cuda.memory_allocated(device) - held > self._at_plan + workspaces:
             gc.collect()  # garbage is not held
-            self._workspaces = workspace_nbytes(device)
-        self._uncounted = max(0, torch.cuda.memory_allocated(device) - held - self._workspaces)
+        found = max(0, torch.cuda.memory_allocated(device) - held)
+        if counts is None:
+            self._at_plan = found
+        self._uncounted = found - min(max(0, found - self._at_plan), workspaces)
 
     def others_nbytes(self) -> int:
         """Return the bytes on the device that the model does not hold."""
@@ -157,7 +170,8 @@ class ModelOnDevice:
         if bucket is None or bucket.profile is None or bucket.plan is None or self._model() is None:
             return self.standing_nbytes()
         static = bucket.profile.static
-        held = static.total - static.inputs + (0 if static.gradients else bucket.profile.gradient_nbytes)
+        held = static.total - static.inputs - static.workspaces  # which models share
+        held += 0 if static.gradients else bucket.profile.gradient_nbytes
         if waiting := self._waiting():
             held += waiting * bucket.loaded.waiting_nbytes // len(bucket.loaded.forwards)
         return held

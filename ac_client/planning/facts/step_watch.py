@@ -83,7 +83,8 @@ class StepWatch:
         now = 0 if graph is None or waiting or loop.retains else graph + batch
         if not waiting and bucket.statistics.compared < WATCHED_STEPS:
             state = (needs or bucket.planned_for.optimizers).state
-            self.on_device.measure_uncounted(call.args, call.kwargs, now, state)
+            counts = bucket.profile.static.model_copy(update={"optimizer_state": state})
+            self.on_device.measure_uncounted(call.args, call.kwargs, now, counts=counts)
         nbytes = bucket.profile.gradient_nbytes if gradients else 0
         if bucket.planned_for.frees_gradients and not waiting:
             now += nbytes
