@@ -8,18 +8,19 @@ findings that follow name the same error.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import ac_client
 from ac_client.doctor.device_facts import datasheet_like
 from ac_client.doctor.gpu_report import GpuFinding, Result, finding_of_error
 from ac_client.doctor.sample_models import CARD, FULL, LAYER, SAMPLES, TINY, Attention, Size
-from ac_client.doctor.sample_training import PRECISIONS, Case, Trained, release_memory, train
+from ac_client.doctor.sample_training import PRECISIONS, Case, Numbers, Trained, release_memory, train
 from ac_client.doctor.two_ranks import check_two_ranks
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.measure.recording_overhead import host_times, recording_us
@@ -52,7 +53,12 @@ def checks_of(device: torch.device, size: Size) -> dict[str, Check]:
     wide = replace(llama, sample=layer, size=LAYER if size is FULL else size)
     return {
         "event tree": partial(check_event_tree, cases[0]),
-        "attention": partial(check_attention, device),
+        **{
+            check: partial(check_attention, check, device, form, dtype)
+            for name, form in _ATTENTIONS.items()
+            for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+            for check in [f"attention, {name}, {precision}"]
+        },
         **{case.name: partial(check_case, case) for case in cases},
         "cudnn.benchmark": partial(check_cudnn_benchmark, next(c for c in cases if "ResNet" in c.name)),
         "wide layer": partial(check_profile, wide),
@@ -102,61 +108,58 @@ def check_event_tree(case: Case) -> Findings:
     yield GpuFinding("event tree", Result.OK if same else Result.WRONG, text, figures)
 
 
-# Name, head size, heads of keys and values, causal, dropout, masked.
-_ATTENTIONS = (
-    ("causal", 64, 8, True, 0.0, False),
-    ("full", 64, 8, False, 0.0, False),
-    ("dropout 0.1", 64, 8, True, 0.1, False),
-    ("masked", 64, 8, False, 0.0, True),
-    ("grouped", 64, 2, True, 0.0, False),
-    ("heads of 128", 128, 8, True, 0.0, False),
-    ("heads of 256", 256, 8, True, 0.0, False),
-)
+class _Form(NamedTuple):
+    """A form of attention with eight heads of queries."""
+
+    head: int = 64
+    kv_heads: int = 8
+    causal: bool = True
+    dropout: float = 0.0
+    masked: bool = False
+
+
+_ATTENTIONS = {
+    "causal": _Form(),
+    "full": _Form(causal=False),
+    "dropout 0.1": _Form(dropout=0.1),
+    "masked": _Form(causal=False, masked=True),
+    "grouped": _Form(kv_heads=2),
+    "heads of 128": _Form(head=128),
+    "heads of 256": _Form(head=256),
+}
 _TOKENS = 64
 
 
-def check_attention(device: torch.device) -> Findings:
-    """Compare the attention kernels that run with those that a fake step predicts, and recompute each."""
-    sheet = datasheet_like(device)
-    for name, head, kv_heads, causal, dropout, masked in _ATTENTIONS:
-        for dtype in (torch.float32, torch.bfloat16):
-            size = replace(TINY, width=8 * head, heads=8)
-            model = Attention(size, causal=causal, dropout=dropout, groups=8 // kv_heads).to(device, dtype)
-            x = torch.randn(2, _TOKENS, 8 * head, device=device, dtype=dtype)
-            mask = torch.ones(_TOKENS, _TOKENS, device=device, dtype=torch.bool) if masked else None
-            batch = (x, mask) if masked else (x,)
-            real, fake = observe(model, batch, {}), observe(model, batch, {}, on=sheet)
-            check = f"attention, {name}, {'fp32' if dtype is torch.float32 else 'bf16'}"
-            yield _ops_finding(check, real, fake)
-            yield _recomputed_finding(f"{check}: recomputed", model, batch)
-
-
-def _recomputed_finding(check: str, model: nn.Module, batch: Sequence[Tensor | None]) -> GpuFinding:
-    """Compare gradients of a plain step with those of steps that recompute the whole model.
+def check_attention(check: str, device: torch.device, form: _Form, dtype: torch.dtype) -> Findings:
+    """Compare the attention kernel that runs with the one that a fake step predicts, and recompute it.
 
     The first steps of a plan also compare the contents of what they recompute.
     """
+    size, groups = replace(TINY, width=8 * form.head, heads=8), 8 // form.kv_heads
+    model = Attention(size, causal=form.causal, dropout=form.dropout, groups=groups).to(device, dtype)
+    x = torch.randn(2, _TOKENS, 8 * form.head, device=device, dtype=dtype)
+    mask = torch.ones(_TOKENS, _TOKENS, device=device, dtype=torch.bool)
+    batch = (x, mask) if form.masked else (x,)
+    real, fake = observe(model, batch, {}), observe(model, batch, {}, on=datasheet_like(device))
+    yield _ops_finding(check, real, fake)
 
-    def gradients() -> list[Tensor]:
-        model.zero_grad()
-        torch.manual_seed(0)
-        model(*batch).float().square().mean().backward()
-        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    def gradients() -> Numbers:
+        found: dict[str, Tensor] = {}
+        for i in range(RECOMPUTED_STEPS):
+            model.zero_grad()
+            torch.manual_seed(i)
+            model(*batch).float().square().mean().backward()
+            named = ((name, parameter.grad) for name, parameter in model.named_parameters())
+            found |= {f"step {i}, {name}": grad.cpu() for name, grad in named if grad is not None}
+        return Numbers(found)
 
-    def differing(wanted: list[Tensor]) -> int:
-        return sum(not torch.equal(one, other) for one, other in zip(gradients(), wanted, strict=True))
-
-    device, plain = next(model.parameters()).device, gradients()
-    noisy = differing(plain)
+    plain, again = gradients(), gradients()
     ac_client.pin(model, "must_recompute")
-    ac_client.apply(model, torch.cuda.mem_get_info(device)[0] / GIB)
-    counts = [differing(plain) for _ in range(RECOMPUTED_STEPS)]
-    recomputed = ac_client.applied(model).report().recomputed
-    ac_client.applied(model).remove()
-    text = f"{recomputed} ops recomputed; gradients differ in {max(counts)} of {len(plain)} tensors, "
-    text += f"between two plain steps in {noisy}"
-    right = recomputed > 0 and (noisy or not any(counts))
-    return GpuFinding(check, Result.OK if right else Result.WRONG, text, {"recomputed": recomputed})
+    at = ac_client.applied(ac_client.apply(model, torch.cuda.mem_get_info(device)[0] / GIB))
+    planned = gradients()
+    recomputed = at.report().recomputed
+    at.remove()
+    yield _numbers_finding(f"{check}: recomputed", plain, again, planned, recomputed)
 
 
 def check_profile(case: Case) -> Generator[GpuFinding, None, Profile]:
@@ -189,7 +192,9 @@ def check_case(case: Case) -> Findings:
         yield GpuFinding(f"{case.name}: path", Result.WRONG, report.off_path)
     planned_ms = step_ms + (report.recompute_us or 0.0) / 1e3
     yield _time_finding(f"{case.name}: planned time", planned_ms, planned, profile)
-    yield _numbers_finding(f"{case.name}: gradients", plain, train(case), planned)
+    again = train(case).numbers
+    name = f"{case.name}: gradients"
+    yield _numbers_finding(name, plain.numbers, again, planned.numbers, report.recomputed)
 
 
 def check_cudnn_benchmark(case: Case) -> Findings:
@@ -356,17 +361,20 @@ def _time_finding(check: str, predicted_ms: float, trained: Trained, profile: Pr
     return GpuFinding(check, verdict, "; ".join([text, *late]), figures)
 
 
-def _numbers_finding(check: str, plain: Trained, again: Trained, planned: Trained) -> GpuFinding:
-    """Compare the numbers of the planned run with those of a plain run.
+def _numbers_finding(
+    check: str, plain: Numbers, again: Numbers, planned: Numbers, recomputed: int
+) -> GpuFinding:
+    """Compare the numbers of a run that recomputed so many ops with those of a plain run.
 
     Two plain runs are compared as well: kernels that are not deterministic differ from run to run.
     """
-    noisy, noise = plain.numbers.distance(again.numbers)
-    differing, distance = plain.numbers.distance(planned.numbers)
-    count = len(plain.numbers.tensors)
-    recomputed = planned.report.recomputed if planned.report is not None else 0
+    noisy, noise = plain.distance(again)
+    differing, distance = plain.distance(planned)
+    count = len(plain.tensors)
     figures = {"tensors": count, "plain_differ": noisy, "plain_distance": noise}
     figures |= {"planned_differ": differing, "planned_distance": distance, "recomputed": recomputed}
+    if not recomputed:
+        return GpuFinding(check, Result.WRONG, "nothing was recomputed", figures)
     if not noisy:
         text = f"plain equals plain bit for bit; planned ({recomputed} ops recomputed) "
         text += "too" if not differing else f"differs in {differing} of {count} tensors, by {distance:.2e}"

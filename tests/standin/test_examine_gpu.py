@@ -35,7 +35,7 @@ CASES = ("GPT-2-like, fp32", "Llama-like, bf16", "ViT-like, fp32", "ResNet-50-li
 MORE = ("Custom parts, fp32", "Custom parts, bf16")
 CHECKS = (
     "event tree",
-    "attention",
+    "attention*",
     *CASES,
     *MORE,
     "wide layer",

@@ -115,6 +115,18 @@ def test_marks_on_a_device_are_timed_by_events_of_its_stream(monkeypatch: pytest
     assert stream.synchronized, "elapsed times exist once the device has reached the events"
 
 
+def test_time_of_a_device_never_runs_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second mark is in a stream that is behind the first one's, and that catches up."""
+    at_ms = iter([0.0, 5.0, 3.0, 3.0, 4.0, 4.0, 7.0, 7.0])  # of stops and starts by turns
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(Event, "record", lambda self, stream: setattr(self, "at_ms", next(at_ms)))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Stream())
+    with AllocationRecord(CPU, clock_of(torch.device("cuda", 1))) as record:
+        for _ in range(4):
+            record.mark()
+    assert record.times_ns == [0, 0, 0, 2_000_000]
+
+
 def test_op_on_a_device_is_timed_by_events_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream()
     monkeypatch.setattr(torch, "Event", Event)
