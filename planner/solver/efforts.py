@@ -158,6 +158,7 @@ def neighborhood(share: float, reach: float, now: Round) -> Iterator[EffortResul
         built.program.costing_at_most(cutoff).priced_out(relaxed, share * slack),
         built.cost_scale,
         target=target,
+        relaxed_work=relaxed.work,
         options={"mip_max_nodes": FEW_NODES},
     )
     yield _solution(now, outcome)
@@ -206,6 +207,7 @@ def full_program(now: Round) -> Iterator[EffortResult]:
             program,
             built.cost_scale,
             gap=best.allowed_gap * SHARE,
+            relaxed_work=now.relaxed.work,
             target=None if now.budget is None else best.target / built.cost_scale,
             start=assignment(now.problem.windows, built, known)
             if known is not None and is_up_to_best

@@ -14,10 +14,11 @@ work*, about a second of one core each, from counts of HiGHS that do not depend 
   (`kCallbackMipInterrupt`): after a round of cuts, a heuristic, a node. It does not report its simplex
   iterations by then, so they are not counted.
 
-Each count is weighed by the nonzeros of the program. The constants are measured means, off by a factor of
-three or four for a single program; it matters only that the same program always takes the same work. HiGHS
-has no other limit that is a count and is checked within the root node, where most of our time goes. For
-neighborhoods, `mip_max_nodes` is used in addition.
+Each count is weighed by the nonzeros of the program. Between two checks, HiGHS solves the relaxation again,
+with changes: so a check counts a share of what the relaxation took, too. The constants are measured means,
+off by a factor of three or more for a single program; it matters that the same program always takes the
+same work. HiGHS has no other limit that is a count and is checked within the root node, where most of our
+time goes. For neighborhoods, `mip_max_nodes` is used in addition.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ SOLVE = 0.01
 BUILD = 1e-6  # with presolve, and the simulation of the candidate
 SIMPLEX_ITERATION = 1e-9
 MIP_ROOT = 1e-5  # of a program that branch and bound does not decide at once
-MIP_CHECK = 5e-7
+MIP_CHECK = 1e-6
+CHECK_SHARE = 0.2  # of the work that the relaxation took: a check
 FEW_CHECKS = 10  # at once: with at most so many checks of its limits
 MOST_ITERATIONS = 2**31 - 1  # the largest value that HiGHS accepts
 
@@ -176,11 +178,11 @@ class Outcome:
 class _Meter:
     """Count the work of one solve, in units that do not depend on the machine. See NOTE [ Work ]."""
 
-    def __init__(self, nonzeros: int, linear: bool, limit: float) -> None:
+    def __init__(self, nonzeros: int, linear: bool, limit: float, relaxed_work: float) -> None:
         self._nonzeros, self._linear, self._limit = max(nonzeros, 1), linear, limit
-        self._checks = 0
+        self._checks, self._each_check = 0, MIP_CHECK + CHECK_SHARE * relaxed_work / self._nonzeros
         left = (limit - SOLVE) / self._nonzeros - BUILD
-        most = left / SIMPLEX_ITERATION if linear else FEW_CHECKS + (left - MIP_ROOT) / MIP_CHECK
+        most = left / SIMPLEX_ITERATION if linear else FEW_CHECKS + (left - MIP_ROOT) / self._each_check
         self.most = int(min(max(most, 0), MOST_ITERATIONS))  # iterations, or checks
 
     def check(self) -> bool:
@@ -200,7 +202,7 @@ class _Meter:
         if self._linear:
             each += SIMPLEX_ITERATION * iterations
         elif self._checks > FEW_CHECKS:
-            each += MIP_ROOT + MIP_CHECK * (self._checks - FEW_CHECKS)
+            each += MIP_ROOT + self._each_check * (self._checks - FEW_CHECKS)
         return SOLVE + self._nonzeros * each
 
 
@@ -258,6 +260,7 @@ def solve(
     start: Floats | None = None,
     progress: OnProgress | None = None,
     relaxed: bool = False,
+    relaxed_work: float = 0.0,
     options: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Minimise `program` deterministically, with one thread and a fixed seed. See NOTE [ Work ].
@@ -271,10 +274,11 @@ def solve(
         start: a feasible assignment to start from.
         progress: called now and then while solving; returning True stops the solver.
         relaxed: ignore that variables are integer.
+        relaxed_work: units of work that the program takes with `relaxed`, if known; it weighs checks.
         options: further options of HiGHS.
     """
     linear = relaxed or not program.integer.any()
-    meter = _Meter(len(program.rows.columns), linear, work_limit)
+    meter = _Meter(len(program.rows.columns), linear, work_limit, relaxed_work)
     hooks: dict[str, Any] = {} if target is None else {"objective_target": target}
     if linear and math.isfinite(work_limit):
         hooks["simplex_iteration_limit"] = meter.most

@@ -113,6 +113,7 @@ class Allowance:
         gap: float = 0.0,
         target: float | None = None,
         relaxed: bool = False,
+        relaxed_work: float = 0.0,
         start: Floats | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Outcome:
@@ -125,6 +126,7 @@ class Allowance:
             target=target,
             start=start,
             relaxed=relaxed,
+            relaxed_work=relaxed_work,
             progress=self._scaled(scale),
             options=HEURISTICS_OFF | dict(options or {}),
         )
