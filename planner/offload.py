@@ -113,8 +113,8 @@ def plan_offload(
         budget_bytes: that the device may hold at any moment.
         link: of device and host, with the bytes that may be used there.
         moves_work_limit: units of work for the search of moves, besides that of `plan`.
-        terms: as in `plan`. A budget of forward's own allows no moves. Nor do blocks that share compiled
-            code, which would be compiled for each block.
+        terms: as in `plan`. A budget of forward's own allows no moves. Nor does code that is compiled and
+            runs more than once (blocks that share it, several forwards): it would be compiled for each run.
 
     Raises:
         InfeasibleBudget, SolverOutOfTime: as in `plan`, and no moves were found with which a save set fits.
@@ -123,9 +123,9 @@ def plan_offload(
     constraints = terms.get("constraints") or Constraints()
     graph = constrained(profile, constraints)
     of = profile if isinstance(profile, Profile) else None
-    several = of is not None and bool(of.forward_ends)
     limited = constraints.forward_budget_bytes is not None
-    may_move = not (several or limited or graph.waiting_microbatches or shared_calls(graph))
+    again = len(graph.forward_ends) > 1 and any(op.compiled for op in graph.ops)
+    may_move = not (limited or graph.waiting_microbatches or again or shared_calls(graph))
     may_move = may_move and bool(movable(graph, link))
     without, unplanned = None, None
     try:

@@ -52,7 +52,7 @@ def _at_random(
     graph: Graph, save_set: SaveSet, moves: Iterable[Move], op: OpId, rng: random.Random
 ) -> Move | None:
     first, earliest = first_use(graph, save_set, moves, op), max(*released(graph, op), op + 1)
-    steps = [step for step in triggers(graph) if first is not None and step <= first]
-    if not steps:
-        return None
-    return Move(op, Moment(rng.randint(earliest, graph.model_end)), rng.choice(steps))
+    end = graph.forward_end(op)
+    in_time = {step: of for step, of in triggers(graph).items() if first is not None and step <= first}
+    steps = [step for step, of in in_time.items() if graph.forward_end(of) == end]
+    return Move(op, Moment(rng.randint(earliest, end)), rng.choice(steps)) if steps else None

@@ -37,6 +37,7 @@ def build(profile: Profile) -> Graph:
             recomputed.
     """
     n = len(profile.ops)
+    ends = profile.forward_ends or (() if profile.loss_begins is None else (profile.loss_begins,))
     writes: list[list[VersionId]] = [[] for _ in range(n)]
     readers: list[list[OpId]] = [[] for _ in range(len(profile.values))]
     saved_tensors_of: list[list[SavedTensorId]] = [[] for _ in range(len(profile.values))]
@@ -120,7 +121,7 @@ def build(profile: Profile) -> Graph:
             )
             for j in range(len(profile.backward))
         ),
-        loss_begins=None if profile.loss_begins is None else Moment(profile.loss_begins),
+        forward_ends=tuple(map(Moment, ends)),
         static_bytes=profile.static.total,
         closing_bytes=profile.gradient_nbytes + profile.optimizer_workspace_nbytes,
     )

@@ -133,7 +133,7 @@ class Graph:
         0  # other microbatches in flight; each holds what this one holds after forward
     )
     runs: tuple[tuple[OpId, ...], ...] = ()  # of each op with use groups; see use_groups.py
-    loss_begins: Moment | None = None  # where the ops of a loss outside of the model begin; None: nowhere
+    forward_ends: tuple[Moment, ...] = ()  # of the forwards of the model; (): one, with no loss after it
 
     @property
     def end(self) -> Moment:
@@ -142,8 +142,12 @@ class Graph:
 
     @property
     def model_end(self) -> Moment:
-        """Return the moment after the last op that the model's forward runs."""
-        return Moment(len(self.ops)) if self.loss_begins is None else self.loss_begins
+        """Return the moment after the last op that the model's forwards run."""
+        return self.forward_ends[-1] if self.forward_ends else Moment(len(self.ops))
+
+    def forward_end(self, op: OpId) -> Moment:
+        """Return the moment after the last op of the model's forward that `op` is in, or that came before."""
+        return next((end for end in self.forward_ends if op < end), self.model_end)
 
     @property
     def everything(self) -> SaveSet:

@@ -5,8 +5,8 @@ NOTE [ Moves ]
 A move has four points, in the order in which the host issues work, never by a clock:
 
     leave   after the op has run in forward, its outputs are queued for the copy out
-    free    before op `free`, or where the model's forward ends, compute waits for that copy, and the device
-            frees them
+    free    before op `free`, or where that forward of the model ends, compute waits for that copy, and the
+            device frees them
     fetch   when backward step `fetch` begins, memory is allocated, and the copy in is queued; of several in
             one step, that of the last op first. Such a step begins with the first unpack of what some op
             made, by which the runtime knows it (`triggers`)
@@ -79,7 +79,7 @@ class Link:
 class Move:
     """Moves the outputs of `op`: NOTE [ Moves ].
 
-    Invariant: `op < free <= model_end` of the graph, and the first use is in step `fetch` or later. See also
+    Invariant: `op < free <= forward_end(op)`, and the first use is in step `fetch` or later. See also
     `code_ends`.
     """
 
@@ -124,7 +124,7 @@ def triggers(graph: Graph) -> dict[StepId, OpId]:
     for step in graph.steps:
         ops = [graph.versions[graph.saved_tensors[h].version].op for h in step.unpacks]
         if ops and ops[0] not in unpacked and ops[0] not in in_groups:
-            op, seen = graph.ops[ops[0]], _in_model(graph, graph.saved_tensors[step.unpacks[0]])
+            op, seen = graph.ops[ops[0]], _in_forward(graph, graph.saved_tensors[step.unpacks[0]])
             storages = (graph.storages[graph.versions[w].storage] for w in op.writes)
             if (
                 seen
@@ -142,11 +142,11 @@ def code_ends(graph: Graph) -> list[Moment]:
 
     Free and fetch of a move are in the same code as its op.
     """
-    ends, end, inside = [], graph.model_end, False
+    ends, end, inside = list[Moment](), graph.model_end, False
     for op in reversed(graph.ops):
         if op.compiled and not inside:
             end = Moment(op.id + 1)
-        ends.append(end if op.compiled else graph.model_end)
+        ends.append(end if op.compiled else graph.forward_end(op.id))
         inside = op.compiled and not op.begins_graph
     return ends[::-1]
 
@@ -167,21 +167,24 @@ def released(graph: Graph, op: OpId) -> list[Moment]:
 
 
 def _is_simple(graph: Graph, w: VersionId) -> bool:
-    version, end = graph.versions[w], graph.model_end
+    version, end = graph.versions[w], graph.forward_end(graph.versions[w].op)
     tensors = [graph.saved_tensors[h] for h in version.saved_tensors]
     return (
         graph.nbytes(w) > 0
         and len(graph.storages[version.storage].versions) == 1
         and graph.storages[version.storage].released <= end
         and bool(tensors)
-        and all(len(set(saved.unpacked)) == 1 and _in_model(graph, saved) for saved in tensors)
+        and all(len(set(saved.unpacked)) == 1 and _in_forward(graph, saved) for saved in tensors)
     )
 
 
-def _in_model(graph: Graph, saved: SavedTensor) -> bool:
-    """Return True if autograd saves the tensor in the model's forward. A compiled graph does as it ends."""
-    compiled = graph.ops[graph.versions[saved.version].op].compiled
-    return saved.packed < graph.model_end + compiled
+def _in_forward(graph: Graph, saved: SavedTensor) -> bool:
+    """Return True if autograd saves the tensor in the forward of the model that makes it.
+
+    A compiled graph saves as it ends.
+    """
+    op = graph.ops[graph.versions[saved.version].op]
+    return saved.packed < graph.forward_end(op.id) + op.compiled
 
 
 def with_moves(graph: Graph, moves: Sequence[Move], link: Link) -> Graph:

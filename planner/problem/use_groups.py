@@ -118,7 +118,7 @@ def _with_room(graph: Graph, places: Iterable[int]) -> tuple[list[OpId], Graph]:
             replace(v, op=new_id[v.op], readers=tuple(new_id[r] for r in v.readers)) for v in graph.versions
         ),
         storages=tuple(replace(s, released=moment(s.released)) for s in graph.storages),
-        loss_begins=None if graph.loss_begins is None else moment(graph.loss_begins),
+        forward_ends=tuple(map(moment, graph.forward_ends)),
         saved_tensors=tuple(
             replace(h, packed=new_id[h.packed - 1] + 1 if h.packed else 0, dropped=moment(h.dropped))
             for h in graph.saved_tensors

@@ -144,9 +144,12 @@ def test_tensors_that_are_never_unpacked_leave_nothing(gpu: ModuleType) -> None:
 
 
 def losses_and_peaks(
-    gpu: ModuleType, steps: int = 3, **options: Any
+    gpu: ModuleType, steps: int = 3, *, forwards: int = 1, **options: Any
 ) -> tuple[list[float], list[int], nn.Module]:
-    """Train; return the losses, and each step's peak beyond what there was before."""
+    """Train with so many forwards before each backward.
+
+    Return the losses, and each step's peak beyond what there was before.
+    """
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     model = gpt2(layers=6, width=64, heads=4, vocabulary=64, positions=64).cuda()
@@ -156,9 +159,9 @@ def losses_and_peaks(
     losses, peaks = [], []
     for step in range(steps):
         torch.manual_seed(step)
-        ids = torch.randint(0, 64, (16, 64), device="cuda")
+        ids = torch.randint(0, 64, (forwards, 16, 64), device="cuda")
         torch.cuda.reset_peak_memory_stats()
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = torch.stack([model(input_ids=each, labels=each).loss for each in ids]).sum()
         loss.backward()
         losses.append(loss.item())
         del loss
@@ -183,6 +186,21 @@ def test_host_budget_of_apply_is_measured_planned_and_kept(gpu: ModuleType) -> N
     assert planned.profile is not None
     assert planned.profile.link is not None
     assert planned.moves or planned.why_unmoved
+
+
+def test_moves_with_two_forwards_before_a_backward(gpu: ModuleType) -> None:
+    """Each forward moves what it makes, and backward fetches it in that forward's own part."""
+    expected, plain, _ = losses_and_peaks(gpu, forwards=2)
+    options = {"budget_gb": plain[-1] * 0.4 / GIB, "host_budget_gb": 1, "forwards_in_flight": 2}
+    losses, peaks, model = losses_and_peaks(gpu, forwards=2, **options)
+    assert losses == expected
+    found = ac_client.applied(model).plan
+    assert found is not None
+    end, n = found.graph.forward_ends
+    assert {move.op < end for move in found.moves} == {True, False}
+    assert all(move.free <= (end if move.op < end else n) for move in found.moves)
+    assert max(peaks) <= found.peak <= plain[-1] * 0.4
+    assert host_memory.used == 0
 
 
 def test_stalls_that_were_not_foreseen_lower_the_rates_that_the_next_plan_counts_on(
