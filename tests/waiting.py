@@ -14,8 +14,8 @@ class NotInTime(AssertionError):
     """The condition did not hold in time."""
 
 
-def until(holds: Callable[[], Any], seconds: float = 120) -> Any:
-    """Return the result of `holds` once it is true.
+def until(holds: Callable[[], Any], seconds: float = 120, every: float = 0.02) -> Any:
+    """Return the result of `holds` once it is true. Call it again after `every` seconds.
 
     Raises:
         NotInTime: it did not become true; the last attempt was made after the time was over.
@@ -28,7 +28,7 @@ def until(holds: Callable[[], Any], seconds: float = 120) -> Any:
             return result
         if last:
             raise NotInTime(f"the condition must hold within {seconds:g} s")
-        time.sleep(0.02)
+        time.sleep(every)
 
 
 def listening(service: subprocess.Popen[bytes], log: Path) -> str:
