@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -59,8 +59,13 @@ def examined_before(kind: str, net: nn.Module, run: Run) -> nn.Module:
     return net
 
 
+@cache
+def plain_steps(kind: str) -> list[Tensor]:
+    return steps(network(kind), lambda net, x: net(x))
+
+
 def assert_plain(kind: str, model: nn.Module, run: Run) -> None:
-    plain = steps(network(kind), lambda net, x: net(x))
+    plain = plain_steps(kind)
     ours = steps(examined_before(kind, model, run), run)
     assert len(plain) == len(ours)
     differing = [i for i, (a, b) in enumerate(zip(plain, ours, strict=True)) if not torch.equal(a, b)]
@@ -109,15 +114,21 @@ def test_pinned_unseen_layer_has_the_plain_gradients_or_is_refused(kind: str) ->
         pass
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "own noise"])  # each profile draws
-def test_budgets_have_the_plain_gradients(kind: str, share: float) -> None:
+@cache
+def peaks(kind: str) -> tuple[int, int]:
+    """Return the smallest peak of the first profile, and that of a plan with memory to spare."""
     found = profile(network(kind), batch().requires_grad_(), loss=loss_of)
-    smallest = find_minimum_peak(found).found
     net = network(kind)
     ac_client.apply(net, budget_gb=1.0, loss=loss_of)
     net(batch().requires_grad_())
-    largest = ac_client.applied(net).policy.predicted.peak_bytes
+    smallest = find_minimum_peak(found, gap=0.05).found
+    return smallest, ac_client.applied(net).policy.predicted.peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "own noise"])  # each profile draws
+def test_budgets_have_the_plain_gradients(kind: str, share: float) -> None:
+    smallest, largest = peaks(kind)
     net = network(kind)
     budget = smallest + share * (largest - smallest)
     ac_client.apply(net, budget_gb=budget / 2**30, loss=loss_of)
