@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from ac_client.runtime.replay import EventLog
 from benchmarks.models.modules import Transformer
 
 BATCH = torch.randn(2, 8, 32)
+OPS = 12_500  # at a frame of 84 bytes for each op, a stack of 1 MiB overflows
 
 
 class Boom(Exception):
@@ -162,16 +166,29 @@ def test_use_counts_stay_small_over_residual_adds() -> None:
     assert seconds(1000) < 250 * max(seconds(8), 0.01)  # 2**1000 if every path were counted
 
 
-def test_long_chain_of_ops_does_not_recurse() -> None:
-    log = EventLog()
-    x = torch.randn(2, requires_grad=True)
-    with save_recompute_policy("recompute_all", log=log):
-        y = x
-        for _ in range(100_000):
-            y = y.sin()
-    y.sum().backward()
-    assert len(recomputed(log)) == 99_999
-    del y
+@pytest.fixture
+def small_stack() -> Iterator[Executor]:
+    """Return a thread with 1 MiB of stack, an eighth of the main thread's."""
+    before = threading.stack_size(1 << 20)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(int).result()  # the thread starts with its first call
+        threading.stack_size(before)
+        yield thread
+
+
+def test_long_chain_of_ops_does_not_recurse(small_stack: Executor) -> None:
+    def step() -> int:
+        log = EventLog()
+        x = torch.randn(2, requires_grad=True)
+        with save_recompute_policy("recompute_all", log=log):
+            y = x
+            for _ in range(OPS):
+                y = y.sin()
+        y.sum().backward()
+        del y
+        return len(recomputed(log))
+
+    assert small_stack.submit(step).result() == OPS - 1
 
 
 def test_worked_example_of_the_region() -> None:
