@@ -77,8 +77,8 @@ def test_plain_peak_is_predicted(subject: Subject) -> None:
 
 
 def test_smallest_peak_is_reached_and_at_most_that_of_checkpointed_blocks(subject: Subject) -> None:
-    found = find_minimum_peak(subject.profile, gap=0.12, work_limit=2)
-    planned = plan(subject.profile, budget_bytes=found.found, start=[found.save_set], gap=0.5, work_limit=1)
+    found = find_minimum_peak(subject.profile, gap=0.12, work_limit=0.5)
+    planned = plan(subject.profile, budget_bytes=found.found, start=[found.save_set], gap=0.5, work_limit=0.2)
     policy = planned.policy()
     standing = subject.graph.static_bytes
     ours = dense(step(subject.entry.make, policy=policy, standing=standing, **subject.entry.batch()))

@@ -75,8 +75,8 @@ def subject(one_thread: None, request: pytest.FixtureRequest) -> Subject:
     with casting():
         found = timed_by_flops(profile(trained(entry), **entry.batch()))
     graph = build(found)
-    smallest = find_minimum_peak(found, gap=0.3, time_limit_s=20).found
-    planned = plan(found, budget_bytes=(smallest + bounds(graph).ceiling) // 2, gap=0.5)
+    smallest = find_minimum_peak(found, gap=0.3, work_limit=0.3).found
+    planned = plan(found, budget_bytes=(smallest + bounds(graph).ceiling) // 2, gap=0.5, work_limit=0.3)
     plain = measured(entry, casting, graph, None)
     binds = smallest < bounds(graph).ceiling
     return Subject(entry, casting, found, graph, planned.save_set, planned.policy(), plain, binds)
