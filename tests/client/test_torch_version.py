@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -50,37 +51,64 @@ def test_missing_private_name_is_named_at_import(owner: str, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("compiles", ["first", "later", "a part"])
-def test_compiled_model_is_refused_before_torch_is_changed(compiles: str) -> None:
-    run(
-        f"""
-        import torch, ac_client
-        from torch import nn
-        from torch._functorch._aot_autograd import graph_compile
-        from autoac.profiler.errors import UnsupportedTorch
+REFUSED = """
+import json, sys, traceback
+import torch, torch._dynamo, ac_client
+from torch import nn
+from torch._functorch._aot_autograd import graph_compile
+from ac_client.measure.forked_call import run_in_child
+from autoac.profiler.errors import UnsupportedTorch
 
-        second_stage = graph_compile.aot_stage2_autograd
-        torch.__version__ = "2.99.0+cpu"
-        model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
-        if "{compiles}" == "later":
+def case(compiles):
+    second_stage = graph_compile.aot_stage2_autograd
+    torch.__version__ = "2.99.0+cpu"
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    if compiles == "later":
+        ac_client.apply(model, 1.0)
+        model(x).sum().backward()
+    if compiles == "a part":
+        model[0].compile(backend="aot_eager")
+    else:
+        model.compile(backend="aot_eager")
+    try:
+        if compiles != "later":
             ac_client.apply(model, 1.0)
-            model(x).sum().backward()
-        if "{compiles}" == "a part":
-            model[0].compile(backend="aot_eager")
-        else:
-            model.compile(backend="aot_eager")
-        try:
-            if "{compiles}" != "later":
-                ac_client.apply(model, 1.0)
-            model(x).sum().backward()
-        except UnsupportedTorch as error:
-            assert error.installed == "2.99.0+cpu"
-        else:
-            raise AssertionError("planned")
-        assert graph_compile.aot_stage2_autograd is second_stage
-        model(x).sum().backward()  # as a plain model
-        ac_client.apply(eager := nn.Linear(4, 4), 1.0)  # next to code that is compiled
-        eager(x).sum().backward()
-        assert graph_compile.aot_stage2_autograd is second_stage
-        """
+        model(x).sum().backward()
+    except UnsupportedTorch as error:
+        assert error.installed == "2.99.0+cpu"
+    else:
+        raise AssertionError("planned")
+    assert graph_compile.aot_stage2_autograd is second_stage
+    model(x).sum().backward()  # as a plain model
+    ac_client.apply(eager := nn.Linear(4, 4), 1.0)  # next to code that is compiled
+    eager(x).sum().backward()
+    assert graph_compile.aot_stage2_autograd is second_stage
+
+def failure(compiles):
+    try:
+        case(compiles)
+    except BaseException:
+        return traceback.format_exc()
+
+torch.set_num_threads(1)
+print(json.dumps({compiles: run_in_child(failure, compiles) for compiles in sys.argv[1:]}))
+"""
+CASES = ("first", "later", "a part")
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str | None]:
+    """Tracebacks of the cases, each in a fork of one process, because importing torch takes long."""
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED, *CASES], capture_output=True, text=True, timeout=200, cwd=ROOT
     )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str | None] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("compiles", CASES)
+def test_compiled_model_is_refused_before_torch_is_changed(
+    compiles: str, failures: dict[str, str | None]
+) -> None:
+    assert failures[compiles] is None
