@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import ac_client
 from ac_client.runtime.moves.host_memory import host_memory
 from autoac.planner import Policy, build, find_minimum_peak, plan_offload
+from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.moves import Link
 from autoac.profiler import profile
@@ -138,6 +140,11 @@ def run(
     return results
 
 
+@cache
+def unplanned(loop: Loop, breaks: bool) -> list[Tensor]:
+    return run(loop, plan=False, breaks=breaks)
+
+
 @pytest.mark.parametrize(
     ("loop", "breaks"),
     [
@@ -146,7 +153,7 @@ def run(
     ],
 )
 def test_results_are_those_of_the_unplanned_compiled_model(loop: Loop, breaks: bool) -> None:
-    want = run(loop, plan=False, breaks=breaks)
+    want = unplanned(loop, breaks)
     assert all(map(torch.equal, run(loop, plan=True, breaks=breaks), want))
 
 
@@ -159,12 +166,18 @@ def test_dynamic_shapes(loop: Loop) -> None:
 # --- moves to the host ------------------------------------------------------------------------------------
 
 
-def moving(share: float, *, breaks: bool = False, backend: str = BACKEND) -> Policy:
-    """Return a policy that moves, at a share of the way from the smallest peak without moves to plain's."""
+@cache
+def profiled(breaks: bool, backend: str) -> tuple[Profile, int, int]:
+    """Return a profile with the smallest peak without moves, and that of saving everything."""
     torch.compiler.reset()
     step = profile(torch.compile(Net(breaks=breaks), backend=backend), batch())
     graph = build(step)
-    low, high = find_minimum_peak(step).found, peak_bytes(graph, graph.everything)
+    return step, find_minimum_peak(step, work_limit=1).found, peak_bytes(graph, graph.everything)
+
+
+def moving(share: float, *, breaks: bool = False, backend: str = BACKEND) -> Policy:
+    """Return a policy that moves, at a share of the way from the smallest peak without moves to plain's."""
+    step, low, high = profiled(breaks, backend)
     budget, link = low + round(share * (high - low)), Link(1e6, 1e6, 0.0, 1 << 40)
     found = plan_offload(step, budget_bytes=budget, link=link).plan
     assert found.moves
@@ -196,7 +209,7 @@ def test_moves_have_the_predicted_peaks_of_device_and_host(share: float, breaks:
     ],
 )
 def test_results_with_moves_are_those_of_the_unplanned_compiled_model(loop: Loop, breaks: bool) -> None:
-    want, policy = run(loop, plan=False, breaks=breaks), moving(0.1, breaks=breaks)
+    want, policy = unplanned(loop, breaks), moving(0.1, breaks=breaks)
     used = host_memory.peak = host_memory.used
     assert all(map(torch.equal, run(loop, plan=True, breaks=breaks, policy=policy), want))
     assert host_memory.peak > used == host_memory.used

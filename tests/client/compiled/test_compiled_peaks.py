@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -85,26 +86,26 @@ def measured_peak(model: nn.Module, call: Callable[..., Any], batch: dict[str, T
     return allocated_peak(lambda: step(call, batch))
 
 
-def unplanned_outcome(make: Callable[[], nn.Module], batch: dict[str, Tensor]) -> list[Tensor]:
+@cache
+def unplanned_outcome(make: Callable[[], nn.Module], batch: Callable[[], dict[str, Tensor]]) -> list[Tensor]:
     model = make()
-    want = outcome(model, torch.compile(model, backend=BACKEND), batch)
+    want = outcome(model, torch.compile(model, backend=BACKEND), batch())
     torch.compiler.reset()
     return want
 
 
 @pytest.fixture(params=MODELS)
-def case(request: pytest.FixtureRequest) -> tuple[Callable[[], nn.Module], dict[str, Tensor]]:
-    make, batch = MODELS[request.param]
-    return make, batch()
+def case(request: pytest.FixtureRequest) -> tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]]:
+    return MODELS[request.param]
 
 
 def test_predicted_peak_is_the_allocators_at_several_budgets(
-    case: tuple[Callable[[], nn.Module], dict[str, Tensor]],
+    case: tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]],
 ) -> None:
-    make, batch = case
-    want = unplanned_outcome(make, batch)
+    make, batch = case[0], case[1]()
+    want = unplanned_outcome(*case)
     found = profile(torch.compile(make(), backend=BACKEND), **batch)
-    lowest, highest = find_minimum_peak(found, time_limit_s=20).found, plan(found, budget_gb=1).peak
+    lowest, highest = find_minimum_peak(found, gap=0.3, work_limit=1).found, plan(found, budget_gb=1).peak
     assert lowest < highest
     peaks = set()
     for share in (0.5, 0.0):
@@ -224,7 +225,7 @@ ORDERS = [
 @pytest.mark.parametrize("order", ORDERS)
 def test_compile_and_apply_work_in_either_order(order: Callable[[nn.Module, float], Any]) -> None:
     batch = rows()
-    want = unplanned_outcome(net, batch)
+    want = unplanned_outcome(net, rows)
     model = net()
     call = order(model, 0.6 * 1.1 / 1024)
     assert all(map(torch.equal, outcome(model, call, batch), want))
@@ -260,7 +261,7 @@ def test_removed_plan_leaves_the_compiled_model_as_it_was() -> None:
     import torch._inductor.config as inductor
 
     batch, model = rows(), net()
-    want = unplanned_outcome(net, batch)
+    want = unplanned_outcome(net, rows)
     compiled = ac_client.apply(torch.compile(model, backend=BACKEND), 0.6 * 1.1 / 1024)
     partitioner = inductor.custom_partitioner_fn
     outcome(model, compiled, batch)
@@ -302,9 +303,9 @@ def checkpointed() -> nn.Module:
 
 def test_plan_decides_for_torchs_checkpoints_in_compiled_code() -> None:
     batch = rows()
-    want = unplanned_outcome(net, batch)
+    want = unplanned_outcome(net, rows)
     plain = profile(torch.compile(net(), backend=BACKEND), **batch)
-    lowest, highest = find_minimum_peak(plain, time_limit_s=20).found, plan(plain, budget_gb=1).peak
+    lowest, highest = find_minimum_peak(plain, gap=0.3, work_limit=1).found, plan(plain, budget_gb=1).peak
     model = checkpointed()
     compiled = ac_client.apply(torch.compile(model, backend=BACKEND), (lowest + highest) / 2 / 2**30)
     assert all(map(torch.equal, outcome(model, compiled, batch), want))
@@ -361,12 +362,14 @@ def test_random_numbers_are_drawn_again_in_backward() -> None:
             )
         return [p.grad for p in model.parameters()] + [drawn, torch.rand(8)]  # type: ignore[misc]
 
-    lowest = find_minimum_peak(profile(torch.compile(plain, backend=BACKEND), **rows())).found
+    found = profile(torch.compile(plain, backend=BACKEND), **rows())
+    lowest = find_minimum_peak(found, gap=0.05, work_limit=1).found
     want = trained(planned=False)
     assert all(map(torch.equal, trained(planned=True), want))
 
 
 def test_dropout_needs_no_more_memory_compiled_than_eager() -> None:
     model, batch = language_model(), tokens()
-    eager = find_minimum_peak(profile(model, **batch)).found
-    assert find_minimum_peak(profile(torch.compile(model, backend=BACKEND), **batch)).found <= eager
+    eager = find_minimum_peak(profile(model, **batch), work_limit=0.5).found
+    compiled = profile(torch.compile(model, backend=BACKEND), **batch)
+    assert find_minimum_peak(compiled, work_limit=0.5).found <= eager
