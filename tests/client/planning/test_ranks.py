@@ -32,7 +32,6 @@ from autoac.profiler import observe
 from autoac.profiler.static_memory import optimizer_state_nbytes, static_bytes
 
 CPU = torch.device("cpu")
-results = {}
 
 def batch(rows=8, length=32):
     return torch.randn(rows, length, 32, generator=torch.Generator().manual_seed(rank))
@@ -58,18 +57,23 @@ def same(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
 """
 
-TOLD = """
-print(json.dumps(results))
-"""
-
-
 Results = list[dict[str, Any]]
 
 
-def results_of(script: str, tmp_path: Path) -> Results:
-    return [
-        json.loads(out) for out in outputs_of_ranks(COMMON + script + TOLD, tmp_path / "store", timeout=300)
-    ]
+def results_of(store: Path, world: int = 2, **scripts: str) -> dict[str, Results]:
+    """Run scripts one after another on the same ranks, since starting takes long; return what each finds."""
+    script = COMMON + "found = {}\n"
+    for name, part in scripts.items():
+        script += f"found[{name!r}] = results = {{}}\n{part}"
+    outs = outputs_of_ranks(script + "print(json.dumps(found))\n", store, world, timeout=300)
+    ranks = [json.loads(out) for out in outs]
+    return {name: [rank[name] for rank in ranks] for name in scripts}
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
+    store = tmp_path_factory.mktemp("replicas") / "store"
+    return results_of(store, ddp=DDP, failing=FAILING, replicate=REPLICATE, dropped=DROPPED_OUTPUTS)
 
 
 DDP = """
@@ -110,8 +114,10 @@ if rank == 0:
 """
 
 
-def test_ranks_get_the_policy_of_the_largest_batch_and_gradients_stay_equal(replicas: Results) -> None:
-    first, second = replicas
+def test_ranks_get_the_policy_of_the_largest_batch_and_gradients_stay_equal(
+    replicas: dict[str, Results],
+) -> None:
+    first, second = replicas["ddp"]
     assert first["policy"] == second["policy"]
     assert first["shapes"] == second["shapes"] == [{"0": "float32[8, 32, 32]"}]
     assert first["recomputed"] > 0
@@ -187,14 +193,8 @@ results["static"] -= sum(p.grad.nbytes for p in model.parameters())
 """
 
 
-@pytest.fixture(scope="module")
-def replicas(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Results of two ranks of DistributedDataParallel, shared by tests because starting takes long."""
-    return results_of(DDP + FAILING, tmp_path_factory.mktemp("replicas"))
-
-
-def test_error_of_one_rank_is_raised_on_all_in_the_same_words(replicas: Results) -> None:
-    first, second = replicas
+def test_error_of_one_rank_is_raised_on_all_in_the_same_words(replicas: dict[str, Results]) -> None:
+    first, second = replicas["failing"]
     for case in ("budget", "one is too small", "constraints"):
         assert first[case] == second[case]
         assert first[case][2:] == ["unplanned"]
@@ -316,7 +316,7 @@ results["region"] = same(gradients(reference), gradients(model))
 
 
 def test_sharded_model_is_planned_within_its_units(tmp_path: Path) -> None:
-    first, second = results_of(FSDP, tmp_path)
+    first, second = results_of(tmp_path / "store", fsdp=FSDP)["fsdp"]
     for way in ("default", "kept gathered", "bf16"):
         for at in (first[way], second[way]):
             assert at["equal"] == [True] * (6 if way == "default" else 5)
@@ -466,8 +466,10 @@ except CannotProfile as error:
 """
 
 
-def test_reducer_that_the_first_forward_builds_reduces_the_real_gradients(tmp_path: Path) -> None:
-    first, second = results_of(REPLICATE, tmp_path)
+def test_reducer_that_the_first_forward_builds_reduces_the_real_gradients(
+    replicas: dict[str, Results],
+) -> None:
+    first, second = replicas["replicate"]
     assert first["equal"] == second["equal"] == [True] * 3
     assert first["met"] == second["met"] == {"0": "float32[8, 32, 32]"}
     assert first["off_path"] == second["off_path"] == ""
@@ -538,8 +540,7 @@ results["one is too small"] = attempt(Parallel(inner), 1e-5 if rank == 1 else 1.
 
 
 def test_ranks_of_a_parallel_model_are_found_by_the_collectives_of_its_profile(tmp_path: Path) -> None:
-    outs = outputs_of_ranks(COMMON + PARALLEL + TOLD, tmp_path / "store", world=4, timeout=300)
-    found = [json.loads(out) for out in outs]
+    found = results_of(tmp_path / "store", world=4, parallel=PARALLEL)["parallel"]
 
     def by_rank(case: str) -> list[Any]:
         return [one[case][-1] for one in found]
@@ -589,6 +590,8 @@ results["within"] = report.predicted_peak_bytes <= report.budget_bytes < smalles
 """
 
 
-def test_ranks_agree_on_a_budget_that_only_a_loop_that_drops_outputs_keeps(tmp_path: Path) -> None:
-    for result in results_of(DROPPED_OUTPUTS, tmp_path):
+def test_ranks_agree_on_a_budget_that_only_a_loop_that_drops_outputs_keeps(
+    replicas: dict[str, Results],
+) -> None:
+    for result in replicas["dropped"]:
         assert result == {"equal": [True, True], "within": True}
