@@ -123,7 +123,8 @@ def same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
 
 def tightest(model: nn.Module) -> Policy:
     found = timed_by_flops(profile(model, batch()))
-    return plan(found, budget_bytes=find_minimum_peak(found, gap=0.05).found, gap=0.5).policy()
+    smallest = find_minimum_peak(found, gap=0.05, work_limit=0.3).found
+    return plan(found, budget_bytes=smallest, gap=0.5, work_limit=0.3).policy()
 
 
 @pytest.mark.parametrize("call", TAKEN, ids=lambda call: call.__name__)
