@@ -66,7 +66,7 @@ def random_chain(rng: random.Random, length: int) -> Graph:
 
 def test_plans_fit_by_the_second_simulator() -> None:
     moved = 0
-    for seed in range(60):
+    for seed in range(30):
         rng = random.Random(seed)
         graph = random_chain(rng, 9) if seed % 2 else timed_step(rng, 9)
         link = replace(random_link(rng), host_bytes=rng.choice((1 << 60, 20)))
@@ -78,7 +78,7 @@ def test_plans_fit_by_the_second_simulator() -> None:
             continue
         check(found, graph, budget, link)
         moved += found.best is not None and bool(found.best.moves)
-    assert moved >= 10
+    assert moved >= 5
 
 
 @pytest.mark.parametrize("seed", range(20))
