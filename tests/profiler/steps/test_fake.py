@@ -44,6 +44,8 @@ ELSEWHERE = {
 }
 
 FAKEABLE = [entry for entry in ZOO if entry.name not in ELSEWHERE]
+CAST = [entry for entry in FAKEABLE if entry.name in ("GPT-2", "Llama", "T5", "Mamba", "Whisper", "ResNet")]
+"""Attention of several kinds, a scan, and convolutions; tests/standin/test_fake_steps.py casts all."""
 
 
 def both(entry: ZooModel, casting: Callable[[], Any] = contextlib.nullcontext) -> tuple[Profile, Profile]:
@@ -102,7 +104,7 @@ def test_known_limits_of_fake_steps_still_hold() -> None:
     assert {of_fake for of_hollow, of_fake in sizes if of_fake != of_hollow} == {0}
 
 
-@pytest.mark.parametrize("entry", FAKEABLE, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", CAST, ids=lambda entry: entry.name)
 def test_fake_step_applies_autocast(entry: ZooModel) -> None:
     hollow, fake = both(entry, functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16))
     assert fake.keys() == hollow.keys()
