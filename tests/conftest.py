@@ -18,6 +18,7 @@ NO_CHROMIUM = "Chromium is missing; `make browser` installs it"  # the reason in
 # Threads of two workers and of their children wait for one another spinning: three to ten times the CPU time.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else two more processes import torch
 
 # Without bytecode each worker compiles all tests again, and each child all of our modules.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
