@@ -194,9 +194,7 @@ def _as_predicted(
     wanted = peak_bytes(moving, save_set)
     if log.events != expected_log(moving, save_set):
         return "other events than predicted"
-    # At the end of a first forward, its region lets go of what the simulator holds until the last one ends.
-    at_least = wanted if len(batches) == 1 else 0
-    if not at_least <= peak <= wanted + (0 if cuda else ON_CPU):
+    if not wanted <= peak <= wanted + (0 if cuda else ON_CPU):
         return f"the peak is {peak}, predicted {wanted}"
     if host_memory.peak != nbytes:
         return f"the host's peak is {host_memory.peak}, predicted {nbytes}"

@@ -7,8 +7,9 @@ The runtime and this module follow the same rules. docs/memory-model.md has the 
 a. *Hold.* A saved version is held from the op that wrote it if autograd packed it or an op of the recompute
    set reads it. Otherwise it is not held for backward. It is held until autograd has dropped its last saved
    tensor, and the last saved tensor of every unsaved version that is computed from it. In forward it is also
-   held for as long as forward itself holds such an unsaved version, which may still be packed. Autograd
-   holds the storage, including anything that is written to it later.
+   held for as long as forward itself holds such an unsaved version, which may still be packed, but no longer
+   than that forward of the model runs, if others follow. Autograd holds the storage, including anything that
+   is written to it later.
 b. *Write over a held version.* An in-place op may write over a saved version that an op of the recompute set
    has read and will read again. A private copy of the old version is made first, and held for that op.
 c. *Burst.* An unpack of an unsaved version that is not cached runs the ops that it needs, in forward order.
@@ -153,7 +154,11 @@ def readers_until(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) 
     span_of = spans_by_op(reruns)
     n = len(graph.ops)
     until, dropped = [0] * len(graph.versions), _dropped(graph)
-    in_forward = [min(graph.storages[value.storage].released, n) for value in graph.versions]
+    ends = graph.forward_ends[:-1]  # of regions; that of the last may include ops of the loss
+    in_forward = [
+        min(graph.storages[value.storage].released, next((end for end in ends if value.op < end), n))
+        for value in graph.versions
+    ]
     for value in graph.versions:
         if value.previous is not None:
             in_forward[value.previous] = value.op

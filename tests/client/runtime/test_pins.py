@@ -15,6 +15,7 @@ from autoac.planner import ConflictingPins, plan
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build
+from autoac.planner.solver.highs import Stopped
 from autoac.profiler import profile
 from autoac.profiler.torch_facts.module_pins import pins_of
 
@@ -90,7 +91,7 @@ def test_plans_obey_pins(share: float) -> None:
     assert {d for key, d in decisions.items() if key.startswith("1.")} == {"save"}
     assert {d for key, d in decisions.items() if key.startswith("4.")} == {"recompute"}
     assert made.recompute_us >= recompute_us(graph, graph.everything) > 0
-    assert made.gap <= 0.01
+    assert made.stopped is Stopped.OPTIMAL
 
 
 def test_planned_step_with_pins_has_the_plain_gradients() -> None:
