@@ -74,11 +74,11 @@ class ChangeView(BaseModel):
     modules: list[str]
     gained: list[str]  # ops that only the second saves
     lost: list[str]
-    repeated: list[str]  # recomputed by both: "relu.default 2 times instead of once"
+    otherwise: list[str]  # saved by neither: "recomputes relu.default 2 times instead of once"
 
 
 class DifferenceView(BaseModel):
-    """The ops that one policy saves and another does not."""
+    """What two policies decide otherwise."""
 
     before_id: str
     after_id: str
@@ -234,7 +234,7 @@ async def delete_one_policy(request: Request, id: Digest, service: ServiceOf, ca
     return Response(status_code=204)
 
 
-@router.get("/differences", summary="The ops that one policy saves and another does not")
+@router.get("/differences", summary="What two policies decide otherwise")
 async def get_difference(
     request: Request, service: ServiceOf, caller: Reader, before: Name, after: Name
 ) -> DifferenceView:

@@ -1,4 +1,4 @@
-"""Compare two plans: what only one of them keeps, by module, with peak and time of both."""
+"""Compare two plans: what they decide otherwise, by module, with peak and time of both."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DecisionChange:
     modules: tuple[str, ...]
     gained: tuple[str, ...]  # ops in each that only the second keeps
     lost: tuple[str, ...]  # that only the first keeps
-    repeated: tuple[str, ...]  # that both recompute: "relu.default 2 times instead of once"
+    otherwise: tuple[str, ...]  # that neither keeps: "recomputes relu.default 2 times instead of once"
     gained_bytes: int  # held when backward begins, over all modules; 0 without a profile
     lost_bytes: int
 
@@ -61,7 +61,7 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Return True if both plans have the same ops, and save the same ones of them."""
+        """Return True if both plans have the same ops, save the same ones, and get others back in one way."""
         return not (self.changes or self.only_before or self.only_after)
 
 
@@ -72,7 +72,7 @@ def difference(
     *,
     became: tuple[Sequence[OpDecision] | None, Sequence[OpDecision] | None] = (None, None),
 ) -> Difference:
-    """Compare two plans or policies: which ops does only one of them save?
+    """Compare two plans or policies: which ops does only one save, and what do they do with the others?
 
     A Policy knows decisions but no bytes, and may save what backward does not need. A Plan (`as_planned`
     makes one from a policy and its profile) compares what is really held.
@@ -97,7 +97,10 @@ def difference(
             modules.setdefault(OpKey.parse(key).module, []).append((change, old, new))
 
     def signature(module: str) -> object:
-        return tuple((change, names[old.key], old.runs, new.runs) for change, old, new in modules[module])
+        return tuple(
+            (change, names[old.key], old.decision, old.runs, new.decision, new.runs)
+            for change, old, new in modules[module]
+        )
 
     changes = []
     for name, paths in fold_paths(modules, signature):
@@ -109,10 +112,10 @@ def difference(
                 modules=paths,
                 gained=tuple(names[new.key] for change, _, new in of_one if change == "gained"),
                 lost=tuple(names[old.key] for change, old, _ in of_one if change == "lost"),
-                repeated=tuple(
-                    f"{names[new.key]} {_times(new.runs)} instead of {_times(old.runs)}"
+                otherwise=tuple(
+                    _otherwise(names[new.key], old, new)
                     for change, old, new in of_one
-                    if change == "repeated"
+                    if change == "otherwise"
                 ),
                 gained_bytes=sum(new.kept_bytes for change, _, new in pairs if change == "gained"),
                 lost_bytes=sum(old.kept_bytes for change, old, _ in pairs if change == "lost"),
@@ -131,8 +134,16 @@ def _change(old: OpDecision, new: OpDecision, was_saved: bool) -> str:
     """Return the field of a Change that names an op with these decisions; "" if nothing changed."""
     if was_saved != (new.decision is Decision.SAVED):
         return "lost" if was_saved else "gained"
-    again = old.decision is new.decision is Decision.RECOMPUTED and old.runs != new.runs
-    return "repeated" if again else ""
+    needed = {old.decision, new.decision} <= {Decision.RECOMPUTED, Decision.MOVED}
+    return "otherwise" if needed and (old.decision, old.runs) != (new.decision, new.runs) else ""
+
+
+def _otherwise(name: str, old: OpDecision, new: OpDecision) -> str:
+    """Return what the second plan does with an op that neither keeps, instead of what the first does."""
+    if old.decision is new.decision:
+        return f"recomputes {name} {_times(new.runs)} instead of {_times(old.runs)}"
+    moves = f"moves {name} to the host instead of recomputing it"
+    return moves if new.decision is Decision.MOVED else f"recomputes {name} instead of moving it to the host"
 
 
 def _times(runs: int) -> str:
@@ -199,8 +210,8 @@ def _lines(comparison: Difference, first: str, second: str) -> Iterator[str]:
                 yield f"  only {who} keeps {', '.join(ops)}" + (
                     f"  ({format_bytes(nbytes)})" if nbytes else ""
                 )
-        if change.repeated:
-            yield f"  {second} recomputes {', '.join(change.repeated)}"
+        if change.otherwise:
+            yield f"  {second} {', '.join(change.otherwise)}"
     for who, keys in ((first, comparison.only_before), (second, comparison.only_after)):
         if keys:
             more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""

@@ -47,10 +47,10 @@ service.run(async () => {
       row("", which, text(name(id, said)), text(side.model), size(side.budget), size(side.peak), time(side.recompute_us), `${side.kept} ops`, `${side.again} ops`, ...(moves ? [`${side.moved} ops`] : []), side.idle === null ? "" : `${side.idle} ops`, text(side.peak_at))), "");
     const peak = found.after.peak - found.before.peak, spent = found.after.recompute_us - found.before.recompute_us;
     const than = (value, form, more, less) => value ? `${form(Math.abs(value))} ${value > 0 ? more : less}` : "";
-    find("verdict").textContent = [found.same ? "Both keep the same." : "They do not keep the same.",
+    find("verdict").textContent = [found.same ? "Both keep the same." : "They decide otherwise.",
       `The second peaks ${than(peak, size, "higher", "lower") || "as high"} and recomputes ${than(spent, time, "more", "less") || "as long"}.`].join(" ");
-    table(find("changes"), ["modules", "only the second keeps", "only the first keeps", "the second recomputes"], found.changes.map(change =>
-      row("", `${change.name || "outside all modules"}${change.modules.length > 1 ? ` (${change.modules.length} modules)` : ""}`, text(change.gained.join(", ")), text(change.lost.join(", ")), text(change.repeated.join(", ")))), "No module decides otherwise.");
+    table(find("changes"), ["modules", "only the second keeps", "only the first keeps", "what neither keeps, the second"], found.changes.map(change =>
+      row("", `${change.name || "outside all modules"}${change.modules.length > 1 ? ` (${change.modules.length} modules)` : ""}`, text(change.gained.join(", ")), text(change.lost.join(", ")), text(change.otherwise.join(", ")))), "No module decides otherwise.");
     find("only").replaceChildren(...[["first", found.only_before], ["second", found.only_after]].filter(([, keys]) => keys.length).map(([which, keys]) => {
       const details = make("details"), list = make("ul");
       details.append(make("summary", `${keys.length} ops that only the ${which} has`), list);

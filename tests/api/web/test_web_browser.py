@@ -600,7 +600,7 @@ def test_jobs_show_progress_and_can_be_cancelled(visit: Visit, stored: Stored) -
 
 def test_two_policies_are_compared(visit: Visit, stored: Stored) -> None:
     page = visit.go(f"/difference?before={stored.ids[0]}&after=gpt2@test/production")
-    assert "They do not keep the same." in page.inner_text("#verdict")
+    assert "They decide otherwise." in page.inner_text("#verdict")
     assert "lower" in page.inner_text("#verdict")
     assert "transformer.h" in page.inner_text("#changes")
     page.click("#swap")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import graphs
 
 from autoac.planner import Plan, Policy, bounds, build, difference, difference_in_words, explain, plan
@@ -65,12 +67,31 @@ def test_op_that_only_one_plan_recomputes_twice_is_a_change() -> None:
     found = difference(once, twice)
     (change,) = found.changes
     assert not found.same
-    assert (change.gained, change.lost, len(change.repeated)) == ((), (), 1)
-    assert change.repeated[0].endswith(" 2 times instead of once")
-    assert f"new recomputes {change.repeated[0]}" in difference_in_words(found, "old", "new")
+    assert (change.gained, change.lost, len(change.otherwise)) == ((), (), 1)
+    assert change.otherwise[0].endswith(" 2 times instead of once")
+    assert f"new {change.otherwise[0]}" in difference_in_words(found, "old", "new")
     assert "(1 of them several times)" in explain(twice)
     assert "several times" not in explain(once)
-    assert difference(twice, once).changes[0].repeated[0].endswith(" once instead of 2 times")
+    assert difference(twice, once).changes[0].otherwise[0].endswith(" once instead of 2 times")
+
+
+def test_op_that_only_one_plan_moves_to_the_host_is_a_change() -> None:
+    recomputed = at(0.3).policy()
+    following = pairwise(recomputed.decisions.items())
+    key, later = next((key, later) for (key, decided), (later, _) in following if decided == "recompute")
+    decisions = recomputed.decisions | {key: "offload"}
+    moves = {key: {"free": later, "fetch": later}}
+    moved = Policy.model_validate(recomputed.data() | {"version": 4, "decisions": decisions, "moves": moves})
+    name = "/".join(key.split("/")[1:]).removeprefix("aten.").split("#")[0]
+    for found, words in (
+        (difference(recomputed, moved), "moves {} to the host instead of recomputing it"),
+        (difference(moved, recomputed), "recomputes {} instead of moving it to the host"),
+    ):
+        (change,) = found.changes
+        assert not found.same
+        assert (change.gained, change.lost) == ((), ())
+        assert change.otherwise == (words.format(name),)
+        assert f"new {change.otherwise[0]}" in difference_in_words(found, "old", "new")
 
 
 def test_ops_unknown_to_the_first_are_never_lost() -> None:
