@@ -170,6 +170,21 @@ def test_workspaces_count_for_a_neighbor_without_products(gpu: ModuleType) -> No
     assert others == pytest.approx([2 * norm, 2 * EXTRA + linear], abs=2048)
 
 
+def test_planned_model_that_trained_before_counts_from_the_first_step_on(gpu: ModuleType) -> None:
+    """It may never train again, but it is on the device; once it trains, all that it holds counts."""
+    task, budget = task_of("cuda:1"), between(bounds_of("cuda:1"), 0.7)
+    first, optimizer, batch = task.made()
+    ac_client.apply(first, budget / GIB, optimizer=optimizer)
+    for _ in range(2):
+        step(task, first, optimizer, batch, Training(None))
+        optimizer.zero_grad()
+    budget += torch.cuda.memory_allocated(task.device)
+    peaks, corrected, report = train(gpu, task, budget, steps=WATCHED_STEPS)
+    assert max(peaks) <= budget
+    assert report.predicted_peak_bytes == peaks[-1]
+    assert corrected == [0] * WATCHED_STEPS
+
+
 class Slope(nn.Module):
     """Returns a loss, and the derivative by its input, which becomes a leaf with a gradient."""
 

@@ -2,7 +2,8 @@
 
 A budget is the device's, so what other planned models hold is static to a plan: parameters, buffers,
 gradients and optimizer state all the time, and what their forwards in flight have saved. Another model counts
-once it has run a planned forward after `apply` was called for this one: until then it may never train.
+so once it has run a planned forward after `apply` was called for this one: until then it may never train.
+Before, it counts with what it holds on a device whose allocator counts.
 
 Whatever else is on the device counts too, if its allocator counts: a teacher, an average of the weights, the
 next batch, copies that an optimizer keeps. It is looked at before the first steps of each plan.
@@ -55,6 +56,8 @@ class ModelOnDevice:
         self._bucket: PlannedBucket | None = None  # of the last forward
         self._planned_at = next(_turns)
         self._forward_at = 0  # turn at which the last planned forward began
+        # What planned models that may never train hold, as last measured.
+        self._idle: weakref.WeakKeyDictionary[ModelOnDevice, int] = weakref.WeakKeyDictionary()
         self._uncounted = 0  # bytes on the device that no planned model holds, as last measured
         self._at_plan = 0  # `_uncounted` before the last plan
         _all.add(self)
@@ -114,19 +117,28 @@ class ModelOnDevice:
             free_workspaces(device)
         else:
             present, workspaces = min(present, counts.optimizer_state), counts.workspaces
-        held = static_bytes(model, args, kwargs, present, device).total
-        held += sum(o._held_nbytes() for o in list(_all) if o is not self and o.device() == device)
-        held += gathered_nbytes(model) + kept
-        if torch.cuda.memory_allocated(device) - held > self._at_plan + workspaces:
+        held = static_bytes(model, args, kwargs, present, device).total + gathered_nbytes(model) + kept
+
+        def more_than_held() -> int:
+            training = set(self._others())
+            idle = (o for o in list(_all) if o is not self and o not in training and o.device() == device)
+            self._idle = weakref.WeakKeyDictionary({other: other.standing_nbytes() for other in idle})
+            by_models = sum(other._held_nbytes() for other in training) + sum(self._idle.values())
+            return max(0, torch.cuda.memory_allocated(device) - held - by_models)
+
+        found = more_than_held()
+        if self._idle or found > self._at_plan + workspaces:
             gc.collect()  # garbage is not held
-        found = max(0, torch.cuda.memory_allocated(device) - held)
+            found = more_than_held()
         if counts is None:
             self._at_plan = found
         self._uncounted = found - min(max(0, found - self._at_plan), workspaces)
 
     def others_nbytes(self) -> int:
         """Return the bytes on the device that the model does not hold."""
-        return self._uncounted + self.neighbors_nbytes()
+        training = set(self._others())
+        idle = sum(nbytes for other, nbytes in self._idle.items() if other not in training)
+        return self._uncounted + idle + self.neighbors_nbytes()
 
     def neighbors_nbytes(self) -> int:
         """Return the bytes that the neighbors hold between steps, and for their forwards in flight now."""
