@@ -113,8 +113,8 @@ def plan_offload(
         budget_bytes: that the device may hold at any moment.
         link: of device and host, with the bytes that may be used there.
         moves_work_limit: units of work for the search of moves, besides that of `plan`.
-        terms: as in `plan`. A budget of forward's own allows no moves. Nor does code that is compiled and
-            runs more than once (blocks that share it, several forwards): it would be compiled for each run.
+        terms: as in `plan`. A budget of forward's own allows no moves. Nor do blocks that share compiled
+            code, or several forwards of a model with compiled parts: these would be compiled for each run.
 
     Raises:
         InfeasibleBudget, SolverOutOfTime: as in `plan`, and no moves were found with which a save set fits.

@@ -285,9 +285,9 @@ def _moves_of(policy: Policy, graph: Graph) -> tuple[Move, ...]:
     op_of = {op.name: op.id for op in graph.ops}
     step_of = {graph.ops[op].name: step for step, op in triggers(graph).items()}
     return tuple(
-        Move(op_of[key], Moment(op_of.get(points.free, graph.model_end)), step_of[points.fetch])
+        Move(op, Moment(op_of.get(points.free, graph.forward_end(op))), step_of[points.fetch])
         for key, points in policy.moves.items()
-        if key in op_of and points.fetch in step_of
+        if points.fetch in step_of and (op := op_of.get(key)) is not None
     )
 
 

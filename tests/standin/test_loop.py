@@ -156,6 +156,19 @@ def test_what_is_on_the_device_later_counts_from_the_next_step_on(gpu: ModuleTyp
     assert corrected == [0] * (WATCHED_STEPS + 1)
 
 
+def test_what_has_left_the_device_counts_no_longer(gpu: ModuleType) -> None:
+    """Not even as much of it as cuBLAS's workspaces take, which the profile counts."""
+    gpu.set_workspace(4 * EXTRA)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to("cuda")
+    held = [torch.empty(2 * EXTRA, dtype=torch.uint8, device="cuda")]
+    on_device = ac_client.applied(ac_client.apply(model, 1.0))._planning.watch.on_device
+    for _ in range(2):
+        model(torch.ones(512, 64, device="cuda")).square().sum().backward()
+        model.zero_grad()
+        held.clear()
+    assert on_device.others_nbytes() < 4096
+
+
 def test_workspaces_count_for_a_neighbor_without_products(gpu: ModuleType) -> None:
     """They are in the profile of the other model, so they are none of its other tensors."""
     gpu.set_workspace(EXTRA)

@@ -159,9 +159,9 @@ def losses_and_peaks(
     losses, peaks = [], []
     for step in range(steps):
         torch.manual_seed(step)
-        ids = torch.randint(0, 64, (forwards, 16, 64), device="cuda")
+        batches = [torch.randint(0, 64, (16, 64), device="cuda") for _ in range(forwards)]
         torch.cuda.reset_peak_memory_stats()
-        loss = torch.stack([model(input_ids=each, labels=each).loss for each in ids]).sum()
+        loss = torch.stack([model(input_ids=ids, labels=ids).loss for ids in batches]).sum()
         loss.backward()
         losses.append(loss.item())
         del loss

@@ -59,7 +59,6 @@ class ModelOnDevice:
         # What planned models that may never train hold, as last measured.
         self._idle: weakref.WeakKeyDictionary[ModelOnDevice, int] = weakref.WeakKeyDictionary()
         self._uncounted = 0  # bytes on the device that no planned model holds, as last measured
-        self._at_plan = 0  # `_uncounted` before the last plan
         _all.add(self)
 
     def close(self) -> None:
@@ -104,8 +103,8 @@ class ModelOnDevice:
         Args:
             args, kwargs: the batch of the step that begins.
             kept: bytes that names of the step before hold, and that count elsewhere.
-            counts: what the plan counts; None before a plan. Its profile frees all workspaces of cuBLAS, and
-                the next step allocates them again, so they are the first bytes that come after it.
+            counts: what the plan counts, workspaces of cuBLAS included, of which a step has run; None before
+                a plan, whose profile frees them.
         """
         model = self._model()
         if model is None or device_of(model).type != "cuda" or is_capturing():
@@ -124,15 +123,12 @@ class ModelOnDevice:
             idle = (o for o in list(_all) if o is not self and o not in training and o.device() == device)
             self._idle = weakref.WeakKeyDictionary({other: other.standing_nbytes() for other in idle})
             by_models = sum(other._held_nbytes() for other in training) + sum(self._idle.values())
-            return max(0, torch.cuda.memory_allocated(device) - held - by_models)
+            return max(0, torch.cuda.memory_allocated(device) - held - by_models - workspaces)
 
-        found = more_than_held()
-        if self._idle or found > self._at_plan + workspaces:
+        before, self._uncounted = self._uncounted, more_than_held()
+        if self._idle or self._uncounted > before:
             gc.collect()  # garbage is not held
-            found = more_than_held()
-        if counts is None:
-            self._at_plan = found
-        self._uncounted = found - min(max(0, found - self._at_plan), workspaces)
+            self._uncounted = more_than_held()
 
     def others_nbytes(self) -> int:
         """Return the bytes on the device that the model does not hold."""
