@@ -37,6 +37,13 @@ class PartCalls:
         """Return the ops of the policy, in order."""
         return [(key.module, key.op) for key in map(OpKey.parse, self.decisions)]
 
+    def seen_before(self, position: int) -> Counter[OpName]:
+        """Return how many ops of each name come before `position`, those of earlier forwards included."""
+        earlier: Counter[OpName] = Counter()
+        for key in map(OpKey.parse, self.decisions):
+            earlier.setdefault((key.module, key.op), key.occurrence or 0)
+        return earlier + Counter(self.names[:position])
+
     def find(self, ops: Sequence[OpName], begin: int) -> int | None:
         """Return the first position from `begin` on at which `ops` follow each other; None if they do not."""
         names, n = self.names, len(ops)
@@ -86,7 +93,7 @@ class PolicyParts:
             expected = next(iter(list(known.decisions)[after:]), "the end")
             self._left(expected, f"a compiled graph from {'/'.join(ops[0])} on")
             begin = after
-        seen = Counter(known.names[:begin])
+        seen = known.seen_before(begin)
         position: dict[str, int] = {}  # of an op in the graph, by key
         for i, name in enumerate(ops):
             position[str(OpKey(*name, seen[name]))] = i

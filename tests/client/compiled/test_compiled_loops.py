@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import allocated_peak
+from stepping import allocated_peak, binding_budget
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 
 import ac_client
 from ac_client.runtime.moves.host_memory import host_memory
-from autoac.planner import Policy, build, find_minimum_peak, plan_offload
+from autoac.planner import Policy, build, find_minimum_peak, plan, plan_offload
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.moves import Link
-from autoac.profiler import profile
+from autoac.profiler import observe, profile
+from autoac.profiler.steps.training_loop import Loop as LoopForm
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -161,6 +162,27 @@ def test_results_are_those_of_the_unplanned_compiled_model(loop: Loop, breaks: b
 def test_dynamic_shapes(loop: Loop) -> None:
     want = run(loop, plan=False, breaks=False, dynamic=True)
     assert all(map(torch.equal, run(loop, plan=True, breaks=False, dynamic=True), want))
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_each_of_two_forwards_has_the_decisions_of_the_plan(breaks: bool) -> None:
+    torch.compiler.reset()
+    model, batches = Net(breaks=breaks), [batch(seed=1), batch(seed=2)]
+    call = torch.compile(model, backend=BACKEND)
+    step = observe(call, (batches[0],), {}, loop=LoopForm(forwards=2))
+    budget = binding_budget(step, 0.3)
+    found = plan(step, budget_bytes=budget)
+    of_each = [set(decisions.values()) for decisions in found.policy().forwards]
+    assert of_each == [{"save", "recompute"}] * 2
+    ac_client.apply(model, policy=found.policy())
+
+    def run_both() -> None:
+        losses = [call(x) for x in batches]  # held until the end, as in the profile
+        torch.autograd.backward(losses)
+
+    run_both()
+    model.zero_grad()
+    assert allocated_peak(run_both) + found.graph.static_bytes == found.peak <= budget
 
 
 # --- moves to the host ------------------------------------------------------------------------------------
