@@ -113,8 +113,8 @@ def plan_offload(
         budget_bytes: that the device may hold at any moment.
         link: of device and host, with the bytes that may be used there.
         moves_work_limit: units of work for the search of moves, besides that of `plan`.
-        terms: as in `plan`. A budget of forward's own allows no moves. Nor do blocks that share compiled
-            code, or several forwards of a model with compiled parts: these would be compiled for each run.
+        terms: as in `plan`. A budget of forward's own allows no moves. Nor do blocks, or forwards, that share
+            compiled code, which would be compiled for each.
 
     Raises:
         InfeasibleBudget, SolverOutOfTime: as in `plan`, and no moves were found with which a save set fits.
@@ -124,8 +124,7 @@ def plan_offload(
     graph = constrained(profile, constraints)
     of = profile if isinstance(profile, Profile) else None
     limited = constraints.forward_budget_bytes is not None
-    again = len(graph.forward_ends) > 1 and any(op.compiled for op in graph.ops)
-    may_move = not (limited or graph.waiting_microbatches or again or shared_calls(graph))
+    may_move = not (limited or graph.waiting_microbatches or shared_calls(graph))
     may_move = may_move and bool(movable(graph, link))
     without, unplanned = None, None
     try:
