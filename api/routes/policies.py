@@ -78,7 +78,7 @@ class ChangeView(BaseModel):
 
 
 class DifferenceView(BaseModel):
-    """What two policies decide otherwise."""
+    """Compares two policies: what they decide otherwise."""
 
     before_id: str
     after_id: str
