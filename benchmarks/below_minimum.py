@@ -44,9 +44,9 @@ STEPS = 2
 
 
 def train(name: str, device: torch.device, policy: Policy | None) -> tuple[list[Tensor], list[int], int, int]:
-    """Return the weights after the steps, the peak of each beyond what there was before, and the host's.
+    """Return weights after the steps, the peak of each, the host's peak, and the slack of blocks.
 
-    Return also how many bytes the allocator's blocks had at most beyond what was asked for.
+    A peak is what a step takes beyond what there was before; slack, what blocks hold beyond what was asked.
     """
     cuda = device.type == "cuda"
     free_workspaces(device)

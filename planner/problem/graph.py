@@ -133,7 +133,7 @@ class Graph:
         0  # other microbatches in flight; each holds what this one holds after forward
     )
     runs: tuple[tuple[OpId, ...], ...] = ()  # of each op with use groups; see use_groups.py
-    forward_ends: tuple[Moment, ...] = ()  # of the forwards of the model; (): one, with no loss after it
+    forward_ends: tuple[Moment, ...] = ()  # after each forward of the model; (): all ops are one forward
 
     @property
     def end(self) -> Moment:
@@ -146,7 +146,7 @@ class Graph:
         return self.forward_ends[-1] if self.forward_ends else Moment(len(self.ops))
 
     def forward_end(self, op: OpId) -> Moment:
-        """Return the moment after the last op of the model's forward that `op` is in, or that came before."""
+        """Return the moment after the forward of the model that `op` is in; of the loss, after the last."""
         return next((end for end in self.forward_ends if op < end), self.model_end)
 
     @property

@@ -51,7 +51,7 @@ BUILD = 1e-6  # with presolve, and the simulation of the candidate
 SIMPLEX_ITERATION = 1e-9
 MIP_ROOT = 1e-5  # of a program that branch and bound does not decide at once
 MIP_CHECK = 1e-6
-CHECK_SHARE = 0.2  # of the work that the relaxation took: a check
+CHECK_SHARE = 0.2  # of the work of the relaxation: for a check
 FEW_CHECKS = 10  # at once: with at most so many checks of its limits
 MOST_ITERATIONS = 2**31 - 1  # the largest value that HiGHS accepts
 

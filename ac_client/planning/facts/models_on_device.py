@@ -2,8 +2,8 @@
 
 A budget is the device's, so what other planned models hold is static to a plan: parameters, buffers,
 gradients and optimizer state all the time, and what their forwards in flight have saved. Another model counts
-so once it has run a planned forward after `apply` was called for this one: until then it may never train.
-Before, it counts with what it holds on a device whose allocator counts.
+so once it has run a planned forward after `apply` was called for this one. Until then it may never train: on
+a GPU it counts with what it holds now.
 
 Whatever else is on the device counts too, if its allocator counts: a teacher, an average of the weights, the
 next batch, copies that an optimizer keeps. It is looked at before the first steps of each plan.

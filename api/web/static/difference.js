@@ -49,7 +49,7 @@ service.run(async () => {
     const than = (value, form, more, less) => value ? `${form(Math.abs(value))} ${value > 0 ? more : less}` : "";
     find("verdict").textContent = [found.same ? "Both keep the same." : "They decide otherwise.",
       `The second peaks ${than(peak, size, "higher", "lower") || "as high"} and recomputes ${than(spent, time, "more", "less") || "as long"}.`].join(" ");
-    table(find("changes"), ["modules", "only the second keeps", "only the first keeps", "what neither keeps, the second"], found.changes.map(change =>
+    table(find("changes"), ["modules", "only the second keeps", "only the first keeps", "of the rest, the second"], found.changes.map(change =>
       row("", `${change.name || "outside all modules"}${change.modules.length > 1 ? ` (${change.modules.length} modules)` : ""}`, text(change.gained.join(", ")), text(change.lost.join(", ")), text(change.otherwise.join(", ")))), "No module decides otherwise.");
     find("only").replaceChildren(...[["first", found.only_before], ["second", found.only_after]].filter(([, keys]) => keys.length).map(([which, keys]) => {
       const details = make("details"), list = make("ul");
