@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu [--only '*bf16'] [--size full] [--out FILE]
 
-The models are those of `autoac doctor --gpu`, which compares predictions with measurements. Here each is
+The models are those of `autoac doctor --gpu`, which compares predictions with measurements; `--size large` is
+for a GPU of 80 GB, whose kernels are then long enough that the host does not hold them up. Here each is
 trained plain, with torch's checkpoint around every block, with torch's selective checkpoint (matrix
 products and attention saved), and with all saved tensors on the host (`save_on_cpu`); also under plans with
 the peak of each of the two checkpoints as the budget, without and with moves to the host.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -23,13 +24,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ac_client.doctor.sample_models import SAMPLES, SIZES, Size
+from ac_client.doctor.sample_models import CARD, SAMPLES, SIZES, Size
 from ac_client.doctor.sample_training import PRECISIONS, Case, Trained, train
 from autoac.planner import InfeasibleBudget
 from autoac.planner.units import format_bytes
 from benchmarks.results import add_out_argument, markdown_table, write_result
 from benchmarks.torch_checkpoint import BASELINES, Baseline, wrap_blocks
 
+LARGE = replace(CARD, layers=12, batch=8)
 HOST_BYTES = 32 << 30  # of the host, for moved tensors
 
 
@@ -87,33 +89,32 @@ def on_host(case: Case) -> Case:
     return replace(case, sample=replace(case.sample, make=make))
 
 
-def measure_case(case: Case) -> list[Row]:
-    """Return a row for each way to train a case. One model is on the device at a time."""
-    found = [Row(case.name, "plain", train(case))]
+def measure_case(case: Case) -> Iterator[Row]:
+    """Yield a row for each way to train a case. One model is on the device at a time."""
+    yield Row(case.name, "plain", train(case))
     for baseline in BASELINES:
         try:
             theirs = train(wrapped(case, baseline))
         except (RuntimeError, NotImplementedError) as error:
-            found.append(Row(case.name, f"torch {baseline}", None, note=type(error).__name__))
+            yield Row(case.name, f"torch {baseline}", None, note=type(error).__name__)
             continue
-        found.append(Row(case.name, f"torch {baseline}", theirs))
+        yield Row(case.name, f"torch {baseline}", theirs)
         budget = theirs.peak_bytes
         for host_bytes, way in ((0, f"ours, peak of {baseline}"), (HOST_BYTES, "the same, with moves")):
             try:
                 ours = train(case, budget, host_bytes)
             except InfeasibleBudget as error:
                 note = f"needs {format_bytes(error.smallest_found)}" if error.smallest_found else "infeasible"
-                found.append(Row(case.name, way, None, budget, note=note))
+                yield Row(case.name, way, None, budget, note=note)
                 continue
             report = ours.report
             assert report is not None, "it was planned"
             note = f"{format_bytes(report.moved_bytes)} moved" if host_bytes else ""
-            found.append(Row(case.name, way, ours, budget, report.predicted_peak_bytes, note))
+            yield Row(case.name, way, ours, budget, report.predicted_peak_bytes, note)
     try:
-        found.append(Row(case.name, "torch save_on_cpu", train(on_host(case))))
+        yield Row(case.name, "torch save_on_cpu", train(on_host(case)))
     except RuntimeError as error:
-        found.append(Row(case.name, "torch save_on_cpu", None, note=type(error).__name__))
-    return found
+        yield Row(case.name, "torch save_on_cpu", None, note=type(error).__name__)
 
 
 HEAD = (
@@ -153,9 +154,10 @@ def render(rows: Sequence[Row], device_name: str) -> str:
 
 def main() -> int:
     """Measure, and write the table; return 2 without a GPU, 1 if a planned step exceeded its budget."""
+    sizes = {**SIZES, "large": LARGE}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="cases, such as '*bf16'")
-    parser.add_argument("--size", default="full", choices=SIZES)
+    parser.add_argument("--size", default="full", choices=sizes)
     add_out_argument(parser)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -165,10 +167,12 @@ def main() -> int:
     rows: list[Row] = []
     for sample in SAMPLES:
         for precision in PRECISIONS:
-            case = Case(sample, precision, SIZES[options.size], device)
+            case = Case(sample, precision, sizes[options.size], device)
             if fnmatchcase(case.name, options.only):
-                rows += measure_case(case)
-                print(f"{case.name}: done", file=sys.stderr, flush=True)
+                for row in measure_case(case):
+                    rows.append(row)
+                    time = f"{row.measured.device_ms:.1f} ms" if row.measured else row.note
+                    print(f"{row.case}: {row.way}: {time}", file=sys.stderr, flush=True)
     write_result(render(rows, torch.cuda.get_device_name(device)), options.out)
     return int(any(row.is_over_budget for row in rows))
 

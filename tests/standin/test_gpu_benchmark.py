@@ -14,7 +14,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def test_plans_at_the_peaks_of_checkpoints_measure_as_predicted(gpu: ModuleType) -> None:
-    found = measure_case(Case(SAMPLES[1], "fp32", TINY, CUDA))
+    found = list(measure_case(Case(SAMPLES[1], "fp32", TINY, CUDA)))
     assert [row.way for row in found][:2] == ["plain", "torch checkpoint"]
     plain, theirs = (row.measured for row in found[:2])
     assert plain is not None
