@@ -143,8 +143,9 @@ def with_host_budget(
 def _free_nbytes(device: torch.device) -> int | None:
     """Return the memory of `device` that this process has or can still get; None if it is not known."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device)
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = round(total * torch.cuda.get_per_process_memory_fraction(device))
+        return min(free + torch.cuda.memory_reserved(device), allowed)
     if device.type == "cpu" and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None

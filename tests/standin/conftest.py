@@ -153,6 +153,7 @@ def gpu() -> Iterator[ModuleType]:
     races = device.take_races()
     for index in range(device.device_count()):
         device.set_limit(index, 1 << 50)
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
     device.set_device(0)
     device.set_slack(0)
     device.set_reports(True)

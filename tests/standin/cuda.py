@@ -117,6 +117,12 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
         total = min(device.limit(index_of(which)), Properties.total_memory)
         return total - cuda.memory_reserved(which), total
 
+    fractions: dict[int, float] = {}
+
+    def set_memory_fraction(fraction: float, index: int) -> None:
+        fractions[index] = fraction
+        device.set_allowed(index, round(fraction * mem_get_info(index)[1]))
+
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
@@ -143,6 +149,8 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
     cuda.is_current_stream_capturing = lambda: False
     cuda.is_initialized = cuda.memory.is_initialized = lambda: True
     cuda.device_count = device.device_count
+    torch._C._cuda_setMemoryFraction = set_memory_fraction  # type: ignore[attr-defined]
+    torch._C._cuda_getMemoryFraction = lambda index: fractions.get(index, 1.0)  # type: ignore[attr-defined]
     cuda.mem_get_info = cuda.memory.mem_get_info = mem_get_info
     cuda.get_device_name = lambda which=None: Properties.name
     cuda.get_device_capability = lambda which=None: (Properties.major, Properties.minor)

@@ -617,6 +617,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Lock lock(device_mutex);
     memories[device].limit = nbytes;
   });
+  m.def("set_allowed", [](DeviceIndex device, int64_t nbytes) {
+    Lock lock(device_mutex);
+    memories[device].allowed = nbytes;
+  });
   m.def("limit", locked([](DeviceIndex device) { return memories[device].limit; }));
   m.def("resize_storage", &resize_storage);
   m.def("set_cudnn", [](long version) { cudnn_version = version; });

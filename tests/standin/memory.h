@@ -76,6 +76,7 @@ struct Memory {
   std::set<Block*, FitsBetter> free[kPools];
   std::vector<std::pair<Block*, std::vector<Launch>>> in_use;  // freed, but a stream still works on them
   int64_t limit = int64_t(1) << 50;                            // of reserved bytes
+  int64_t allowed = limit;                                     // to this process
   int64_t segments = 0;                                        // so far
 
   Counter& allocated() { return counters[kAllocatedBytes][kAll]; }
@@ -229,8 +230,9 @@ void empty_cache(DeviceIndex device) {
 Block* new_segment(Memory& memory, int64_t nbytes, Queue queue, bool small) {
   nbytes = small ? kSmallSegment : nbytes < kLargeRequest ? kLargeSegment : rounded(nbytes, kSegmentRounding);
   const int64_t& reserved = memory.counters[kReservedBytes][kAll].current;
-  if (reserved + nbytes > memory.limit) empty_cache(queue.first);
-  if (reserved + nbytes > memory.limit) return nullptr;
+  const int64_t most = std::min(memory.limit, memory.allowed);
+  if (reserved + nbytes > most) empty_cache(queue.first);
+  if (reserved + nbytes > most) return nullptr;
   void* address = nullptr;
   if (posix_memalign(&address, kRounding, nbytes)) return nullptr;
   memset(address, kNaN, nbytes);

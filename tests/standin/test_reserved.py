@@ -69,6 +69,18 @@ def test_budget_of_the_device_trains_where_plain_runs_out_of_memory(gpu: ModuleT
     assert report.predicted_reserved_bytes == pytest.approx(reserved[-1], rel=0.05)
 
 
+def test_budget_of_the_device_is_what_the_process_may_have_of_it(gpu: ModuleType) -> None:
+    _, reserved = train(gpu, 3)
+    gc.collect()
+    torch.cuda.empty_cache()
+    limit = int(0.95 * reserved[-1])
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+    planned, reserved = train(gpu, 3, budget_gb="device")
+    assert planned.applied is not None
+    assert planned.applied.report().budget_bytes == pytest.approx(limit, abs=1)
+    assert max(reserved) <= limit
+
+
 def test_reserved_bytes_over_the_budget_are_planned_for(
     gpu: ModuleType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
