@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -146,6 +147,13 @@ def unplanned(loop: Loop, breaks: bool) -> list[Tensor]:
     return run(loop, plan=False, breaks=breaks)
 
 
+def used_on_host() -> int:
+    """Return what is moved now, without garbage of earlier tests; the host's peak begins there."""
+    gc.collect()
+    host_memory.peak = host_memory.used
+    return host_memory.used
+
+
 @pytest.mark.parametrize(
     ("loop", "breaks"),
     [
@@ -217,7 +225,7 @@ def test_moves_have_the_predicted_peaks_of_device_and_host(share: float, breaks:
     ac_client.apply(model, policy=policy)
     call(x).backward()
     model.zero_grad()
-    used = host_memory.peak = host_memory.used
+    used = used_on_host()
     peak = allocated_peak(lambda: call(x).backward())
     assert peak + policy.predicted.static_bytes == policy.predicted.peak_bytes
     assert (host_memory.peak - used, host_memory.used) == (policy.predicted.moved_bytes, used)
@@ -232,7 +240,7 @@ def test_moves_have_the_predicted_peaks_of_device_and_host(share: float, breaks:
 )
 def test_results_with_moves_are_those_of_the_unplanned_compiled_model(loop: Loop, breaks: bool) -> None:
     want, policy = unplanned(loop, breaks), moving(0.1, breaks=breaks)
-    used = host_memory.peak = host_memory.used
+    used = used_on_host()
     assert all(map(torch.equal, run(loop, plan=True, breaks=breaks, policy=policy), want))
     assert host_memory.peak > used == host_memory.used
 
@@ -242,7 +250,7 @@ def test_forward_without_backward_leaves_nothing_on_the_host() -> None:
         return [call(batch()).detach()]
 
     policy = moving(0.1)
-    used = host_memory.peak = host_memory.used
+    used = used_on_host()
     run(forward, plan=True, policy=policy)
     assert host_memory.peak > used == host_memory.used
 
@@ -313,14 +321,14 @@ def test_moves_under_compiled_autograd_raise() -> None:
 
 def test_inductor_moves() -> None:
     want, policy = run(one_step, plan=False, backend="inductor"), moving(0.1, backend="inductor")
-    used = host_memory.peak = host_memory.used
+    used = used_on_host()
     assert all(map(torch.equal, run(one_step, plan=True, policy=policy, backend="inductor"), want))
     assert host_memory.peak - used == policy.predicted.moved_bytes
 
 
 def test_dynamic_shapes_move_nothing_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
     want, policy = run(one_step, plan=False, dynamic=True), moving(0.1)
-    used = host_memory.peak = host_memory.used
+    used = used_on_host()
     assert all(map(torch.equal, run(one_step, plan=True, policy=policy, dynamic=True), want))
     assert host_memory.peak == used
     assert "a compiled graph of dynamic shapes, which moves nothing" in caplog.text
