@@ -47,7 +47,8 @@ class Case:
         """Return a model, its optimizer and a batch on the device, with the same numbers in each call."""
         release_memory()
         torch.manual_seed(0)
-        model = self.sample.make(self.size).train().to(self.device)
+        with self.device:  # a host takes seconds to fill a billion parameters
+            model = self.sample.make(self.size).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         batch = {name: value.to(self.device) for name, value in self.sample.batch(self.size).items()}
         return model, optimizer, batch
