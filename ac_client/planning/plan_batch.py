@@ -277,8 +277,8 @@ class BatchPlanner:
         Raises:
             ProfilerError, PlannerError, RemoteError: the step could not be profiled, or not planned.
         """
-        self._on_device.measure_uncounted(call.args, call.kwargs)
         profile = profile or self.profile(call, loop)
+        self._on_device.measure_uncounted(call.args, call.kwargs)
         others, limit = self._on_device.others_nbytes(), self.limit_of(profile)
         try:
             made, profile, loop = self.plan_first(profile, loop, others, limit)

@@ -16,6 +16,7 @@ from ac_client.doctor.sample_training import Case
 from ac_client.doctor.sample_training import train as planned_training
 from autoac.planner import bounds, build, simulate
 from autoac.planner.units import GIB
+from benchmarks.models.modules import Transformer
 from standin.tasks import TASKS, LanguageModel, bounds_of, profile_of, task_of
 from standin.training import Task, Training, step, train
 
@@ -81,6 +82,36 @@ def test_workspaces_are_there_in_every_step_that_is_compared(gpu: ModuleType) ->
     trained = planned_training(case, (known.floor + known.ceiling) // 2)
     assert trained.report is not None
     assert trained.peak_bytes == trained.report.predicted_peak_bytes
+
+
+class SideStream(nn.Module):
+    """Make a stream in the first forward, and run a part there: a profile leaves no trace of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.aside, self.last = (Transformer(layers=1) for _ in range(3))
+        self.stream: torch.cuda.Stream | None = None
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        if self.stream is None:
+            self.stream = torch.cuda.Stream()
+        x = self.first(x)["logits"]
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            aside = self.aside(x)["logits"]
+        last = self.last(x)["logits"]
+        torch.cuda.current_stream().wait_stream(self.stream)
+        aside.record_stream(torch.cuda.current_stream())
+        return {"loss": (aside * last).mean()}
+
+
+def test_workspace_of_a_stream_that_only_the_profile_had_is_not_left(gpu: ModuleType) -> None:
+    gpu.set_workspace(1 << 20)
+    task = Task(SideStream, lambda: {"x": torch.randn(2, 8, 32)})
+    planned = train(gpu, task, 1 << 30)
+    report = planned.applied.report()
+    assert planned.peaks[-1] == report.predicted_peak_bytes
+    assert report.corrections == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # efficient and flash
