@@ -27,16 +27,22 @@ def is_first_backward_special(device: torch.device) -> bool:
 
 
 def free_workspaces(device: torch.device) -> bool:
-    """Free the memory that cuBLAS keeps from step to step. Return False if `device` has none.
+    """Free the memory that cuBLAS keeps from step to step. Return False if `device` has none, or may need it.
 
     torch allocates such a workspace for each stream and thread, and some versions of torch can free only
-    those of the calling thread.
+    those of the calling thread. A captured CUDA graph has the address of one (pytorch/pytorch#193402), so
+    where there is a graph's pool of memory, nothing is freed.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or has_pools():
         return False
     private.clear_cublas_workspaces()
     call_in_backward(private.clear_cublas_workspaces, device)
     return True
+
+
+def has_pools() -> bool:
+    """Return True if CUDA's allocator has pools besides its own, as those of captured graphs."""
+    return any(any(one["segment_pool_id"]) for one in torch.cuda.memory_snapshot(include_traces=False))
 
 
 def call_in_backward(call: Callable[[], None], device: torch.device) -> None:

@@ -75,6 +75,24 @@ def test_workspaces_of_cublas_are_freed_on_both_threads(
     assert here == threading.get_native_id() != there
 
 
+def test_workspaces_stay_where_a_captured_graph_may_have_the_address_of_one(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = [{"segment_pool_id": (0, 0)}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda include_traces: pools)
+    device = torch.device("cuda", 0)
+    gpu.set_workspace(KEPT)
+    weight = torch.ones(2, 2, device=device)
+    torch.mm(weight, weight)
+    held = gpu.live(0)
+    pools.append({"segment_pool_id": (0, 1)})
+    assert not libraries.free_workspaces(device)
+    assert gpu.live(0) == held
+    pools.pop()
+    assert libraries.free_workspaces(device)
+    assert gpu.live(0) == held - KEPT
+
+
 class Tries(torch.autograd.Function):
     """Try several algorithms in the first backward, as cuDNN does."""
 
