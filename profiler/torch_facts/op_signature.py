@@ -44,6 +44,8 @@ def signature_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
             return (arg.dtype, tuple(arg.shape), arg.stride())
         if isinstance(arg, (list, tuple)):
             return tuple(describe(item) for item in arg)
+        if isinstance(arg, torch.UntypedStorage):  # whose repr has every byte
+            return ("storage", arg.nbytes())
         return repr(arg) if not isinstance(arg, torch.Generator) else "generator"
 
     return (name, *(describe(a) for a in args), *((k, describe(v)) for k, v in sorted(kwargs.items())))

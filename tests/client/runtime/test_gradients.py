@@ -16,7 +16,7 @@ from torch import nn
 from ac_client.runtime.policy_context import save_recompute_policy
 from ac_client.runtime.replay import EventLog
 from autoac.profiler.unseen.global_flags import current_flags
-from benchmarks.models.modules import ConvNet, InPlace, Recurrent, Routed, Transformer, Views
+from benchmarks.models.modules import ConvNet, InPlace, OneBuffer, Recurrent, Routed, Transformer, Views
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
     "transformer": (Transformer, lambda: ((torch.randn(2, 8, 32, requires_grad=True),), {})),
@@ -26,6 +26,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, ..
     ),
     "convolutions": (ConvNet, lambda: ((torch.randn(4, 3, 8, 8, requires_grad=True),), {})),
     "recurrent": (Recurrent, lambda: ((torch.randn(2, 5, 8),), {})),
+    "weights in one buffer": (OneBuffer, lambda: ((torch.randn(4, 16, requires_grad=True),), {})),
     "routed": (Routed, lambda: ((torch.randn(12, 16, requires_grad=True),), {})),
     "in place": (InPlace, lambda: ((torch.randn(4, 16, requires_grad=True),), {})),
     "views": (Views, lambda: ((torch.randn(4, 8, requires_grad=True),), {})),
