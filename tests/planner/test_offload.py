@@ -167,8 +167,12 @@ def moving_profile() -> Profile:
     return graphs.gpt2(3, batch=8, length=64, width=192, vocabulary=200)
 
 
-def test_policy_with_moves_is_the_plan_again() -> None:
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_policy_with_moves_is_the_plan_again(forwards: int) -> None:
     profile = moving_profile()
+    if forwards == 2:
+        n = len(profile.keys())
+        profile = profile.model_copy(update={"forward_ends": (n // 2, n)})
     graph = build(profile)
     budget = peak_bytes(graph, graph.everything) * 6 // 10
     planned = plan_offload(profile, budget_bytes=budget, link=FAST).plan
@@ -180,6 +184,8 @@ def test_policy_with_moves_is_the_plan_again() -> None:
     assert (again.peak, again.moves, again.save_set) == (planned.peak, planned.moves, planned.save_set)
     assert again.policy().moves == policy.moves
     assert again.moved_bytes == planned.moved_bytes
+    if forwards == 2:
+        assert graph.forward_ends[0] in {move.free for move in planned.moves}  # and not that of the second
     assert "move to the host and back" in explain(planned)
     assert "move to the host and back" in explain(policy)
     unmoved = plan(profile, budget_bytes=budget)
