@@ -66,14 +66,16 @@ def kind_of(func: Any, name: str, flops: float) -> KernelKind:
     return KernelKind.OTHER
 
 
-def _efficiencies(product: float, attention: float, cudnn_attention: float) -> Mapping[KernelKind, float]:
+def _efficiencies(
+    product: float, attention: float, cudnn_attention: float, norm: float = 0.35, pointwise: float = 0.85
+) -> Mapping[KernelKind, float]:
     return MappingProxyType(
         {
             KernelKind.PRODUCT: product,
             KernelKind.ATTENTION: attention,
             KernelKind.CUDNN_ATTENTION: cudnn_attention,
-            KernelKind.NORM: 0.35,
-            KernelKind.POINTWISE: 0.85,
+            KernelKind.NORM: norm,
+            KernelKind.POINTWISE: pointwise,
             KernelKind.OTHER: 0.6,
         }
     )
@@ -88,11 +90,15 @@ def _efficiencies(product: float, attention: float, cudnn_attention: float) -> M
 #   arXiv:2307.08691). On H100 the same kernel reaches 0.33 to 0.37 and cuDNN's 0.42 to 0.6 (Shah et al.,
 #   arXiv:2407.08608, figure 5). MI300X has no such table, so it gets H100's number.
 # - Pointwise: a copy reaches 0.9 of the bandwidth of an H100; kernels with several operands reach less.
+# - H200: in a layer as wide as Llama 8B's (`autoac doctor --gpu --only "wide layer"`), one reached 0.81 in
+#   products, 0.63 in cuDNN's attention, 0.55 in norms and 0.70 in pointwise kernels. With products at 0.75, a
+#   step of 12 narrower layers (benchmarks.gpu, the large Llama in bf16) is 142.9 ms; it took 143.0.
 # - The link to the host reaches 0.8 of each direction of PCIe 5.0 x16 (63 GB/s) and 4.0 x16 (31.5 GB/s) with
 #   both busy: an H200 measured 50.0 GB/s in each (`link_of`), and 55 in one alone.
 # - Other kernels are too diverse for a source. 0.6 is an assumption.
 AMPERE = _efficiencies(0.7, 0.6, 0.6)
 HOPPER = _efficiencies(0.5, 0.35, 0.5)
+H200_MEASURED = _efficiencies(0.75, 0.35, 0.63, norm=0.55, pointwise=0.70)
 CDNA3 = _efficiencies(0.5, 0.35, 0.35)
 
 
@@ -226,7 +232,7 @@ H200 = Device(
     66.9e12,
     4.8e12,
     _mib(143_156),
-    efficiency=HOPPER,
+    efficiency=H200_MEASURED,
     capability=(9, 0),
     cudnn=CUDNN_OF_WHEELS,
     workspace_nbytes=workspace_of((9, 0)),
