@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ac_client.runtime.nodes import (
     CallNode,
+    FunctionNode,
     MovedNode,
     Node,
     NodeVersion,
@@ -73,6 +74,10 @@ class Pass:
         if uses is None:
             uses = self.uses[version.serial] = version.uses
         return uses
+
+    def needs(self, version: NodeVersion, target: NodeVersion) -> bool:
+        """Return True if `version` stays cached once it is computed, in the burst that computes `target`."""
+        return version is target or self.uncounted or self.remaining_uses(version) > 0
 
     def consume_use(self, version: NodeVersion) -> None:
         """Consume one use of `version`; free its tensor at the last one."""
@@ -265,14 +270,18 @@ def view_of(version: NodeVersion, recomputed: Tensor, recipe: Recipe) -> Tensor:
         recomputed: the tensor that was computed for `version`.
         recipe: dtype, size, stride and offset of the view.
     """
-    # Usually `recipe` is that of the tensor that the op returned.
-    if recipe is version.recipe and not version.raw:
-        if matches_recipe(recomputed, recipe):
-            return recomputed
-    elif matches_recipe(recomputed, recipe) and recomputed.is_neg() is recipe[5]:
+    if _shows(version, recomputed, recipe):
         return recomputed
     with _BelowAutograd():
         return make_view(recomputed.untyped_storage(), recipe)
+
+
+def _shows(version: NodeVersion, recomputed: Tensor, recipe: Recipe) -> bool:
+    """Return True if `recomputed`, the tensor that was computed for `version`, is itself the view."""
+    # Usually `recipe` is that of the tensor that the op returned.
+    return matches_recipe(recomputed, recipe) and (
+        (recipe is version.recipe and not version.raw) or recomputed.is_neg() is recipe[5]
+    )
 
 
 def recompute(target: NodeVersion, running: Pass, graph: RegionGraph) -> Tensor:
@@ -328,7 +337,7 @@ def _fetch(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion) -
         version = ref() if ref is not None else None
         if version is None or copy is None:
             continue
-        needed = version is target or running.uncounted or running.remaining_uses(version) > 0
+        needed = running.needs(version, target)
         storage, wait = copy.fetch()
         if needed:
             cache = running.cache
@@ -348,10 +357,7 @@ def _rerun(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, f
     with _BelowAutograd():
         args = [_argument(arg, node, cache, _NO_BUFFERS) for arg in node.args]
     versions = [ref() if ref is not None else None for ref in node.outs]
-    needed = [
-        v is not None and (v is target or running.uncounted or running.remaining_uses(v) > 0)
-        for v in versions
-    ]
+    needed = [version is not None and running.needs(version, target) for version in versions]
     if graph.log is not None:
         graph.log.add("rerun", node.name)
     flags.set(node.flags)
@@ -374,7 +380,11 @@ def _replay(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, 
     if running.arriving:
         running.await_arrival(node.reads)
     buffers = _buffers_to_write(node, running) if node.rewrites or node.writes_sources else _NO_BUFFERS
-    args = [_argument(arg, node, cache, buffers) for arg in node.args]
+    if type(node) is FunctionNode:  # it runs above autograd
+        with _BelowAutograd():
+            args = [_argument(arg, node, cache, buffers) for arg in node.args]
+    else:
+        args = [_argument(arg, node, cache, buffers) for arg in node.args]
     kwargs = node.kwargs
     if kwargs:
         kwargs = {name: _argument(arg, node, cache, buffers) for name, arg in kwargs.items()}
@@ -388,12 +398,12 @@ def _replay(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, 
             out = node.func(*args, **kwargs)
     for old, new in node.rewrites:
         version = new()
-        if version is not None:
+        if version is not None and running.needs(version, target):
             storage = buffers[id(old)]
             cache[version.serial] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     for tensor, ref in zip((out,) if type(out) is Tensor else outputs_of(out), node.outs, strict=True):
         version = ref() if ref is not None else None
-        if version is not None:
+        if version is not None and running.needs(version, target):
             cache[version.serial] = tensor
     del args, kwargs, out, buffers
     if running.uncounted:
@@ -402,11 +412,10 @@ def _replay(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, 
         running.executed.add(node.order)
         for version in node.reads:
             running.consume_use(version)
-    for version in live_versions(node):
-        if version is not target and running.remaining_uses(version) <= 0:
-            cache.pop(version.serial, None)
-        elif running.releases and version.handles:
-            _hold_recomputed(version, cache)
+    if running.releases:
+        for version in live_versions(node):
+            if version.handles:
+                _hold_recomputed(version, cache)
 
 
 def _hold_recomputed(version: NodeVersion, cache: Mapping[int, Tensor]) -> None:
@@ -425,14 +434,17 @@ _NO_BUFFERS: dict[int, torch.UntypedStorage] = {}
 def _argument(
     arg: Any, node: Node, cache: Mapping[int, Tensor], buffers: Mapping[int, torch.UntypedStorage]
 ) -> Any:
-    """Return an argument of `node` with tensors in place of their stand-ins."""
+    """Return an argument of `node` with tensors in place of their stand-ins. Call it below autograd."""
     kind = type(arg)
     if kind is NodeVersion or kind is VersionView:
         version, recipe = (arg, arg.recipe) if kind is NodeVersion else arg
         buffer = buffers.get(id(version)) if buffers else None
         if buffer is not None:
             return make_view(buffer, recipe)
-        return view_of(version, cache[version.serial], recipe)
+        recomputed = cache[version.serial]
+        if _shows(version, recomputed, recipe):
+            return recomputed
+        return make_view(recomputed.untyped_storage(), recipe)
     if kind is Source or kind is SourceView:
         source, position = (arg, 0) if kind is Source else arg
         buffer = buffers.get(id(source)) if buffers else None
