@@ -149,7 +149,10 @@ class Route:
         spans = self._spans.get(path)
         if not spans:
             return None
-        return next((span for span in spans if span[1] > position), spans[-1])
+        for span in spans:
+            if span[1] > position:
+                return span
+        return spans[-1]
 
     def sibling(self, path: str) -> str | None:
         """Return the nearest module of the route whose path differs from `path` in one number, or None.
