@@ -18,7 +18,7 @@ from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.optimizer_steps import UnplannedSteps
 from ac_client.planning.model_planning import ModelPlanning
 from ac_client.planning.oom_retry import OomRetry, is_out_of_memory
-from ac_client.planning.planned_forward import PlannedForward
+from ac_client.planning.planned_forward import ForwardOfThread
 from ac_client.runtime.cursor import OffPath
 from ac_client.runtime.replay import recording_off
 from autoac.profiler.compiler.private_compiler import check_version, is_tested
@@ -53,7 +53,6 @@ class ModelHooks:
         remove: returns the function that removes the plan from the model.
 
     Attributes:
-        forward: the planned forward that is running.
         retry: runs a step again that ran out of memory.
         log: of the forwards so far.
     """
@@ -67,8 +66,8 @@ class ModelHooks:
     ) -> None:
         self.log = StepLog()
         self._name = type(model).__name__
-        self.forward = PlannedForward(planning.options, self._left_policy, wrapper_paths(model))
-        self.retry = OomRetry(model, planning, self.forward)
+        self._of_thread = ForwardOfThread(planning.options, self._left_policy, wrapper_paths(model))
+        self.retry = OomRetry(model, planning, self._of_thread)
         self._planning = planning
         self._measured = measured
         self._remove = remove
@@ -91,7 +90,7 @@ class ModelHooks:
         self._handles.clear()
         self._submodule_handles.clear()
         if not self._planning.planner.profiling:
-            self.forward.end()  # left open by a forward that was interrupted
+            self._of_thread.forward.end()  # left open by a forward that was interrupted
 
     def _watch_submodules(self, model: nn.Module) -> None:
         """Follow the calls of submodules, except in compiled code, whose graphs know their modules."""
@@ -118,7 +117,7 @@ class ModelHooks:
             planning.end_step()
         if not torch.is_grad_enabled() or not self._unplanned.trains_in(model):
             if not model.training:
-                self.forward.end()  # as below; such a forward is not part of one in training
+                self._of_thread.forward.end()  # as below; such a forward is not part of one in training
                 bucket = planning.store.current
                 if bucket is not None and torch.is_grad_enabled() and options.budget_bytes is not None:
                     self._unplanned.evaluates(
@@ -140,7 +139,7 @@ class ModelHooks:
             )
         # Left open by a forward that was interrupted (KeyboardInterrupt runs no hook), or the model calls
         # itself: then the rest of the outer call runs unplanned.
-        self.forward.end()
+        self._of_thread.forward.end()
         self._watch_submodules(model)
         bucket = planning.policy_for(ModelCall(model, args, kwargs), waiting)
         if bucket is None:
@@ -160,7 +159,7 @@ class ModelHooks:
             planning.watch.peaks.begin_step(bucket, compares=compares and bucket.loaded.recomputes)
         if len(self.log.began) < MOST_STEP_TIMES:
             self.log.began.append(time.perf_counter())
-        self.forward.begin(
+        self._of_thread.forward.begin(
             bucket,
             model,
             waiting=waiting,
@@ -171,8 +170,8 @@ class ModelHooks:
 
     def _forward_ended(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
         error, profiling = sys.exception(), self._planning.planner.profiling
-        raised = self.forward.raises
-        bucket = None if profiling else self.forward.end(whole=not raised)
+        raised = self._of_thread.forward.raises
+        bucket = None if profiling else self._of_thread.forward.end(whole=not raised)
         self._read_counter()
         if bucket is not None and not raised:
             self._planning.forward_ended(bucket, out)
@@ -199,12 +198,12 @@ class ModelHooks:
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._measured.marks is not None and not recording_off.reruns:
             self._measured.marks.enter_module(path)
-        self.forward.enter(path, module, args, kwargs)
+        self._of_thread.forward.enter(path, module, args, kwargs)
 
-    def _leave(self, path: str, _module: nn.Module, output: Any) -> None:
+    def _leave(self, path: str, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if self._measured.marks is not None and not recording_off.reruns:
             self._measured.marks.leave_module(path)
-        self.forward.leave(path, output)
+        self._of_thread.forward.leave(path, output)
 
     def _left_policy(self, off: OffPath) -> None:
         if (bucket := self._planning.store.current) is not None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ac_client.planning.facts.optimizer_steps import steps_begun
 from ac_client.planning.model_planning import ModelPlanning
-from ac_client.planning.planned_forward import PlannedForward
+from ac_client.planning.planned_forward import ForwardOfThread
 from ac_client.runtime.write_guard import version_counter
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError
@@ -49,11 +49,11 @@ class OomRetry:
         retries: steps that were planned again and run a second time.
     """
 
-    def __init__(self, model: nn.Module, planning: ModelPlanning, forward: PlannedForward) -> None:
+    def __init__(self, model: nn.Module, planning: ModelPlanning, of_thread: ForwardOfThread) -> None:
         self.retries = 0
         self._model = weakref.ref(model)
         self._planning = planning
-        self._forward = forward
+        self._of_thread = of_thread
 
     def run(self, fn: Callable[[], Result], *, retry_oom: bool, keep_gradients: bool) -> Result:
         """Run `fn` as `Applied.step` does."""
@@ -141,7 +141,7 @@ class OomRetry:
     def _abandon(self) -> None:
         """Give up the step that is running: it will not end."""
         self._planning.watch.peaks.discard()
-        self._forward.end()
+        self._of_thread.forward.end()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.streams import streams_seen
 
 
-class PlannedForward(threading.local):
-    """The planned forward that is running; each thread has its own.
+class PlannedForward:
+    """The planned forward that is running on one thread.
 
     Args:
         options: as passed to `apply`.
@@ -46,7 +46,8 @@ class PlannedForward(threading.local):
         self._bucket: PlannedBucket | None = None
         self._route: ForwardRoute | None = None
         self._unrecorded = 0  # ops that ran while the mode was off
-        self._calls = [(ROOT, _exception())]  # of modules: the path, and the exception handled as it began
+        # Of modules: the path, and the identity of the exception that was handled as the call began.
+        self._calls = [(ROOT, id(sys.exception()))]
         self._unrecorded_depth = 0  # of nested module calls in which the mode is off
         self._writes_before: list[int] = []  # one for each module call that is recorded
         self._call: RecordedCall | None = None  # in which the mode is off
@@ -75,7 +76,7 @@ class PlannedForward(threading.local):
         loaded = bucket.loaded
         self._bucket, self._unrecorded = bucket, 0
         route = loaded.route(waiting)
-        self._calls = [(ROOT, _exception())]
+        self._calls = [(ROOT, id(sys.exception()))]
         if compiled or has_compiled_parts:
             self._closing.append(partial(set_carrier, None))
             set_carrier(PolicyParts(route.compiled_calls, self._innermost, self._part_ran, self._part_left))
@@ -106,7 +107,7 @@ class PlannedForward(threading.local):
     @property
     def raises(self) -> bool:
         """Return True while an exception leaves the innermost call, other than one that was being handled."""
-        return self._calls[-1][1] != _exception()
+        return self._calls[-1][1] != id(sys.exception())
 
     def end(self, *, whole: bool = False) -> PlannedBucket | None:
         """End the forward, if one is running, and return the bucket it ran under.
@@ -139,7 +140,7 @@ class PlannedForward(threading.local):
         """Note a call of the module at `path`. If every op of the call is saved, turn recording off."""
         if recording_off.reruns:
             return
-        self._calls.append((path, _exception()))
+        self._calls.append((path, id(sys.exception())))
         if self._bucket is not None and path in self._bucket.step.skipped:
             self._bucket.ran_skipped.add(path)
         region = active.region
@@ -251,9 +252,14 @@ class PlannedForward(threading.local):
         return audited
 
 
-def _exception() -> int:
-    """Return the identity of the exception that is being handled or raised; it is alive that long."""
-    return id(sys.exception())
+class ForwardOfThread(threading.local):
+    """The planned forward of each thread, made with the arguments of `PlannedForward`.
+
+    Attributes of a `threading.local` are slow, so it has only this one.
+    """
+
+    def __init__(self, options: ApplyOptions, report: Callable[[OffPath], None], wrappers: Set[str]) -> None:
+        self.forward = PlannedForward(options, report, wrappers)
 
 
 def _is_called(model: weakref.ref[nn.Module]) -> bool:

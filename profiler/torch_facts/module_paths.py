@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import (
     call_outside_dynamo,
-    dynamo_is_active,
     is_compiled,
     is_optimized,
     keep_dynamo_out,
@@ -18,6 +19,8 @@ from autoac.profiler.torch_facts.inductor import (
 
 ROOT = "."
 """The path of the model itself, in op keys such as `./aten.add.Tensor#0`."""
+
+_dynamo_callback = private.eval_frame.get_eval_frame_callback
 
 
 class ModuleHook:
@@ -32,7 +35,8 @@ class ModuleHook:
         self.call = call
 
     def __call__(self, *args: Any) -> Any:
-        return call_outside_dynamo(self.call, args) if dynamo_is_active() else self.call(*args)
+        # As `dynamo_is_active`; a call would cost as much.
+        return call_outside_dynamo(self.call, args) if _dynamo_callback() else self.call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (ModuleHook, (_nothing,))
@@ -81,20 +85,26 @@ def watch_modules(
 
     See `watch_calls`.
     """
-    return watch_calls(
-        model, lambda path, _module, _args, _kwargs: enter(path), lambda path, _module, _out: leave(path)
-    )
+
+    def before(path: str, *_: Any) -> None:
+        enter(path)
+
+    def after(path: str, *_: Any) -> None:
+        leave(path)
+
+    return watch_calls(model, before, after)
 
 
 def watch_calls(
     model: nn.Module,
     enter: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], None],
-    leave: Callable[[str, nn.Module, Any], None],
+    leave: Callable[[str, nn.Module, Any, Any], None],
 ) -> list[Watch]:
-    """Call `enter(path, module, args, kwargs)` and `leave(path, module, output)` around submodules' forwards.
+    """Call `enter(path, module, args, kwargs)` and `leave(path, module, args, output)` for each submodule.
 
-    If a forward raises, `leave` gets None as its output. A module with several paths is called by the first
-    one. Submodules of compiled modules are skipped, since the compiler would trace the calls.
+    The calls are before and after its forward. If the forward raises, `leave` gets None as the output. A
+    module with several paths is called by the first one. Submodules of compiled modules are skipped, since
+    the compiler would trace the calls.
 
     Returns:
         Handles that remove the hooks.
@@ -106,13 +116,7 @@ def watch_calls(
             continue
         if is_compiled(module):
             compiled.update(module.modules())
-
-        def before(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            enter(path, module, args, kwargs)
-
-        def after(module: nn.Module, _args: Any, out: Any, path: str = path) -> None:
-            leave(path, module, out)
-
+        before, after = partial(enter, path), partial(leave, path)
         if module in compiled and not is_optimized(module):  # the compiler would trace the hooks
             handles.append(WatchedCompiledCall(module, before, after))
             continue
