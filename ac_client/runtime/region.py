@@ -492,7 +492,7 @@ class Region(RecordingMode):
             ((old, tensor),) = rewritten
             move_handles(old, made[0], window_of(tensor))
         outs = (out,) if type(out) is Tensor else tuple(outputs_of(out))
-        node.outs = tuple(storages.output(tensor, node, written) for tensor in outs)
+        node.outs = tuple([storages.output(tensor, node, written) for tensor in outs])
         if facts.blank:
             storages.note_blank(outs[0])
         for group, run, rewrites in later_runs:

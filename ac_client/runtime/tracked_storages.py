@@ -25,7 +25,7 @@ from ac_client.runtime.nodes import (
     pin_version,
 )
 from ac_client.runtime.replay import RegionGraph
-from ac_client.runtime.view_recipes import Recipe, recipe_of, window_of_recipe
+from ac_client.runtime.view_recipes import recipe_of, window_of_recipe
 from autoac.profiler.torch_facts.op_facts import OpFacts, written_tensors
 from autoac.profiler.torch_facts.storage_table import StorageTable, Window, disjoint, has_storage
 from autoac.profiler.unseen.fingerprints import (
@@ -80,8 +80,7 @@ class TrackedStorages:
 
     def enter(self, storage: torch.UntypedStorage, origin: Origin) -> None:
         """Note which version, or which source from outside, `storage` holds now."""
-        self._table.put(storage, origin)
-        self._since_pause.append(weakref.ref(storage))
+        self._since_pause.append(self._table.put(storage, origin))
 
     def drop(self, tensor: Tensor) -> None:
         """Forget the origin of `tensor`'s storage."""
@@ -310,8 +309,12 @@ class TrackedStorages:
                 if origin.later_runs:
                     origin = origin.serving(self.position)
                 reads[origin] = None
-                returned = origin.recipe_if_returned(arg) is not None
-                stand_ins.append(origin if returned else VersionView(origin, _checked_recipe_of(arg)))
+                if origin.recipe_if_returned(arg) is not None:
+                    stand_ins.append(origin)
+                elif has_storage(arg):
+                    stand_ins.append(VersionView(origin, recipe_of(arg)))
+                else:
+                    raise UnsupportedTensor
                 continue
             source = origin() if origin is not None else None
             stand_ins.append(
@@ -328,7 +331,7 @@ class TrackedStorages:
         if not has_storage(tensor):
             raise UnsupportedTensor
         if source is None:
-            if type(tensor) is Parameter:
+            if self.watches_code and type(tensor) is Parameter:
                 self._note_parameter(tensor)
             source = Source(tensor)
             if self._table.get(tensor) is _written_unseen:
@@ -340,9 +343,8 @@ class TrackedStorages:
 
     def _note_parameter(self, parameter: Parameter) -> None:
         """Compare contents from here on if this is the first region that reads `parameter`."""
-        if self.watches_code:
-            self._graph.code.note_parameter(parameter)
-            self.compare_if_new()
+        self._graph.code.note_parameter(parameter)
+        self.compare_if_new()
 
     def compare_if_new(self) -> None:
         """Compare contents from here on if the region runs code that was not compared before."""
@@ -362,7 +364,7 @@ class TrackedStorages:
         if written and any(has_storage(old) and old.untyped_storage() is storage for old in written):
             return None  # from outside: its origin was dropped before the write
         version = NodeVersion(node, tensor)
-        self.enter(storage, version)
+        self._since_pause.append(self._table.put(storage, version))  # as `enter`; a call would cost as much
         if self.compares_reads:
             self.note_contents(version, tensor)
         return weakref.ref(version)
@@ -397,9 +399,3 @@ def move_handles(old: NodeVersion, new: NodeVersion, written: Window | None) -> 
         else:
             staying.append(ref)
     old.handles = staying
-
-
-def _checked_recipe_of(tensor: Tensor) -> Recipe:
-    if not has_storage(tensor):
-        raise UnsupportedTensor
-    return recipe_of(tensor)

@@ -108,7 +108,7 @@ def _interval(window: Window, period: int) -> tuple[int, int]:
 
 _names = (f"_autoac_{number}" for number in itertools.count())
 
-PRUNED_AT = 64  # references to storages, before dead ones are removed for the first time
+PRUNED_AT = 1024  # references to storages, before dead ones are removed for the first time
 
 
 class StorageTable(Generic[T]):
@@ -138,15 +138,17 @@ class StorageTable(Generic[T]):
         """Set the entry of `tensor`'s storage."""
         self.put(tensor.untyped_storage(), value)
 
-    def put(self, storage: torch.UntypedStorage, value: T) -> None:
-        """Set the entry of `storage`."""
+    def put(self, storage: torch.UntypedStorage, value: T) -> weakref.ref[torch.UntypedStorage]:
+        """Set the entry of `storage`; return a weak reference to it."""
+        ref = weakref.ref(storage)
         entries: dict[str, Any] = storage.__dict__
         known = self.name in entries
         entries[self.name] = value
         if not known:
-            self._refs.append(weakref.ref(storage))
+            self._refs.append(ref)
             if len(self._refs) > self._prune_at:
                 self._prune()
+        return ref
 
     def drop(self, tensor: Tensor) -> None:
         """Delete the entry of `tensor`'s storage."""
