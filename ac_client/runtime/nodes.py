@@ -39,7 +39,7 @@ from torch import Tensor
 from ac_client.runtime.cursor import UseGroup
 from ac_client.runtime.moves.copies import HostCopy
 from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
-from ac_client.runtime.write_guard import StaleError, WriteGuard, detached_alias, version_counter
+from ac_client.runtime.write_guard import StaleError, WriteGuard, version_counter, without_history
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.rng import GeneratorState
 from autoac.profiler.torch_facts.streams import event_on, streams_seen, wait_for
@@ -61,8 +61,7 @@ class Source:
         self._recipe: Recipe | None = None  # of tensors[0], computed when first needed
         self._copied: torch.Event | None = None  # after the private copy, if streams must wait for it
         self.nbytes = tensor.untyped_storage().nbytes()
-        has_history = tensor.grad_fn is not None or tensor._base is not None
-        self.guard: WriteGuard | None = WriteGuard(detached_alias(tensor) if has_history else tensor)
+        self.guard: WriteGuard | None = WriteGuard(without_history(tensor))
 
     def argument_for(self, tensor: Tensor) -> Source | SourceView:
         """Return the stand-in for `tensor` among the arguments of a node."""

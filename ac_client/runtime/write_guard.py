@@ -40,6 +40,12 @@ def version_counter(tensor: Tensor) -> int:
         return -1
 
 
+def without_history(tensor: Tensor) -> Tensor:
+    """Return `tensor`, or its `detached_alias` if it has autograd history, which keeps a graph alive."""
+    # `grad_fn` and `_base` say the same, but each makes an object of Python.
+    return tensor if tensor.is_leaf and not tensor._is_view() else detached_alias(tensor)
+
+
 def detached_alias(tensor: Tensor) -> Tensor:
     """Detach `tensor` out of sight of dispatch modes; the result shares its version counter."""
     if is_wrapper(tensor):
