@@ -14,7 +14,7 @@ from ac_client.runtime.nodes import NodeVersion, add_use, remove_use
 from ac_client.runtime.replay import RegionGraph, handle_of_key, recompute, recording_off, view_of
 from ac_client.runtime.split_backward import leaves_gradients
 from ac_client.runtime.view_recipes import Recipe
-from ac_client.runtime.write_guard import ContentsDiffer, WriteGuard, detached_alias
+from ac_client.runtime.write_guard import ContentsDiffer, WriteGuard, detached_alias, without_history
 from autoac.profiler.torch_facts.op_facts import leaves_bytes_unwritten
 from autoac.profiler.unseen.fingerprints import Fingerprint, can_compare, fingerprint, same_contents
 
@@ -141,8 +141,9 @@ class RecomputedHandle:
 def handle_for(tensor: Tensor, version: NodeVersion, recipe: Recipe, graph: RegionGraph) -> RecomputedHandle:
     """Return a handle for `tensor`, a view of `version`, with a fingerprint where backward compares."""
     handle = RecomputedHandle(version, recipe, graph, tensor.device)
-    unwritten = leaves_bytes_unwritten(version.node.name, tensor.dtype)
-    if graph.weights is not None and can_compare(tensor) and not unwritten:
+    if graph.weights is None:
+        return handle
+    if can_compare(tensor) and not leaves_bytes_unwritten(version.node.name, tensor.dtype):
         handle.contents = graph.weights.keep(fingerprint(tensor))
     return handle
 
@@ -153,9 +154,7 @@ class SavedHandle(WriteGuard):
     __slots__ = ("__weakref__", "_registry", "key", "trigger")
 
     def __init__(self, tensor: Tensor, graph: RegionGraph) -> None:
-        if tensor.grad_fn is not None or tensor._base is not None:
-            tensor = detached_alias(tensor)
-        WriteGuard.__init__(self, tensor)
+        WriteGuard.__init__(self, without_history(tensor))
         self.trigger: FetchTrigger | None = None
         self._registry = graph.registry
         self.key = self._registry.register(self)

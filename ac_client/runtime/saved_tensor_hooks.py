@@ -66,8 +66,9 @@ class RegionHooks:
 
     def pack(self, tensor: Tensor) -> Any:
         """Return the handle that autograd holds in place of `tensor`."""
-        if self.pack_in_call is not None and (handle := self.pack_in_call(tensor)) is not None:
-            return handle
+        if self.pack_in_call is not None and (packed := self.pack_in_call(tensor)) is not None:
+            return packed
+        handle: RecomputedHandle | SavedHandle | None = None
         kind = type(tensor)
         if ((kind is Tensor or kind is Parameter) and tensor.layout is _STRIDED) or has_storage(tensor):
             version = tensor.untyped_storage().__dict__.get(self._key)
@@ -89,15 +90,12 @@ class RegionHooks:
                 if recipe is None and has_storage(tensor):  # nested tensors are strided as well
                     recipe = recipe_of(tensor)
                 if recipe is not None:
-                    return self._with_trigger(handle_for(tensor, version, recipe, self._graph), tensor)
-        packing = self.packing or self._outer
-        if packing is not None:
-            return OuterHookHandle(tensor, *packing)
-        return self._with_trigger(SavedHandle(tensor, self._graph), tensor)
-
-    def _with_trigger(
-        self, handle: RecomputedHandle | SavedHandle, tensor: Tensor
-    ) -> RecomputedHandle | SavedHandle:
+                    handle = handle_for(tensor, version, recipe, self._graph)
+        if handle is None:
+            packing = self.packing or self._outer
+            if packing is not None:
+                return OuterHookHandle(tensor, *packing)
+            handle = SavedHandle(tensor, self._graph)
         if self.moves is not None:
             handle.trigger = self.moves.trigger_of(tensor)
         return handle

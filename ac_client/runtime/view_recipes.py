@@ -16,12 +16,13 @@ _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 def recipe_of(tensor: Tensor) -> Recipe:
     """Return dtype, size, stride, offset and flags of `tensor`: all but the storage that it views."""
+    dtype = tensor.dtype
     return (
-        tensor.dtype,
+        dtype,
         tensor.shape,
         tensor.stride(),
         tensor.storage_offset(),  # type: ignore[return-value]
-        tensor.is_conj() if tensor.dtype in _COMPLEX else False,
+        tensor.is_conj() if dtype in _COMPLEX else False,
         tensor.is_neg(),
     )
 
