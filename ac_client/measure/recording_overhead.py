@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from ac_client.runtime.policy_context import active, save_recompute_policy
 from autoac.planner import Profile
 from autoac.profiler.torch_facts import private
+
+T = TypeVar("T")
 
 REPEATS = 24
 EVICTED_BY = 4 << 20  # numbers read and written between two ops: more than the caches of a core hold
@@ -52,15 +55,16 @@ def recording_us(repeats: int = REPEATS) -> float:
     for _ in range(repeats):
         plain.append(tiny_op_us())
         with save_recompute_policy("recompute_all"):
-            tiny.tanh()  # the first op of a region takes longer
+            first = tiny.tanh()  # the first op of a region takes longer
             recorded.append(tiny_op_us())
+        first.backward(numbers[:8])  # until one has run, recording compares contents as well
     return max(0.0, statistics.median(recorded) - statistics.median(plain))
 
 
 @functools.cache
 def recording_us_of_process() -> float:
     """Return `recording_us`, measured at the first call and cached."""
-    return recording_us()
+    return _on_new_thread(recording_us)
 
 
 CHAIN = 64  # ops in one recompute burst
@@ -115,9 +119,11 @@ def is_host_bound(profile: Profile, times: HostTimes) -> bool:
 
 @functools.cache
 def host_times_of_process() -> HostTimes:
-    """Return `host_times`, measured at the first call and cached.
+    """Return `host_times`, measured at the first call and cached."""
+    return _on_new_thread(host_times)
 
-    The measurement runs on a new thread, where no mode, hook or region of the caller is in force.
-    """
+
+def _on_new_thread(measure: Callable[[], T]) -> T:
+    """Return what `measure` does where no mode, hook or region of the caller is in force."""
     with ThreadPoolExecutor(1) as alone:
-        return alone.submit(host_times).result()
+        return alone.submit(measure).result()
