@@ -16,7 +16,7 @@ from functools import partial
 from autoac.planner.memory.simulate import fits, peak_bytes
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
-from autoac.planner.solver.highs import Outcome, Stopped
+from autoac.planner.solver.highs import Outcome, Stopped, check_work
 from autoac.planner.solver.incumbent import SHARE, Incumbent
 from autoac.planner.solver.moments import ConstrainedMoment
 from autoac.planner.solver.program import UNDECIDED, BuiltProgram, assignment, build_program
@@ -34,6 +34,8 @@ MANY_UNDECIDED = 100  # so many open decisions say little, see `rounded` and `ne
 FEW_UNDECIDED = 10  # so few open decisions are better left to the full program than to blocks
 TIGHT = 0.5  # of the time of everything: if so much must run again, blocks are asked first
 BLOCKS_SHARE = 0.4  # of the work that is left then: this much is kept for further rounds
+OPEN_SHARE = 1 / 8  # of all decisions: with more open, HiGHS hardly gets past the root node,
+ROOT_CHECKS = 30  # where it checks its limits so often
 DEAR = 5.0  # units of work for a relaxation: with dearer ones, neighborhoods do not pay
 
 
@@ -54,6 +56,12 @@ class Round:
     def n_open(self) -> int:
         """Return the number of decisions that the relaxation leaves open."""
         return self.built.undecided(self.relaxed)
+
+    @property
+    def root_is_too_dear(self) -> bool:
+        """Return True if the work that is left is too little for the root node with integers."""
+        is_hard = self.n_open > OPEN_SHARE * len(self.built.ops)
+        return is_hard and ROOT_CHECKS * check_work(self.relaxed.work) > self.allowance.work_left
 
     @property
     def all_us(self) -> float:
@@ -141,9 +149,11 @@ def neighborhood(share: float, reach: float, now: Round) -> Iterator[EffortResul
     The slack is the distance from the relaxation to the target (for the peak: to the best). One change
     may cost `share` of the slack, and the candidate may be `reach` times the slack away.
     It is left out with many open decisions, since it is about as hard as the whole program then, and
-    where HiGHS's root alone would take too long, whatever the limit on time.
+    where the root node alone would take too long.
     """
     built, relaxed = now.built, now.relaxed
+    if now.root_is_too_dear:
+        return
     if now.budget is None:
         cutoff = now.best.cost / built.cost_scale
         slack = max(cutoff - relaxed.bound, 0.0)
@@ -184,9 +194,13 @@ def full_program(now: Round) -> Iterator[EffortResult]:
     """Solve the program with all its columns: find a candidate up to a cutoff, or prove that none exists.
 
     The cutoff starts at the target and moves away twice as far each time, up to the best cost. For the
-    peak, it is the best from the start.
+    peak, it is the best from the start. If the work that is left is too little for the root node, the search
+    is over.
     """
     built, best = now.built, now.best
+    if now.root_is_too_dear:
+        now.allowance.spend(now.allowance.work_left)
+        return
     slack = max(best.target - best.bound, 1e-4 * now.all_us)
     while True:
         known, cutoff_cost = best.save_set, best.cost

@@ -14,11 +14,13 @@ work*, about a second of one core each, from counts of HiGHS that do not depend 
   (`kCallbackMipInterrupt`): after a round of cuts, a heuristic, a node. It does not report its simplex
   iterations by then, so they are not counted.
 
-Each count is weighed by the nonzeros of the program. Between two checks, HiGHS solves the relaxation again,
-with changes: so a check counts a share of what the relaxation took, too. The constants are measured means,
-off by a factor of three or more for a single program; it matters that the same program always takes the
-same work. HiGHS has no other limit that is a count and is checked within the root node, where most of our
-time goes. For neighborhoods, `mip_max_nodes` is used in addition.
+An iteration is weighed by the nonzeros of the program. Between two checks, HiGHS solves the relaxation again,
+with changes, so a check is weighed by what the relaxation took (`check_work`). Where that took long, the
+changes take more than in proportion: on an unrolled LSTM, a round of cuts takes longer than the relaxation.
+The constants are measured means, off by a factor of three for a single program; it matters that the same
+program always takes the same work. HiGHS has no other limit that is a count and is checked within the root
+node, where most of our time goes: so a program whose root node would take more than the work that is left
+is not begun (`Round.root_is_too_dear` in efforts.py). For neighborhoods, `mip_max_nodes` is used in addition.
 """
 
 from __future__ import annotations
@@ -49,10 +51,9 @@ SOLVE = 0.01
 # The same, for each nonzero of a program.
 BUILD = 1e-6  # with presolve, and the simulation of the candidate
 SIMPLEX_ITERATION = 1e-9
-MIP_ROOT = 1e-5  # of a program that branch and bound does not decide at once
-MIP_CHECK = 1e-6
-CHECK_SHARE = 0.2  # of the work of the relaxation: for a check
-FEW_CHECKS = 10  # at once: with at most so many checks of its limits
+MIP_CHECK = 1e-7
+CHECK_SHARE = 0.2  # see `check_work`
+FEW_CHECKS = 2  # of presolve, which takes little
 MOST_ITERATIONS = 2**31 - 1  # the largest value that HiGHS accepts
 
 Spend = Callable[[float], None]
@@ -175,14 +176,19 @@ class Outcome:
     reduced_costs: Floats | None = None  # of a program without integers: the cost of moving a column
 
 
+def check_work(relaxed_work: float) -> float:
+    """Return the units of work from one check of branch and bound to the next, by those of the relaxation."""
+    return CHECK_SHARE * relaxed_work * (1 + relaxed_work)
+
+
 class _Meter:
     """Count the work of one solve, in units that do not depend on the machine. See NOTE [ Work ]."""
 
     def __init__(self, nonzeros: int, linear: bool, limit: float, relaxed_work: float) -> None:
         self._nonzeros, self._linear, self._limit = max(nonzeros, 1), linear, limit
-        self._checks, self._each_check = 0, MIP_CHECK + CHECK_SHARE * relaxed_work / self._nonzeros
+        self._checks, self._each_check = 0, MIP_CHECK + check_work(relaxed_work) / self._nonzeros
         left = (limit - SOLVE) / self._nonzeros - BUILD
-        most = left / SIMPLEX_ITERATION if linear else FEW_CHECKS + (left - MIP_ROOT) / self._each_check
+        most = left / SIMPLEX_ITERATION if linear else FEW_CHECKS + left / self._each_check
         self.most = int(min(max(most, 0), MOST_ITERATIONS))  # iterations, or checks
 
     def check(self) -> bool:
@@ -202,7 +208,7 @@ class _Meter:
         if self._linear:
             each += SIMPLEX_ITERATION * iterations
         elif self._checks > FEW_CHECKS:
-            each += MIP_ROOT + self._each_check * (self._checks - FEW_CHECKS)
+            each += self._each_check * (self._checks - FEW_CHECKS)
         return SOLVE + self._nonzeros * each
 
 

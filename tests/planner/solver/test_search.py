@@ -20,15 +20,17 @@ from autoac.planner.solver.constrained_moments import CELLS, FIRST_STRETCHES, fi
 from autoac.planner.solver.efforts import (
     FAR,
     LIMITS,
+    ROOT_CHECKS,
     Effort,
     EffortResult,
     Round,
     efforts,
     full_program,
     lowered_limits,
+    neighborhood,
     rounded,
 )
-from autoac.planner.solver.highs import Outcome, Program, Stopped
+from autoac.planner.solver.highs import Outcome, Program, Stopped, check_work
 from autoac.planner.solver.incumbent import Goal
 from autoac.planner.solver.moments import DuringStep
 from autoac.planner.solver.program import UNDECIDED
@@ -215,6 +217,29 @@ def test_lower_limits_are_tried_only_far_from_the_bound(monkeypatch: pytest.Monk
     monkeypatch.setattr(efforts_module, "build_program", None)
     now.best.take(now.best.bound / (1 - FAR) - 1e-6, now.problem.graph.everything)
     assert not list(lowered_limits(now))
+
+
+def test_integers_with_many_open_decisions_need_work_for_the_root_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = recurrent_round()
+    n_ops = len(now.built.ops)
+    root = ROOT_CHECKS * check_work(now.relaxed.work)
+    for n_open, work_left, expected in (
+        (n_ops, 0.9 * root, True),
+        (n_ops, 1.1 * root, False),
+        (n_ops // 10, 0.9 * root, False),
+    ):
+        monkeypatch.setattr(Round, "n_open", n_open)
+        now.allowance.work_left = work_left
+        assert now.root_is_too_dear is expected
+    monkeypatch.setattr(Round, "n_open", n_ops)
+    monkeypatch.setattr(now.allowance, "solve", None)
+    assert not list(neighborhood(0.1, 1.0, now))
+    assert not now.allowance.over
+    assert not list(full_program(now))
+    assert now.allowance.stopped is Stopped.WORK_LIMIT
+    assert now.allowance.over
 
 
 def test_decisions_are_rounded_up_if_that_takes_less_memory() -> None:
