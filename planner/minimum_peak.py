@@ -80,13 +80,20 @@ def search_minimum_peak(problem: SearchProblem, allowance: Allowance, gap: float
     return _result(search, search.run())
 
 
-def search_peak_within(problem: SearchProblem, allowance: Allowance, budget: int) -> MinimumPeak:
-    """Search until a save set within `budget` is found or proven not to exist, if the work is enough.
+def search_peak_within(within: Search, allowance: Allowance) -> MinimumPeak:
+    """Search until a save set within the budget of `within` is found or ruled out, if the work is enough.
 
-    If none exists, go on to the smallest peak, as evidence of what would fit.
+    Blocks are asked first, then the relaxations of `within`: programs with integers take much longer. If none
+    exists, go on to the smallest peak, as evidence of what would fit.
     """
-    search = _peak_search(problem, allowance, GAP)
+    assert within.budget is not None
+    budget = within.budget
+    search = _peak_search(within.problem, allowance, GAP)
     search.best.goal = Goal(GAP, enough=budget)
+    if not search.best.is_good_enough:
+        within.relax()
+        if within.best.save_set is not None:
+            search.best.offer(within.best.save_set)
     stopped = search.run()
     if stopped is Stopped.OPTIMAL and search.best.bound <= budget:  # perhaps only up to the gap
         search.best.goal = Goal(0.0, enough=budget)

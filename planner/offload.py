@@ -266,7 +266,7 @@ def _with(
     had = own.work_left
     search = Search(moving, budget, goal=goal, allowance=own, start=[saved])
     if search.best.save_set is None:
-        smallest = search_peak_within(moving, own, budget)
+        smallest = search_peak_within(search, own)
         if smallest.proven > budget:
             allowance.spend(had - own.work_left)
             return None, search

@@ -311,7 +311,7 @@ def _search(
     goal = Goal(rule.gap, rule.tolerance_us)
     search = Search(problem, budget, goal=goal, allowance=allowance, start=start)
     if search.best.save_set is None:
-        smallest = search_peak_within(problem, allowance.with_work(FLOOR_WORK_LIMIT), budget)
+        smallest = search_peak_within(search, allowance.with_work(FLOOR_WORK_LIMIT))
         if smallest.proven > budget:
             raise infeasible(problem.graph, budget, smallest)
         search.best.offer(smallest.save_set)

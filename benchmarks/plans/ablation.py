@@ -32,8 +32,8 @@ def without_effort(name: str) -> Iterator[None]:
     """Leave out the efforts of this name, whatever the round."""
     original = efforts_module.efforts
 
-    def others(now: efforts_module.Round, *, is_first: bool) -> list[efforts_module.Effort]:
-        found = original(now, is_first=is_first)
+    def others(now: efforts_module.Round) -> list[efforts_module.Effort]:
+        found = original(now)
         return [effort for effort in found if getattr(effort, "func", effort).__name__ != name]
 
     with patch.object(search, "efforts", others):

@@ -83,17 +83,16 @@ class EffortResult:
 Effort = Callable[[Round], Iterator[EffortResult]]
 
 
-def efforts(now: Round, *, is_first: bool) -> list[Effort]:
-    """Return the efforts of a round, the cheapest first. Only the first round is rounded."""
-    first: list[Effort] = [rounded] if is_first else []
+def efforts(now: Round) -> list[Effort]:
+    """Return the efforts of a round, the cheapest first."""
     if now.budget is None:
-        return [*first, *(partial(neighborhood, *one) for one in PEAK_NEIGHBORHOODS), full_program]
+        return [rounded, *(partial(neighborhood, *one) for one in PEAK_NEIGHBORHOODS), full_program]
     near: list[Effort] = [lowered_limits, *(partial(neighborhood, *one) for one in TIME_NEIGHBORHOODS)]
     if now.best.bound > TIGHT * now.all_us:
         near = [blocks, *near]
     elif now.n_open > FEW_UNDECIDED:
         near = [*near, blocks]
-    return [*first, *near, full_program]
+    return [rounded, *near, full_program]
 
 
 def rounded(now: Round) -> Iterator[EffortResult]:

@@ -14,7 +14,7 @@ fits. Merged ops are an exception: docs/formulation.md, section 3, says when.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 
 from autoac.planner.memory.schedule import recompute_us
@@ -22,7 +22,15 @@ from autoac.planner.memory.simulate import peak_bytes, simulate
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
 from autoac.planner.solver.constrained_moments import first_moments, moments_over_budget
-from autoac.planner.solver.efforts import Effort, EffortResult, Round, blocks, efforts, lowered_limits
+from autoac.planner.solver.efforts import (
+    Effort,
+    EffortResult,
+    Round,
+    blocks,
+    efforts,
+    lowered_limits,
+    rounded,
+)
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.incumbent import Goal, Incumbent
 from autoac.planner.solver.moments import ConstrainedMoment
@@ -31,7 +39,8 @@ from autoac.planner.solver.start.fill import filled
 from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.time_limit import Allowance
 
-ONCE = {blocks, lowered_limits}  # efforts that later rounds would hardly help
+ONCE = {rounded, blocks, lowered_limits}  # efforts that later rounds would hardly help
+RELAXED = {rounded, lowered_limits}  # efforts that solve only relaxations
 
 
 class Search:
@@ -73,6 +82,7 @@ class Search:
         self.best = Incumbent(problem.graph, budget, goal, bound, allowance)
         self.excluded: list[SaveSet] = []
         self._done: set[Effort] = set()  # of those that run once
+        self._begun: Round | None = None  # by `relax`, for `run` to go on with
         for save_set in start:
             self.best.offer(save_set)
         if budget is not None and self.best.save_set is None:
@@ -82,6 +92,12 @@ class Search:
         everything = problem.graph.everything
         likely = (everything, self.best.save_set or everything)
         self.moments = set(moments) or first_moments(problem.windows, likely)
+
+    def relax(self) -> None:
+        """Look for a first save set that fits by relaxations alone, which take much less than integers do."""
+        while self.best.save_set is None and self._begun is None and not self.allowance.over:
+            if self._round(RELAXED) is not None:
+                return
 
     def run(self) -> Stopped:
         """Search, and return the reason to stop.
@@ -97,13 +113,13 @@ class Search:
             best.offer(filled(self.problem.graph, best.save_set, self.budget))
         return Stopped.OPTIMAL if best.is_good_enough else allowance.stopped
 
-    def _round(self) -> Stopped | None:
+    def _round(self, only: Container[Effort] | None = None) -> Stopped | None:
         """Solve the relaxation with the rows so far, and take answers until the program has to change.
 
-        Return the reason to stop, if that is known. None: the goal or a limit is reached, or rows were added.
+        Return the reason to stop, if that is known. None: the goal or a limit is reached, rows were added, or
+        the efforts of `only` are over.
         """
-        self.rounds += 1
-        now = self._relaxation()
+        now, self._begun = self._begun or self._relaxation(), None
         if now.relaxed.stopped is Stopped.INFEASIBLE:
             if self.best.save_set is not None and not self.excluded:  # it fits, so the program is wrong
                 self.best.bound = 0.0
@@ -112,8 +128,8 @@ class Search:
         if now.relaxed.stopped is not Stopped.OPTIMAL:
             return None if self.allowance.over else Stopped.FAILED
         answer = EffortResult()
-        for effort in efforts(now, is_first=self.rounds == 1):
-            if effort in self._done:
+        for effort in efforts(now):
+            if effort in self._done or (only is not None and effort not in only):
                 continue
             if effort in ONCE:
                 self._done.add(effort)
@@ -124,6 +140,9 @@ class Search:
                     return None
             if self.best.is_good_enough or self.allowance.over:
                 return None
+        if only is not None:
+            self._begun = now
+            return None
         if answer.save_set is None:
             return Stopped.FAILED
         self.excluded.append(answer.save_set)  # its cost by the program was too low
@@ -131,6 +150,7 @@ class Search:
 
     def _relaxation(self) -> Round:
         """Build the program with the moments so far, and solve it without integers."""
+        self.rounds += 1
         moments = frozenset(self.moments)
         built = build_program(
             self.problem.arrays, self.budget, moments, excluded=self.excluded, options=self.options

@@ -37,6 +37,7 @@ from autoac.planner.solver.program import UNDECIDED
 from autoac.planner.solver.recompute_windows import find_windows
 from autoac.planner.solver.search import Search
 from autoac.planner.solver.start.search_problem import SearchProblem
+from autoac.planner.solver.start.segments import Segments
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
 
 ROUNDING = 1 + 1e-6
@@ -67,7 +68,7 @@ def budget_of(graph: Graph, share: float) -> int:
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *chosen: Effort) -> None:
-    monkeypatch.setattr(search, "efforts", lambda _, is_first: list(chosen))
+    monkeypatch.setattr(search, "efforts", lambda _: list(chosen))
 
 
 @pytest.mark.slow
@@ -159,7 +160,7 @@ def test_blocks_are_asked_first_where_most_runs_again(
     now = recurrent_round()
     now.best.bound = bound * now.all_us
     monkeypatch.setattr(Round, "n_open", n_open)
-    names = [getattr(effort, "func", effort).__name__ for effort in efforts(now, is_first=True)]
+    names = [getattr(effort, "func", effort).__name__ for effort in efforts(now)]
     assert names == expected
 
 
@@ -217,6 +218,34 @@ def test_lower_limits_are_tried_only_far_from_the_bound(monkeypatch: pytest.Monk
     monkeypatch.setattr(efforts_module, "build_program", None)
     now.best.take(now.best.bound / (1 - FAR) - 1e-6, now.problem.graph.everything)
     assert not list(lowered_limits(now))
+
+
+@pytest.mark.slow
+def test_a_first_plan_takes_only_relaxations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Segments, "within", lambda *_: None)
+    searched = recurrent_search()
+    solve, relaxed = searched.allowance.solve, []
+
+    def recorded(*args: Any, **kwargs: Any) -> Outcome:
+        relaxed.append(kwargs.get("relaxed", False))
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(searched.allowance, "solve", recorded)
+    searched.relax()
+    assert searched.best.save_set is not None
+    assert all(relaxed)
+
+
+def test_a_relaxation_without_a_plan_is_not_solved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Segments, "within", lambda *_: None)
+    only(monkeypatch, full_program)
+    graph = build(graphs.random_profile(random.Random(1), 20))
+    found = search_of(graph, budget_of(graph, 0.5), 0.0)
+    found.relax()
+    assert found.best.save_set is None
+    assert found.rounds == 1
+    found._round()
+    assert found.rounds == 1
 
 
 def test_integers_with_many_open_decisions_need_work_for_the_root_node(
