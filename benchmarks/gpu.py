@@ -2,11 +2,11 @@
 
     python -m benchmarks.gpu [--only '*bf16'] [--size full] [--out FILE]
 
-The models are those of `autoac doctor --gpu`, which compares predictions with measurements; `--size large` is
-for a GPU of 80 GB, whose kernels are then long enough that the host does not hold them up. Here each is
-trained plain, with torch's checkpoint around every block, with torch's selective checkpoint (matrix
-products and attention saved), and with all saved tensors on the host (`save_on_cpu`); also under plans with
-the peak of each of the two checkpoints as the budget, without and with moves to the host.
+The models are those of `autoac doctor --gpu`, which compares predictions with measurements. `--size large`
+needs a GPU of 80 GB, and runs kernels so long that the host stays ahead of them. Each model is trained plain,
+with torch's checkpoint around every block, with torch's selective checkpoint (matrix products and attention
+saved), and with all saved tensors on the host (`save_on_cpu`); also under plans with the peak of each of the
+two checkpoints as the budget, without and with moves to the host.
 
 Peaks are `torch.cuda.max_memory_allocated` of a whole step, AdamW included. Times are those of forward and
 backward: on the device alone, and from an idle device to an idle device.
@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ac_client.doctor.sample_models import CARD, SAMPLES, SIZES, Size
+from ac_client.doctor.sample_models import CARD, FULL, SAMPLES, SIZES, Size
 from ac_client.doctor.sample_training import PRECISIONS, Case, Trained, train
 from autoac.planner import InfeasibleBudget
 from autoac.planner.units import format_bytes
 from benchmarks.results import add_out_argument, markdown_table, write_result
 from benchmarks.torch_checkpoint import BASELINES, Baseline, wrap_blocks
 
-LARGE = replace(CARD, layers=12, batch=8)
+LARGE = replace(CARD, layers=12, batch=8, images=64, stages=FULL.stages)
 HOST_BYTES = 32 << 30  # of the host, for moved tensors
 
 

@@ -57,7 +57,7 @@ def recording_us(repeats: int = REPEATS) -> float:
         with save_recompute_policy("recompute_all"):
             first = tiny.tanh()  # the first op of a region takes longer
             recorded.append(tiny_op_us())
-        first.backward(numbers[:8])  # until one has run, recording compares contents as well
+        first.backward(numbers[:8])  # until a backward has run, recording compares contents as well
     return max(0.0, statistics.median(recorded) - statistics.median(plain))
 
 
@@ -124,6 +124,10 @@ def host_times_of_process() -> HostTimes:
 
 
 def _on_new_thread(measure: Callable[[], T]) -> T:
-    """Return what `measure` does where no mode, hook or region of the caller is in force."""
+    """Call `measure` on a new thread, where no mode, hook or region of the caller is in force."""
     with ThreadPoolExecutor(1) as alone:
-        return alone.submit(measure).result()
+        try:
+            running = alone.submit(measure)
+        except RuntimeError:  # the interpreter ends, and starts no thread any more: nothing is in force
+            return measure()
+        return running.result()

@@ -253,9 +253,9 @@ class PlannedForward:
 
 
 class ForwardOfThread(threading.local):
-    """The planned forward of each thread, made with the arguments of `PlannedForward`.
+    """Hold a `PlannedForward` for each thread that asks for one.
 
-    Attributes of a `threading.local` are slow, so it has only this one.
+    Attributes of a `threading.local` are slow, so there is only this one.
     """
 
     def __init__(self, options: ApplyOptions, report: Callable[[OffPath], None], wrappers: Set[str]) -> None:

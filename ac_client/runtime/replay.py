@@ -277,7 +277,7 @@ def view_of(version: NodeVersion, recomputed: Tensor, recipe: Recipe) -> Tensor:
 
 
 def _shows(version: NodeVersion, recomputed: Tensor, recipe: Recipe) -> bool:
-    """Return True if `recomputed`, the tensor that was computed for `version`, is itself the view."""
+    """Return True if `recomputed`, the tensor computed for `version`, is the view that `recipe` makes."""
     # Usually `recipe` is that of the tensor that the op returned.
     return matches_recipe(recomputed, recipe) and (
         (recipe is version.recipe and not version.raw) or recomputed.is_neg() is recipe[5]

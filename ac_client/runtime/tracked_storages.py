@@ -364,7 +364,9 @@ class TrackedStorages:
         if written and any(has_storage(old) and old.untyped_storage() is storage for old in written):
             return None  # from outside: its origin was dropped before the write
         version = NodeVersion(node, tensor)
-        self._since_pause.append(self._table.put(storage, version))  # as `enter`; a call would cost as much
+        self._since_pause.append(
+            self._table.put(storage, version)
+        )  # as `enter`, whose call would double the cost
         if self.compares_reads:
             self.note_contents(version, tensor)
         return weakref.ref(version)

@@ -42,7 +42,7 @@ def version_counter(tensor: Tensor) -> int:
 
 def without_history(tensor: Tensor) -> Tensor:
     """Return `tensor`, or its `detached_alias` if it has autograd history, which keeps a graph alive."""
-    # `grad_fn` and `_base` say the same, but each makes an object of Python.
+    # `grad_fn` and `_base` would answer the same, but each creates a Python object.
     return tensor if tensor.is_leaf and not tensor._is_view() else detached_alias(tensor)
 
 

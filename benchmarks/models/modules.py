@@ -51,7 +51,7 @@ class Transformer(nn.Module):
 
 
 class OneBuffer(nn.Module):
-    """Weights are views of one storage, of which forward makes a tensor, as an RNN of cuDNN does."""
+    """All weights are views of one storage. Forward makes a tensor of the whole, like an RNN of cuDNN."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

@@ -27,11 +27,11 @@ def is_first_backward_special(device: torch.device) -> bool:
 
 
 def free_workspaces(device: torch.device) -> bool:
-    """Free the memory that cuBLAS keeps from step to step. Return False if `device` has none, or may need it.
+    """Free the memory that cuBLAS keeps from step to step; return False where that cannot be done.
 
     torch allocates such a workspace for each stream and thread, and some versions of torch can free only
-    those of the calling thread. A captured CUDA graph has the address of one (pytorch/pytorch#193402), so
-    where there is a graph's pool of memory, nothing is freed.
+    those of the calling thread. A captured CUDA graph holds the address of a workspace
+    (pytorch/pytorch#193402), so nothing is freed while the allocator has a graph's pool of memory.
     """
     if device.type != "cuda" or has_pools():
         return False
@@ -41,7 +41,12 @@ def free_workspaces(device: torch.device) -> bool:
 
 
 def has_pools() -> bool:
-    """Return True if CUDA's allocator has pools besides its own, as those of captured graphs."""
+    """Return True if CUDA's allocator has pools besides its own, such as those of captured graphs.
+
+    Other allocators than torch's own cannot say, and may have some.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return True
     return any(any(one["segment_pool_id"]) for one in torch.cuda.memory_snapshot(include_traces=False))
 
 

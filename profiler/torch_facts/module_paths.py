@@ -35,7 +35,7 @@ class ModuleHook:
         self.call = call
 
     def __call__(self, *args: Any) -> Any:
-        # As `dynamo_is_active`; a call would cost as much.
+        # As `dynamo_is_active`, whose call would double the cost.
         return call_outside_dynamo(self.call, args) if _dynamo_callback() else self.call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -67,6 +67,7 @@ def _replace_bindings(bindings: Any, device: ModuleType) -> None:
         "_cuda_setStream": set_stream,
         "_cuda_synchronize": lambda: device.synchronize(device.current_device()),
         "_cuda_memoryStats": device.stats,
+        "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_memorySnapshot": lambda _pool_and_traces: {"segments": []},  # it has no pools
         "_cuda_resetPeakMemoryStats": device.reset_peak,
         "_cuda_emptyCache": device.empty_cache,

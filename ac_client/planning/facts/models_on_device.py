@@ -104,7 +104,7 @@ class ModelOnDevice:
             args, kwargs: the batch of the step that begins.
             kept: bytes that names of the step before hold, and that count elsewhere.
             counts: what the plan counts, workspaces of cuBLAS included, of which a step has run; None before
-                a plan, whose profile frees them.
+                a plan, when they are freed.
         """
         model = self._model()
         if model is None or device_of(model).type != "cuda" or is_capturing():

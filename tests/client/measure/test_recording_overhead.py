@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -185,3 +187,15 @@ def test_apply_includes_replay_time_in_its_plans(monkeypatch: pytest.MonkeyPatch
     assert made.profile is not None
     assert made.profile.replay_us == 7
     assert {op.replay_us for op in made.graph.ops} == {7}
+
+
+def test_recording_is_measured_while_the_interpreter_ends() -> None:
+    """A report may come that late; no thread can be started any more."""
+    program = """
+import atexit
+from ac_client.measure.recording_overhead import recording_us_of_process
+atexit.register(lambda: print(recording_us_of_process()))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(ran.stdout) >= 0
+    assert "Error" not in ran.stderr
