@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from ac_client.doctor.sample_models import SAMPLES, TINY
 from ac_client.doctor.sample_training import Case, Numbers, Trained
 from benchmarks.gpu import Row, measure_case, render
+from benchmarks.gpu_kernels import SideStream, compare
+from benchmarks.gpu_kernels import render as render_kernels
 
 CUDA = torch.device("cuda", 0)
 
@@ -41,3 +44,15 @@ def test_summary_counts_wrong_peaks_and_exceeded_budgets(gpu: ModuleType) -> Non
     assert "1 of 2 predicted peaks within 1 %, 1 over budget" in page
     assert "| 120 B | +20.00% | 1.5 | 1.500 | 3.0 |" in page
     assert "| needs 1 KiB |" in page
+
+
+def test_models_for_kernels_of_a_gpu_are_planned_as_predicted(gpu: ModuleType) -> None:
+    gpu.set_workspace(1 << 20)
+    row = compare(SideStream)
+    assert (row.plain_distance, row.distance, row.error) == (0, 0, 0)
+    assert row.recomputed > 0
+    assert row.peak <= row.budget
+    assert not row.is_wrong
+    assert replace(row, distance=0.1).is_wrong
+    assert replace(row, peak=row.budget + 1).is_wrong
+    assert "| SideStream | 0 | 0 |" in render_kernels([row])
