@@ -269,7 +269,7 @@ CASES: tuple[type[Case], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a training computed, and its peaks: measured and predicted, in bytes, without the first step."""
+    """Hold what a training computed, and its peaks in bytes, without the first step."""
 
     numbers: Numbers
     peaks: Sequence[int]
