@@ -38,6 +38,11 @@ TOO_LITTLE = 1 << 20  # a budget within which nothing trains
 DEVICE = "cuda"
 
 
+def batch() -> Tensor:
+    """Return an input of every model, float32[8, 64, WIDTH]."""
+    return torch.randn(8, 64, WIDTH, device=DEVICE)
+
+
 def layers(width: int = WIDTH, n: int = 3) -> nn.Sequential:
     """Return a stack of normalized two-layer networks."""
     return nn.Sequential(
@@ -67,10 +72,8 @@ class Case(nn.Module):
         """Return a tensor of the shape of `x`."""
         raise NotImplementedError
 
-    @classmethod
-    def batch(cls) -> Tensor:
-        """Return an input."""
-        return torch.randn(8, 64, WIDTH, device=DEVICE)
+    def prepare(self) -> None:
+        """Do what has to be done once the model is on the GPU: by default nothing."""
 
 
 class Lstm(Case):
@@ -230,16 +233,12 @@ class Graphed(Case):
         out: Tensor = self.part(x)
         return out
 
-    def capture(self) -> None:
-        """Capture the part, once it is on the GPU."""
-        example = torch.randn(8, 64, WIDTH, device=DEVICE, requires_grad=True)
-        self.part = torch.cuda.make_graphed_callables(self.part, (example,))
+    def prepare(self) -> None:
+        self.part = torch.cuda.make_graphed_callables(self.part, (batch().requires_grad_(),))
 
 
 class Compiled(Case):
-    """Attention with dropout between blocks that Inductor compiles."""
-
-    autocast = torch.bfloat16
+    """Attention with dropout between blocks that Inductor compiles: in bf16 it would round by the plan."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,15 +285,14 @@ def train(make: Callable[[], Case], budget: int | None = None) -> Run:
     release_memory()
     torch.manual_seed(0)
     model = make().to(DEVICE)
-    if isinstance(model, Graphed):
-        model.capture()
+    model.prepare()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if budget is not None:
         ac_client.apply(model, budget / GIB, optimizer=optimizer)
     torch.manual_seed(1)
     peaks, predicted, found = list[int](), list[int | None](), dict[str, Tensor]()
     for i in range(STEPS):
-        x = model.batch()
+        x = batch()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         with torch.autocast("cuda", model.autocast) if model.autocast is not None else nullcontext():
@@ -336,10 +334,11 @@ class Row:
 def compare(make: type[Case]) -> Row:
     """Train a model plain, again, and planned."""
     plain, again = train(make), train(make)
+    budget = TOO_LITTLE
     try:
-        train(make, TOO_LITTLE)
+        train(make, budget)
     except InfeasibleBudget as error:
-        budget = int(ROOM * (error.smallest_found or 0))
+        budget = int(ROOM * (error.smallest_found or budget))
     planned = train(make, budget)
     errors = [
         abs(peak - (predicted or 0)) for peak, predicted in zip(planned.peaks, planned.predicted, strict=True)

@@ -216,7 +216,7 @@ def _fragments(planned: PlannedFor, facts: StepFacts) -> Action | None:
     if over <= 0:
         return None
     held = f"the allocator has reserved {format_bytes(over)} more than the budget, for fragments"
-    is_tightest = planned.peak > planned.limit - correction.withheld
+    is_tightest = planned.peak > planned.limit - correction.withheld  # of those found: it is over its limit
     if not facts.of_reserved or planned.elsewhere or is_tightest or correction.times >= MOST_CORRECTIONS:
         advice = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         if not facts.of_reserved:
