@@ -140,13 +140,16 @@ def gpu() -> Iterator[ModuleType]:
     """Return the stand-in: `live(i)`, `peak(i)`, `reset_peak(i)`, `set_limit(i, nbytes)`, `take_races()`, ...
 
     A test that uses the stand-in fails if some work did not wait for other work that it relies on, and if it
-    leaves tensors on a device: plans of later tests would count them.
+    leaves tensors on a device: plans of later tests would count them. It begins with its own peaks: a counter
+    that stands higher shows none of them.
     """
     import torch
 
     from standin.child import device
 
     device.take_races()
+    for index in range(device.device_count()):
+        device.reset_peak(index)
     yield device
     device.set_workspace(0)
     left = _left(device)
