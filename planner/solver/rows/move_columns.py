@@ -1,16 +1,25 @@
-"""Write the columns and rows of moves: which outputs are on the host, and what the link has time for.
+"""Write the columns and rows of moves: which ops move, and how many bytes can be on the host at a moment.
 
 NOTE [ A bound with moves ]
 
-A moved op counts as saved, so that everything that reads it in backward finds it, and `o <= s`. Where it may
-be on the host, its bytes are taken off the row of the moment again. How many may be is all that the link
-limits; nothing is said of single copies, so every real schedule satisfies the rows, and the relaxation's
-optimum is a bound for all of them:
+The column `o` says that an op is moved. A moved op counts as saved (`o <= s`), since whatever reads its
+outputs in backward finds them. But at some moments the host has these outputs, and the device does not. The
+column `absent_m` is the number of such bytes at moment `m`. The row (13) of `m` subtracts it from the live
+bytes. These rows limit it:
 
-    (18)  absent_m <= sum of bytes of the moved ops that may be on the host at m
-    (19)  absent_m <= those made before a  +  out * (from a to m + stalls [+ recompute, in backward])
-    (20)  absent_m <= those used after b   +  in  * (from m to b + stalls + recompute)
+    (18)  absent_m <= bytes of the moved ops that may be on the host at m
+    (19)  absent_m <= bytes of those made before a      + out * (time from a to m + stalls [+ recompute])
+    (20)  absent_m <= bytes of those first used after b + in  * (time from m to b + stalls + recompute)
     (21)  the bytes of all moved ops fit into the host's memory
+
+`out` and `in` are the bytes that the link moves in a microsecond, to the host and back. What was made after a
+time `a` can have left the device only between `a` and `m`, and what is used before a time `b` must come back
+between `m` and `b`. Both hold for all times; there are rows for a few (`CUTS`). Times are those of the plain
+step, which stalls (compute waits for copies) and recomputes lengthen; (19) adds recomputes only if `m` is in
+backward.
+
+No row says when a single copy runs. So every schedule of copies satisfies the rows, and the optimum of the
+relaxation is a bound for all schedules.
 """
 
 from __future__ import annotations
@@ -39,14 +48,14 @@ class MoveProblem:
 
 
 class MoveColumns:
-    """The columns of moves in a program, each from 0 to 1.
+    """The columns of moves in a program, each from 0 to 1 (NOTE [ A bound with moves ]).
 
     Attributes:
-        ops: that may be moved.
-        o: by op of `ops`: it is moved.
-        absent: by moment: the share of all their bytes that is on the host, and not on the device.
-        recompute: the recompute time, as a share of that of everything.
-        stalls: the time in which compute waits, as a share of that of copying everything out and in.
+        ops: the ops that may be moved.
+        o: by op of `ops`: 1 if it is moved.
+        absent: by moment: the bytes on the host and not on the device, as a share of the bytes of `ops`.
+        recompute: the recompute time, as a share of the time to recompute everything.
+        stalls: the time that compute waits for copies, as a share of the time to copy all `ops` out and in.
     """
 
     def __init__(self, variables: Variables, moves: MoveProblem) -> None:
@@ -115,7 +124,16 @@ class MoveColumns:
         time_us: float = 0.0,
         with_recompute: bool = False,
     ) -> None:
-        """Add: what is absent is moved and of `chosen`, or went over the link in `time_us` or in stalls."""
+        """Add a row: the absent bytes are of moved ops in `chosen`, or crossed the link in the time it had.
+
+        Args:
+            table: of the program.
+            chosen: by op of `ops`: whose bytes need no time on the link.
+            absent: the column of the moment.
+            bytes_per_us: what the link moves in one direction. With 0, only `chosen` may be absent.
+            time_us: that the link has in the plain step; stalls are added to it.
+            with_recompute: recomputes are added to it, too.
+        """
         per_us = bytes_per_us / self._all_nbytes
         again = self.recompute if with_recompute else self.recompute[:0]
         codes = np.concatenate([self.o[chosen], [absent], self.stalls, again])
