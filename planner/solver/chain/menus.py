@@ -1,4 +1,4 @@
-"""List what the save sets of one block cost and hold, without those that are worse in every way."""
+"""List the save sets of one block, with what they cost and hold, and leave out those worse in every way."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ MOST_NUMBERS = 2**26  # of save sets, versions and steps: in a block with many, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Menu:
-    """The save sets of a block, by position. Bytes are those of `Block`.
+    """The save sets that a block may choose from, and what each costs and holds.
 
-    The need of a block is the most bytes that are live in its steps, without the blocks before it.
+    Each field is an array with an entry, or a row, for each save set. Bytes are counted as in `Block`, from
+    those that are live in any case. The *need* of a save set is the most bytes that are live in the steps of
+    the block, without what earlier blocks hold. NOTE [ A chain of blocks ] in blocks.py has entry and exit.
     """
 
     saved: Bools  # by save set and op
@@ -42,17 +44,17 @@ class Menu:
         return len(self.cost_us)
 
     def priced(self, block: Block) -> Menu:
-        """Return the menu of `block`, which is this one's but for its costs, without worse save sets."""
+        """Return this menu with the costs of `block`, which is built alike, without worse save sets."""
         cost_us = self.runs_again @ np.array([op.cost_us for op in block.ops])
         return replace(self, cost_us=cost_us).undominated()
 
     def rounded(self, cost_step_us: float) -> Menu:
-        """Return the menu with costs rounded down to multiples, so that more save sets are not worth it."""
+        """Return the menu with costs rounded down to multiples, so that more save sets can be left out."""
         cost_us = np.floor(self.cost_us / cost_step_us) * cost_step_us
         return replace(self, cost_us=cost_us).undominated()
 
     def undominated(self) -> Menu:
-        """Return the menu without save sets that another one is at most as large as in each number."""
+        """Return the menu without save sets that another one matches or beats in every number."""
         numbers = [
             self.cost_us, self.held, self.recomputed, self.need, self.need_while_demanded,
             self.need_with_entry, self.need_in_forward, self.need_in_forward_with_entry, self.entry_held,
@@ -63,9 +65,11 @@ class Menu:
 
 
 def unpriced_menu(block: Block, *, is_demanded: bool) -> Menu:
-    """Return all save sets of `block`, without costs.
+    """Return the menu of `block` without costs: all save sets of the ops that `listed` decides.
 
-    With `is_demanded`, a later block has the exit recomputed.
+    Args:
+        block: the block.
+        is_demanded: a later block recomputes the exit, the last op of this one.
     """
     return menu_of(listed(block, is_demanded=is_demanded))
 
@@ -83,7 +87,10 @@ def decidable(block: Block) -> list[int]:
 
 
 def listed(block: Block, *, is_demanded: bool) -> BlockTable:
-    """Return all save sets of the ops with the most bytes."""
+    """Return all save sets of the ops with the most bytes: as many ops as the limits of this file allow.
+
+    The other ops of the block are not decided: unless pinned, they count as saved, and take no bytes.
+    """
     is_demanded &= not block.is_last
     numbers = max(1, sum(len(op.versions) for op in block.ops) * (len(block.steps) + len(block.bursts)))
     most = min(MOST_DECISIONS, max(1, (MOST_NUMBERS // numbers).bit_length() - 1))

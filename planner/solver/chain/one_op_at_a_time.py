@@ -14,9 +14,9 @@ adds the same to both, and the one with more of each number is left out. Example
 
 Numbers are the bytes at each moment, since the most bytes may be elsewhere once earlier ops are counted. With
 all moments, hardly any save set is worse than another. So only a few are counted: those at which save sets of
-the largest ops have the most bytes, and of these only the ones that may exceed the room that a block has in
-any case. What a state or a step is compared with is then one of few, too, and states that compare alike are
-the same state. Counting fewer moments leaves every bound valid.
+the largest ops have the most bytes, and of these only the ones that may exceed the room that every plan
+leaves for the block. What a state or a step is compared with is then one of few, too, and states that compare
+alike are the same state. Counting fewer moments leaves every bound valid.
 """
 
 from __future__ import annotations
@@ -45,12 +45,15 @@ def needs_turns(block: Block) -> bool:
 
 
 def menu_in_turn(block: Block, *, is_demanded: bool, rooms: tuple[float, float], spend: Spend) -> Menu:
-    """Return the menu of `block` with more than its largest ops decided.
+    """Return the menu of `block`, with its ops decided one at a time.
+
+    `unpriced_menu` lists the save sets of the largest ops only; here more ops are decided.
 
     Args:
         block: the block.
-        is_demanded: a later block has the exit recomputed.
-        rooms: bytes that the block has in any case, in backward and in forward; lower needs do not count.
+        is_demanded: a later block recomputes the exit, the last op of this one.
+        rooms: the bytes that every plan within the budget leaves for the block, in backward and in forward.
+            Moments at which no save set of the largest ops needs more are not counted.
         spend: called with the work of each decision.
     """
     table = listed(block, is_demanded=is_demanded)

@@ -239,5 +239,9 @@ def best_prices(blocks: Sequence[PlacedBlock], menus: Menus, limit: int, spend: 
 
 
 def least_rooms(blocks: Sequence[PlacedBlock], menus: Menus, limit: int) -> Floats:
-    """Return by block the bytes that it may need in any case, since later blocks need more; or -inf."""
+    """Return by block the bytes that every plan within `limit` leaves for its needs, or -inf.
+
+    What earlier blocks save is held in backward of this block and of all later ones, and their needs limit
+    it. The rest of this block's room is left for the block.
+    """
     return _PricedChain(blocks, menus, limit).least
