@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Size of the model and its batch. The default fits three rows into a minute on two cores."""
+    """Size of the demo's model and batch.
+
+    With the default, the demo trains in its three ways (plain, checkpointed, ours) in a minute on two cores.
+    """
 
     layers: int = 8
     width: int = 512

@@ -122,7 +122,7 @@ async def retry_while_away(work: Callable[[], Awaitable[T]]) -> T:
     ):
         with attempt:
             return await work()
-    raise AssertionError("there is always another attempt")
+    raise AssertionError("AsyncRetrying has no limit on attempts, but stopped without a result or an error")
 
 
 async def wait_for_database(work: Callable[[], T]) -> T:

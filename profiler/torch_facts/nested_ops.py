@@ -51,7 +51,10 @@ _AUTOGRAD = _key_set(_AUTOGRAD_KEYS)
 
 
 class NestedOp:
-    """Call an op from a dispatch mode, its kernel under the autocast and autograd of the mode's caller."""
+    """Call an op from a dispatch mode.
+
+    The kernel of the op runs under the autocast and autograd of the mode's caller.
+    """
 
     __slots__ = ("_call", "_name")
 
