@@ -22,7 +22,6 @@ from ac_client.measure.recording_overhead import recording_us_of_process
 from ac_client.measure.report import Report
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.peak_counter import PeakBounds
-from ac_client.planning.facts.reserved_memory import reserved_for
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.model_hooks import ModelHooks
 from ac_client.planning.model_planning import ModelPlanning
@@ -195,10 +194,9 @@ class Applied:
     def _reserved(self, bucket: PlannedBucket | None, peak: int) -> int | None:
         """Return the bytes that the allocator reserves for steps with that peak; None if not known."""
         fragments = self._planning.watch.peaks.fragments
-        if fragments is not None:
-            return peak + fragments
-        profile = bucket.profile if bucket is not None else None
-        return reserved_for(peak, profile.storages.block_nbytes()) if profile is not None else None
+        if fragments is None and bucket is not None:
+            fragments = bucket.loaded.fragments
+        return peak + fragments if fragments is not None else None
 
     def _page(self, bucket: PlannedBucket | None) -> str:
         if bucket is None:

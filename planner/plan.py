@@ -24,6 +24,7 @@ from autoac.planner.formats.policy import (
 from autoac.planner.formats.profile import Profile
 from autoac.planner.infeasibility import infeasible, with_blame
 from autoac.planner.memory.clocks import Timing
+from autoac.planner.memory.fragments import fragment_bytes
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import Timeline, instant_name, peak_of, simulate
 from autoac.planner.minimum_peak import WORK_LIMIT as FLOOR_WORK_LIMIT
@@ -112,6 +113,21 @@ class Plan:
     def timeline(self) -> Timeline:
         """Return the bytes live at each event of the step."""
         return simulate(self.graph, self.save_set)
+
+    def fragment_bytes(self, *, expandable_segments: bool = False) -> int | None:
+        """Return by how much CUDA's allocator reserves more than it hands out, in a loop of such steps.
+
+        Args:
+            expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF.
+
+        Returns:
+            Bytes; None if the plan has no profile with the temporaries of a step.
+        """
+        if self.profile is None or not self.profile.temporaries:
+            return None
+        return fragment_bytes(
+            self.profile, self.graph, self.save_set, expandable_segments=expandable_segments
+        )
 
     @property
     def step_us(self) -> float:

@@ -17,6 +17,7 @@ from autoac.planner.formats.profile import (
     SavedTensors,
     StaticBytes,
     Storages,
+    Temporaries,
     Values,
 )
 from autoac.planner.units import rounded_bytes
@@ -68,6 +69,8 @@ def assemble(
     released = tuple(
         moments.after(position) if position is not None else n + len(steps) for position in freed
     )
+    begins = [at[op.begin_mark] for op in forward.ops] + [s.begin for s in steps]
+    temporaries = _temporaries_in(record, other.positions, begins, at[step.backward_end])
     must_save = [op.must_save for op in forward.ops]
     rows = [(position, storage) for position, storage in forward.outputs if blocks[storage] is not None]
     modules = _Names(["."])
@@ -146,6 +149,7 @@ def assemble(
             storage=tuple(storage for _, storage in rows),
             released=tuple(released[storage] for _, storage in rows),
         ),
+        temporaries=temporaries,
         modules=tuple(modules),
         overloads=tuple(overloads),
         nodes=tuple(nodes),
@@ -184,6 +188,32 @@ def _returned_as_gradients(
         if block.freed_at is None or block.freed_at > begin:
             found[version] = block, begin
     return list(found.values())
+
+
+def _temporaries_in(
+    record: Allocations, positions: Sequence[int], begins: Sequence[int], end: int
+) -> Temporaries:
+    """Return the blocks that the changes at these positions allocate and free.
+
+    Args:
+        positions: of the changes, ascending.
+        begins: the position at which each moment begins; the first one also has what comes before it.
+        end: the position at which the last moment ends.
+    """
+    nbytes, at = list[int](), dict[int, int]()  # by the block's identity
+    rows: list[list[int]] = [[] for _ in begins]
+    moment = 0
+    for position in positions:
+        if position >= end or not rows:
+            break
+        while moment + 1 < len(begins) and begins[moment + 1] <= position:
+            moment += 1
+        change = record.changes[position]
+        if id(change.block) not in at:
+            at[id(change.block)] = len(nbytes)
+            nbytes.append(change.block.nbytes)
+        rows[moment].append(at[id(change.block)])
+    return Temporaries(nbytes=tuple(nbytes), changes=Ragged.of(rows))
 
 
 def _temporaries(record: Allocations, begin: int, end: int) -> list[AllocatedBlock]:

@@ -36,7 +36,7 @@ from autoac.planner.memory.simulate import waiting_bytes
 from autoac.profiler import Loop, device_name
 from autoac.profiler.static_memory import OptimizerBytes
 from autoac.profiler.torch_facts.inductor import compiled_parts
-from autoac.profiler.torch_facts.libraries import cudnn_of
+from autoac.profiler.torch_facts.libraries import cudnn_of, has_expandable_segments
 
 log = logging.getLogger("ac_client")
 
@@ -106,10 +106,21 @@ class LoadedPolicy:
         return waiting_bytes(self.plan.graph, self.plan.save_set) if self.plan is not None else 0
 
     @cached_property
+    def fragments(self) -> int | None:
+        """Return how many bytes CUDA's allocator reserves beyond those of the peak; None if not known."""
+        plan = self.plan
+        return fragments_of(plan) if plan is not None else None
+
+    @cached_property
     def live_at_peak(self) -> tuple[Holding, ...]:
         """Return what is live at the planned peak, largest first; () without a plan."""
         plan = self.plan
         return tuple(live_at_peak(plan.graph, plan.save_set, plan.moved)) if plan is not None else ()
+
+
+def fragments_of(plan: Plan) -> int | None:
+    """Return how many bytes the allocator of this process will reserve beyond those of the plan's peak."""
+    return plan.fragment_bytes(expandable_segments=has_expandable_segments())
 
 
 @dataclass(frozen=True, slots=True)

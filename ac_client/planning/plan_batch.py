@@ -23,8 +23,13 @@ from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_counter import allocator_peak
-from ac_client.planning.facts.reserved_memory import most_allocated
-from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, ProfiledStep, skipped_modules
+from ac_client.planning.loaded_policy import (
+    LoadedPolicy,
+    PlannedBucket,
+    ProfiledStep,
+    fragments_of,
+    skipped_modules,
+)
 from ac_client.planning.next_action import PlannedFor, of_others
 from ac_client.planning.options import ApplyOptions
 from ac_client.planning.warn_once import WarnOnce
@@ -51,6 +56,8 @@ from autoac.profiler.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
 
+MOST_TRIES = 3  # to leave room for a plan's fragments
+SPARE_BYTES, SPARE_SHARE = 20 << 20, 0.005  # of a budget for reserved bytes, for what a replay does not see
 NO_PLAN = InfeasibleBudget, SolverOutOfTime
 WORK_LIMIT = 10.0  # units of work for a plan that a training step waits for: NOTE [ Work ] in highs.py
 
@@ -122,8 +129,10 @@ class BatchPlanner:
                     loop=loop,
                     recall=True,
                 )
-            if allocator is not None and allocator.allocated_peak() > before:
-                self._warn_of_peak(allocator.allocated_peak())
+            if allocator is not None:
+                torch.cuda.empty_cache()  # the profile's segments would get holes in the first steps
+                if allocator.allocated_peak() > before:
+                    self._warn_of_peak(allocator.allocated_peak())
             for message in unplanned_in(profile):
                 self.warn_once(message, message)
             for note in profile.notes:
@@ -144,12 +153,6 @@ class BatchPlanner:
             return profile.model_copy(update={"replay_us": times.replay_us})
         finally:
             self._thread.profiling = False
-
-    def limit_of(self, profile: Profile) -> int:
-        """Return the most bytes that a planned peak of this step may have."""
-        if self.options.budget_of == "allocated":
-            return self.options.limit
-        return most_allocated(self.options.limit, profile.storages.block_nbytes())
 
     def _warn_of_copies(self, call: ModelCall) -> None:
         """Warn if the model fits the budget, but not with the copies of its buffers that profiling makes."""
@@ -181,7 +184,9 @@ class BatchPlanner:
     def plan_within(
         self, profile: Profile, limit: int, extra_static: int = 0, start: SaveSet | None = None
     ) -> tuple[Policy, Plan]:
-        """Plan `profile` for a peak of at most `limit` bytes, by the service if there is one.
+        """Plan `profile` for at most `limit` bytes, reserved ones if the budget is for them.
+
+        If no plan that was found leaves room for its fragments, the one with the smallest peak does it.
 
         Args:
             extra_static: static bytes that are not in the profile.
@@ -192,6 +197,34 @@ class BatchPlanner:
             ServiceUnavailable: the service is away, and is required.
             ServiceRefused: the service refused the request.
         """
+        made = self._plan_for_peak(profile, limit, extra_static, start)
+        if self.options.budget_of == "allocated":
+            return made
+        spare = SPARE_BYTES + int(SPARE_SHARE * limit)
+        for _ in range(MOST_TRIES):
+            over = made[1].peak + (fragments_of(made[1]) or 0) + spare - limit
+            if over <= 0:
+                break
+            try:
+                made = self._plan_for_peak(profile, made[1].peak - over, extra_static)
+            except NO_PLAN as error:
+                if error.smallest_found is None:
+                    break
+                start = error.save_set if isinstance(error, InfeasibleBudget) else None
+                made = self._plan_for_peak(profile, error.smallest_found, extra_static, start)
+                self.warn_once(
+                    "fragments",
+                    f"the smallest peak found, {format_bytes(made[1].peak)}, leaves "
+                    f"{format_bytes(limit - made[1].peak)} of the budget for fragments, where "
+                    f"{format_bytes(fragments_of(made[1]) or 0)} are expected. It runs under that plan",
+                )
+                break
+        return made
+
+    def _plan_for_peak(
+        self, profile: Profile, limit: int, extra_static: int, start: SaveSet | None = None
+    ) -> tuple[Policy, Plan]:
+        """Plan for a peak of at most `limit` bytes, by the service if there is one; see `plan_within`."""
         log.info("%s: planning %d ops for %s", self.name, len(profile.ops), format_bytes(limit))
         headroom, service = self.options.headroom_bytes, self.options.service
         budget = limit + headroom
@@ -279,7 +312,7 @@ class BatchPlanner:
         """
         profile = profile or self.profile(call, loop)
         self._on_device.measure_uncounted(call.args, call.kwargs)
-        others, limit = self._on_device.others_nbytes(), self.limit_of(profile)
+        others, limit = self._on_device.others_nbytes(), self.options.limit
         try:
             made, profile, loop = self.plan_first(profile, loop, others, limit)
         except NO_PLAN as error:
@@ -291,14 +324,7 @@ class BatchPlanner:
             profile, loop = dropping_all(profile, loop)
             policy, plan, infeasible = self.plan_or_tightest(profile, limit, others)
             made, needs = (policy, plan), policy.predicted.peak_bytes
-            if infeasible is not None and limit < needs <= self.options.limit:
-                self.warn_once(
-                    "fragments",
-                    f"the smallest peak found, {format_bytes(needs)}, leaves "
-                    f"{format_bytes(self.options.limit - needs)} of the budget for fragments, where "
-                    f"{format_bytes(self.options.limit - limit)} are expected. It runs under that plan",
-                )
-            elif infeasible is not None:
+            if infeasible is not None:
                 self.warn_over_budget(needs, running or of_others(others))
             self._on_device.ask_others_for_room(needs - limit)
         terms = PlannedFor(limit, loop=loop, others_nbytes=others)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Collection, Sequence
 from enum import IntFlag
 from typing import Annotated, Any, Final, Literal, Self
@@ -241,6 +242,26 @@ class BackwardSteps(Table):
     peak_nbytes: tuple[Count, ...]  # most gradients, temporaries and workspace live during the work
 
 
+class Temporaries(FrozenModel):
+    """Blocks that a step allocates and that are not storages of forward ops: gradients and temporaries."""
+
+    nbytes: tuple[Count, ...] = ()  # in the order in which they are allocated
+    # For each moment but the end, blocks in the order in which it allocates and frees them. A block is in at
+    # most two places: where it is allocated, and where it is freed. Gradients outlive backward.
+    changes: Ragged = Ragged(starts=(0,), items=())
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    @model_validator(mode="after")
+    def _blocks_are_freed_once(self) -> Self:
+        if len(set(self.changes.items)) != len(self):
+            raise ValueError(f"changes must name each of the {len(self)} blocks, and no others")
+        if most := [block for block, times in Counter(self.changes.items).items() if times > 2]:
+            raise ValueError(f"changes must name a block at most twice, got block {most[0]} more often")
+        return self
+
+
 class Profile(FrozenModel):
     """The record of one training step. The module docstring explains how to read the tables."""
 
@@ -267,6 +288,7 @@ class Profile(FrozenModel):
     saved: SavedTensors
     backward: BackwardSteps
     outputs: Annotated[Outputs, Field(exclude_if=lambda table: len(table) == 0)] = Outputs()
+    temporaries: Annotated[Temporaries, Field(exclude_if=lambda table: len(table) == 0)] = Temporaries()
     notes: tuple[Name, ...] = ()  # which numbers are estimates, and what the profiler could not record
     # If several forwards of the model run before one backward: the number of ops up to the end of each.
     forward_ends: Annotated[tuple[Index, ...], Field(exclude_if=lambda ends: not ends)] = ()
@@ -296,6 +318,10 @@ class Profile(FrozenModel):
         within("backward.name", self.backward.name, len(self.nodes))
         within("backward.unpacks", self.backward.unpacks.items, len(self.saved))
         within("forward_ends", self.forward_ends, n + 1)
+        within("temporaries.changes", self.temporaries.changes.items, len(self.temporaries))
+        if self.temporaries and len(self.temporaries.changes) != end:
+            rows = len(self.temporaries.changes)
+            raise ValueError(f"temporaries.changes must have a row for each of {end} moments, got {rows}")
         within("loss_begins", () if self.loss_begins is None else (self.loss_begins,), n)
         if any(a > b for a, b in itertools.pairwise(self.forward_ends)):
             raise ValueError("forward_ends must ascend")
@@ -414,6 +440,7 @@ class Profile(FrozenModel):
                 "outputs": True,
                 "gradient_nbytes": True,
                 "kept_nbytes": True,
+                "temporaries": True,
                 "storages": {"slack_nbytes"},
                 "ops": {"runtime_us", "spread_us", "workspace_nbytes", "other_nbytes"},
                 "backward": {"runtime_us", "other_nbytes", "peak_nbytes"},

@@ -50,6 +50,13 @@ def has_pools() -> bool:
     return any(any(one["segment_pool_id"]) for one in torch.cuda.memory_snapshot(include_traces=False))
 
 
+def has_expandable_segments() -> bool:
+    """Return True if CUDA's allocator has segments that grow (PYTORCH_CUDA_ALLOC_CONF)."""
+    return torch.cuda.is_initialized() and any(
+        one.get("is_expandable") for one in torch.cuda.memory_snapshot(include_traces=False)
+    )
+
+
 def call_in_backward(call: Callable[[], None], device: torch.device) -> None:
     """Call `call` on the thread on which backward runs ops of `device`: on a GPU, not this thread."""
     with torch.enable_grad():

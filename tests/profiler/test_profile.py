@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import Profile, build, simulate
-from autoac.profiler import CannotProfile, NothingToProfile, ProfilerBusy, profile
+from autoac.planner import Profile, build, plan, simulate
+from autoac.planner.memory.fragments import loop_log
+from autoac.profiler import CannotProfile, NothingToProfile, ProfilerBusy, observe, profile
 from autoac.profiler.capture.saved_tensor_recorder import UNPACKED
 from benchmarks.models.modules import ConvNet, Recurrent, Routed, Transformer
 
@@ -63,10 +64,12 @@ def test_backward_unpacks_in_reverse_and_releases_after_its_work() -> None:
         assert handle.dropped > len(graph.ops) + handle.unpacked[0]
 
 
-@pytest.mark.parametrize("make", [Transformer, ConvNet, Recurrent, Routed])
+SHAPES = {Transformer: (2, 8, 32), ConvNet: (4, 3, 8, 8), Recurrent: (2, 5, 8), Routed: (12, 16)}
+
+
+@pytest.mark.parametrize("make", SHAPES)
 def test_profile_leaves_model_gradients_buffers_and_generators_unchanged(make: type[nn.Module]) -> None:
-    shape = {Transformer: (2, 8, 32), ConvNet: (4, 3, 8, 8), Recurrent: (2, 5, 8), Routed: (12, 16)}[make]
-    model, x = make(), torch.randn(shape, requires_grad=True)
+    model, x = make(), torch.randn(SHAPES[make], requires_grad=True)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
         parameter.register_hook(lambda g: pytest.fail("a tensor hook fired"))
@@ -87,6 +90,18 @@ def test_profile_leaves_model_gradients_buffers_and_generators_unchanged(make: t
     assert model.__dict__.keys() == attributes.keys()
     assert torch._C._len_torch_dispatch_stack() == depth
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("make", SHAPES)
+def test_blocks_of_a_step_add_up_to_the_peak_of_its_plans(make: type[nn.Module]) -> None:
+    model = make()
+    x = torch.randn(64 * SHAPES[make][0], *SHAPES[make][1:])
+    found = observe(model, (x,), {}, optimizer=torch.optim.AdamW(model.parameters()))
+    loose = plan(found, budget_bytes=1 << 40)
+    tight = plan(found, budget_bytes=loose.floor + (loose.ceiling - loose.floor) // 3)
+    for made in (loose, tight):
+        assert loop_log(found, made.graph, made.save_set).most == made.peak
+    assert tight.recompute_us > 0
 
 
 def test_step_that_raises_changes_nothing() -> None:

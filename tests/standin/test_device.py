@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from standin.caching_allocator import Allocate, Release, replay
+from autoac.planner.memory.caching_allocator import Allocate, Release, replay
 
 MIB = 1 << 20
 

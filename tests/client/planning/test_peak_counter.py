@@ -13,7 +13,6 @@ from torch import nn
 import ac_client
 from ac_client.planning.facts import peak_watch
 from ac_client.planning.facts.peak_counter import PeakBounds
-from ac_client.planning.facts.reserved_memory import most_allocated, reserved_for
 from ac_client.planning.next_action import FAR_UNDER, LAST_MARGIN, MOST_CORRECTIONS, WATCHED_STEPS
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
@@ -364,11 +363,6 @@ def test_two_steps_have_the_larger_peak_of_both() -> None:
 
 
 def test_report_predicts_what_the_allocator_reserves(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reserved_for(16 * MIB, [8 * MIB]) == 20 * MIB + 60 * MIB  # two blocks in a segment of 20 MiB
-    assert reserved_for(22 * MIB, [11 * MIB]) == 24 * MIB + 60 * MIB  # a segment for each
-    assert reserved_for(7 * 512, [512]) == 7 * 512 + 60 * MIB
-    for blocks in ([8 * MIB], [3 * MIB, 700], []):
-        assert most_allocated(reserved_for(MIB, blocks), blocks) == pytest.approx(MIB, abs=2)
     fake = Fake(extra=0)
     model, sgd = planned(budget, fake, monkeypatch)
     at = ac_client.applied(model)

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from standin.caching_allocator import Allocate, Release, Replay, replay
+from autoac.planner.memory.caching_allocator import Allocate, Release, Replay, replay
 
 MIB = 1 << 20
 KIB = Fraction(1, 1024)
