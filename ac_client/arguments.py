@@ -11,6 +11,7 @@ from torch import nn
 
 from ac_client.applied_model import planned_models
 from ac_client.errors import AlreadyApplied, CheckpointingActive
+from ac_client.planning.facts.device_memory import free_nbytes
 from ac_client.planning.options import BudgetOf
 from ac_client.planning.ranks import AUTO
 from ac_client.service_client.connection import policies_url
@@ -100,7 +101,7 @@ def check_budget(
     if budget_gb is None:
         return None, headroom
     device = device_of(model)
-    free = _free_nbytes(device)
+    free = free_nbytes(device)
     if budget_of == "reserved" and device.type != "cuda":
         got = "a budget of the device" if budget_gb == "device" else 'budget_of="reserved"'
         raise InvalidBudget(
@@ -138,17 +139,6 @@ def with_host_budget(
             "that was planned elsewhere says itself what moves"
         )
     return (constraints or Constraints()).model_copy(update={"host_budget_bytes": host_budget})
-
-
-def _free_nbytes(device: torch.device) -> int | None:
-    """Return the memory of `device` that this process has or can still get; None if it is not known."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        allowed = round(total * torch.cuda.get_per_process_memory_fraction(device))
-        return min(free + torch.cuda.memory_reserved(device), allowed)
-    if device.type == "cpu" and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None
 
 
 def check_source(budget_gb: Any, policy: Any, alias: Any, service: Any, *, require_service: bool) -> None:
