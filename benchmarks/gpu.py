@@ -8,7 +8,8 @@ with torch's checkpoint around every block, with torch's selective checkpoint (m
 saved), and with all saved tensors on the host (`save_on_cpu`); also under plans with the peak of each of the
 two checkpoints as the budget, without and with moves to the host.
 
-Peaks are `torch.cuda.max_memory_allocated` of a whole step, AdamW included. Times are those of forward and
+Peaks are `torch.cuda.max_memory_allocated` of a whole step, AdamW included; what the allocator reserves is
+`max_memory_reserved`, next to the prediction from before the second step. Times are those of forward and
 backward: on the device alone, and from an idle device to an idle device.
 """
 
@@ -124,6 +125,8 @@ HEAD = (
     "predicted",
     "measured",
     "error",
+    "reserved",
+    "reserved, predicted",
     "device, ms",
     "/ plain",
     "idle to idle, ms",
@@ -141,10 +144,12 @@ def render(rows: Sequence[Row], device_name: str) -> str:
         sizes = [row.budget, row.predicted, row.measured.peak_bytes if row.measured else None]
         line = [row.case, row.way, *("" if size is None else format_bytes(size) for size in sizes)]
         if row.measured is None:
-            lines.append([*line[:-1], "", "", "", "", "", row.note])
+            lines.append([*line[:-1], *[""] * 7, row.note])
             continue
         ratio = row.measured.device_ms / plain_ms[row.case]
-        line += ["" if row.error is None else f"{row.error:+.2%}", f"{row.measured.device_ms:.1f}"]
+        predicted = row.measured.predicted_reserved_bytes
+        line += ["" if row.error is None else f"{row.error:+.2%}", format_bytes(row.measured.reserved_bytes)]
+        line += ["" if predicted is None else format_bytes(predicted), f"{row.measured.device_ms:.1f}"]
         lines.append([*line, f"{ratio:.3f}", f"{row.measured.wall_ms:.1f}", row.note])
     return (
         f"{device_name}, torch {torch.__version__}. {close} of {len(errors)} predicted peaks within 1 %, "

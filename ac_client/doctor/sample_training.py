@@ -97,6 +97,8 @@ class Trained:
     host_ms: float  # that the host takes to launch them
     wall_ms: float  # from an idle device to an idle device
     report: ac_client.Report | None = None  # of a planned training
+    reserved_bytes: int = 0  # taken from the device, fragments included
+    predicted_reserved_bytes: int | None = None  # before the second step
 
 
 def train(case: Case, budget_bytes: int | None = None, host_bytes: int = 0) -> Trained:
@@ -117,6 +119,7 @@ def train(case: Case, budget_bytes: int | None = None, host_bytes: int = 0) -> T
         loss.backward()
         return loss.detach()
 
+    predicted_reserved = None
     for i in range(STEPS):
         torch.manual_seed(i)
         torch.cuda.synchronize(case.device)
@@ -126,7 +129,10 @@ def train(case: Case, budget_bytes: int | None = None, host_bytes: int = 0) -> T
             del loss
             optimizer.step()
             optimizer.zero_grad()
+        if i == 0 and budget_bytes is not None:
+            predicted_reserved = ac_client.applied(model).report().predicted_reserved_bytes
     optimizer.step()
+    reserved = torch.cuda.max_memory_reserved(case.device)
     peak = torch.cuda.max_memory_allocated(case.device)
     report = ac_client.applied(model).report() if budget_bytes is not None else None  # of these steps
     slack = peak - torch.cuda.memory_stats(case.device)["requested_bytes.all.peak"]
@@ -150,6 +156,8 @@ def train(case: Case, budget_bytes: int | None = None, host_bytes: int = 0) -> T
         statistics.median(host_s) * 1e3,
         statistics.median(wall_s) * 1e3,
         report,
+        reserved,
+        predicted_reserved,
     )
 
 

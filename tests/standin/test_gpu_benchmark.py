@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import ModuleType
 
+import pytest
 import torch
 
 from ac_client.doctor.sample_models import SAMPLES, TINY
@@ -27,12 +28,16 @@ def test_plans_at_the_peaks_of_checkpoints_measure_as_predicted(gpu: ModuleType)
     ours = [row for row in found if row.way.startswith("ours") and row.measured is not None]
     assert ours
     assert all(row.error == 0 and not row.is_over_budget for row in ours)
+    for row in ours:
+        assert row.measured.predicted_reserved_bytes == pytest.approx(
+            row.measured.reserved_bytes, abs=4 << 20
+        )
     assert all(row.measured.numbers.distance(plain.numbers) == (0, 0.0) for row in ours)
 
 
 def test_summary_counts_wrong_peaks_and_exceeded_budgets(gpu: ModuleType) -> None:
     def measured(peak: int, ms: float) -> Trained:
-        return Trained(peak, 0, Numbers({}), ms, ms, 2 * ms)
+        return Trained(peak, 0, Numbers({}), ms, ms, 2 * ms, None, peak + 30, peak + 20)
 
     rows = [
         Row("a", "plain", measured(200, 1.0)),
@@ -42,7 +47,7 @@ def test_summary_counts_wrong_peaks_and_exceeded_budgets(gpu: ModuleType) -> Non
     ]
     page = render(rows, "a GPU")
     assert "1 of 2 predicted peaks within 1 %, 1 over budget" in page
-    assert "| 120 B | +20.00% | 1.5 | 1.500 | 3.0 |" in page
+    assert "| 120 B | +20.00% | 150 B | 140 B | 1.5 | 1.500 | 3.0 |" in page
     assert "| needs 1 KiB |" in page
 
 
