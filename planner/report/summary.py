@@ -54,6 +54,7 @@ def _plan(plan: Plan, *, table: bool) -> str:
         f"The peak is {format_bytes(plan.peak)} of a budget of {format_bytes(plan.budget)}"
         f"{f' (and {format_bytes(plan.headroom)} of headroom)' if plan.headroom else ''}; with nothing"
         f" recomputed it would be {format_bytes(plan.ceiling)}.",
+        *_reserved(plan),
         _cost(plan.recompute_us, plan.step_us, decisions),
         *_moves(plan.moved_bytes, plan.stall_us, decisions, plan.why_unmoved),
         _proof(plan.extra_us, plan.bound_us, plan.step_us, plan.stopped.value),
@@ -66,6 +67,17 @@ def _plan(plan: Plan, *, table: bool) -> str:
         *holdings_in_lines(live_at_peak(graph, plan.save_set, plan.moved)),
     ]
     return "\n".join(lines)
+
+
+def _reserved(plan: Plan) -> list[str]:
+    """Say what the allocator of a GPU takes from the device for the plan, if that is known."""
+    fragments, expandable = plan.fragment_bytes(), plan.fragment_bytes(expandable_segments=True)
+    if plan.profile is None or plan.profile.environment.device_type != "cuda" or fragments is None:
+        return []
+    return [
+        f"CUDA's allocator reserves {format_bytes(plan.peak + fragments)} for it, with expandable segments"
+        f" {format_bytes(plan.peak + (expandable or 0))}."
+    ]
 
 
 def beyond_dispatch_in_words(graph: Graph) -> list[str]:

@@ -15,9 +15,12 @@ from autoac.planner.formats.profile import (
     SavedTensors,
     StaticBytes,
     Storages,
+    Temporaries,
     Values,
 )
 from autoac.planner.problem.graph import Graph
+
+MIB = 1 << 20
 
 
 @dataclass
@@ -183,6 +186,20 @@ class Tape:
                 peak_nbytes=tuple(s.peak for s in self.steps),
             ),
         )
+
+
+def step_with_fragments() -> Profile:
+    """Return a step on a GPU: an output of 8 MiB, in backward 3 MiB for a moment and a gradient of 12 MiB."""
+    tape = Tape(static=12 * MIB, gradients=12 * MIB)
+    (out,) = tape.op("aten.mm.default", [], 8 * MIB)
+    tape.step("MmBackward0", [tape.save(out)], other=0, peak=15 * MIB)
+    profile = tape.profile()
+    static = profile.static.model_copy(update={"optimizer_state": 24 * MIB})
+    temporaries = Temporaries(nbytes=(3 * MIB, 12 * MIB), changes=Ragged.of([[], [0, 1, 0]]))
+    environment = profile.environment.model_copy(update={"device_type": "cuda"})
+    return profile.model_copy(
+        update={"static": static, "temporaries": temporaries, "environment": environment}
+    )
 
 
 def gpt2(

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from graphs import Tape
+from graphs import step_with_fragments
 
-from autoac.planner import Profile, plan
-from autoac.planner.formats.profile import Ragged, Temporaries
+from autoac.planner import plan
+from autoac.planner.formats.profile import Temporaries
 from autoac.planner.memory.fragments import loop_log
 
 MIB = 1 << 20
-
-
-def small_step() -> Profile:
-    """Return a step with an output of 8, whose backward takes 3 for a moment and makes a gradient of 12."""
-    tape = Tape(static=12 * MIB, gradients=12 * MIB)
-    (out,) = tape.op("aten.mm.default", [], 8 * MIB)
-    tape.step("MmBackward0", [tape.save(out)], other=0, peak=15 * MIB)
-    profile = tape.profile()
-    static = profile.static.model_copy(update={"optimizer_state": 24 * MIB})
-    temporaries = Temporaries(nbytes=(3 * MIB, 12 * MIB), changes=Ragged.of([[], [0, 1, 0]]))
-    return profile.model_copy(update={"static": static, "temporaries": temporaries})
 
 
 def test_the_state_of_the_optimizer_lies_where_activations_were() -> None:
@@ -29,23 +18,23 @@ def test_the_state_of_the_optimizer_lies_where_activations_were() -> None:
     optimizer             [P 12] [S 12, 8 free]     [G 12] [S 12]                    + 12
     step 2, backward      [P 12] [S 12, A 8]        [t 3, 9 free] [S 12] [G 12]      + 12
     """
-    found = plan(small_step(), budget_bytes=1 << 40)
+    found = plan(step_with_fragments(), budget_bytes=1 << 40)
     assert found.peak == (12 + 24 + 8 + 3 + 12) * MIB
     assert found.fragment_bytes() == (68 - 59) * MIB
 
 
 def test_segments_that_grow_have_fewer_fragments() -> None:
     """Three pages hold P, a hole of 11 where A and t were, G, S and S; step 2 fits in there."""
-    found = plan(small_step(), budget_bytes=1 << 40)
+    found = plan(step_with_fragments(), budget_bytes=1 << 40)
     assert found.fragment_bytes(expandable_segments=True) == (60 - 59) * MIB
 
 
 def test_log_has_the_peak_of_the_simulator() -> None:
-    profile = small_step()
+    profile = step_with_fragments()
     found = plan(profile, budget_bytes=1 << 40)
     assert loop_log(profile, found.graph, found.save_set).most == found.peak
 
 
 def test_fragments_of_a_profile_without_temporaries_are_not_known() -> None:
-    profile = small_step().model_copy(update={"temporaries": Temporaries()})
+    profile = step_with_fragments().model_copy(update={"temporaries": Temporaries()})
     assert plan(profile, budget_bytes=1 << 40).fragment_bytes() is None

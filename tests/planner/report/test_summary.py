@@ -27,6 +27,12 @@ seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=60, derandomize=True, deadline=None)
 
 
+def test_plan_for_a_gpu_says_what_the_allocator_reserves() -> None:
+    found = plan(graphs.step_with_fragments(), budget_gb=1)
+    assert "reserves 68.00 MiB for it, with expandable segments 60.00 MiB." in explain(found)
+    assert "reserves" not in explain(plan(graphs.gpt2(1), budget_gb=40))
+
+
 def test_layers_that_decide_alike_are_one_row_with_the_sums_of_all() -> None:
     ops = []
     for layer in range(4):
