@@ -1,8 +1,9 @@
 """Lay out a Graph and its Windows as arrays, so that program.py writes a family of rows in a few expressions.
 
-The example of recompute_windows.py: three free ops a, c, d have the *rows* 0, 1, 2. `row` is [0, 1, 1, 2],
-since b counts in the row of its leader c. The edges (1, 0) and (2, 1) say that c (with its follower b) reads
-a, and d reads c. The pairs (version of a, b), (version of b, c), (version of c, d) are the readers.
+In the example of recompute_windows.py, a chain of four ops a, b, c, d, op b follows c. The free ops a, c, d
+have the *rows* 0, 1, 2. `row` is [0, 1, 1, 2], since b counts in the row of its leader c. The edges (1, 0)
+and (2, 1) say that c (with its follower b) reads a, and that d reads c. The pairs of a version and its reader
+are (version of a, b), (version of b, c), (version of c, d).
 """
 
 from __future__ import annotations
@@ -124,9 +125,10 @@ def as_arrays(windows: Windows) -> GraphArrays:
 
 
 def bytes_in_any_case(arrays: GraphArrays) -> Floats:
-    """Return by moment the bytes that every save set holds: static ones, forward's own, what must be saved.
+    """Return by moment the bytes that are live under every save set.
 
-    Workspaces, gradients and temporaries are counted as well.
+    These are static bytes, what forward itself holds, what must be saved, and workspaces, gradients and
+    temporaries.
     """
     graph = arrays.windows.graph
     always = arrays.saved[arrays.op] & ~arrays.unused[arrays.op]

@@ -10,9 +10,10 @@ from autoac.planner.solver.recompute_windows import NEVER
 
 
 class BlockTable:
-    """Save sets of a block, as columns of arrays.
+    """Save sets of a block: one for each column of the arrays.
 
-    Ops before `begin` count nothing yet: neither time nor bytes. No number of later ops depends on them.
+    NOTE [ A chain of blocks ] in blocks.py has entry and exit. Ops before `begin` are not counted yet, with
+    neither time nor bytes. The numbers of later ops do not depend on them.
     """
 
     def __init__(
@@ -22,9 +23,9 @@ class BlockTable:
 
         Args:
             block: the block.
-            saved: by op and save set. Ops that are not decided are saved, but pinned ones are not.
-            is_decided: by op. The others, if they are saved, take no bytes.
-            is_demanded: a later block has the exit recomputed.
+            saved: by op and save set. An op that is not decided counts as saved, unless it is pinned.
+            is_decided: by op. A saved op that is not decided takes no bytes.
+            is_demanded: a later block recomputes the exit, the last op of this one.
             begin: the first op that counts.
         """
         self.block, self.is_demanded, self.saved = block, is_demanded, saved
@@ -43,7 +44,10 @@ class BlockTable:
         self._last_read = np.reshape([self._last_reads(v) for _, v in self._versions], self._begin.shape)
 
     def _starts(self) -> tuple[Ints, Ints]:
-        """Return the states in which the block has its ops, and the entry, run again. ALWAYS: before it."""
+        """Return by op the state in which it runs again, and that of the entry, both by save set.
+
+        ALWAYS: before backward of this block. NEVER: the op does not run again for this block.
+        """
         start = np.full(self.saved.shape, NEVER)
         entry = self._nothing + NEVER
         for i in reversed(self._ops):
@@ -56,10 +60,11 @@ class BlockTable:
         return start, np.where(entry <= self.block.demanded_by, entry, NEVER)
 
     def _earliest_starts(self) -> Ints:
-        """Return the states in which ops run again if all that is not decided has them run early.
+        """Return by op and save set the first state in which the op may run again.
 
-        An op that is not decided counts as saved, so what it reads may in truth run earlier. What runs
-        earlier may be over earlier: bytes within a burst count only if this state is the one of `_starts`.
+        `_starts` counts an op that is not decided as saved. In truth it may run again, and then the ops that
+        it reads may run earlier than in `_starts`, and their bytes may be free earlier. So bytes within a
+        burst count only for ops with the same state here and in `_starts`.
         """
         early = np.full(self.saved.shape, NEVER)
         for i in reversed(self._ops):
@@ -72,10 +77,10 @@ class BlockTable:
         return early
 
     def _held_until(self) -> tuple[list[list[Ints]], Ints, Ints]:
-        """(9) Return until when the versions of each op are held if saved.
+        """(9) Return by op the step until which each of its versions is held if the op is saved.
 
-        Also return until when an op that is not saved needs what it reads, and until when the entry is held
-        if it is saved.
+        Also return by op the step until which it needs what it reads if it is not saved, and the step until
+        which a saved entry is held.
         """
         until: list[list[Ints]] = [[] for _ in self.block.ops]
         by_unsaved = np.full(self.saved.shape, ALWAYS)
@@ -98,7 +103,7 @@ class BlockTable:
         return result
 
     def _last_reads(self, version: BlockVersion) -> Ints:
-        """Return by save set the last state in which an op certainly runs that reads the version."""
+        """Return by save set the last state in which a reader of the version certainly runs again."""
         reads = self.start[[r for r, _ in version.reads]]
         runs = self._is_certain[[r for r, _ in version.reads]] & (reads < NEVER)
         last: Ints = np.where(runs, reads, ALWAYS).max(axis=0, initial=ALWAYS)
@@ -108,13 +113,13 @@ class BlockTable:
 
     @property
     def runs_again(self) -> Bools:
-        """Return by op the save sets that have it run again."""
+        """Return by op and save set True if the op runs again."""
         again: Bools = np.less(self.start, NEVER)
         return again
 
     @property
     def cost_us(self) -> Floats:
-        """Return the time of what runs again."""
+        """Return by save set the time of the ops that run again."""
         result: Floats = np.array([op.cost_us for op in self.block.ops]) @ self.runs_again
         return result
 
@@ -135,12 +140,15 @@ class BlockTable:
 
     @property
     def saves_exit(self) -> Bools:
-        """Return which save sets save the exit."""
+        """Return by save set True if it saves the exit."""
         saves: Bools = self.saved[-1] & self.is_decided[-1]
         return saves
 
     def live(self) -> Floats:
-        """Return the bytes live at each step, then in each burst: -inf where nothing runs in the burst."""
+        """Return by moment and save set the live bytes. The moments are the steps, then the bursts.
+
+        The bytes of a burst are -inf if nothing certainly runs in it.
+        """
         block = self.block
         live = np.full((len(block.steps) + len(block.bursts), len(self._zero)), -np.inf)
         for row, moment in zip(live, block.steps, strict=False):
@@ -153,30 +161,30 @@ class BlockTable:
         return live
 
     def entry_live(self) -> Floats:
-        """Return at the moments of `live` the bytes of a saved entry."""
+        """Return by moment of `live` and save set the bytes that a saved entry adds."""
         moments = (*self.block.steps, *self.block.bursts)
         rows = [self._entry_bytes(moment.at, moment.at) for moment in moments]
         return np.reshape(rows, (len(moments), len(self._zero)))
 
     def is_entry_recomputed(self) -> Bools:
-        """Return at the moments of `live` if the entry has been recomputed."""
+        """Return by moment of `live` and save set True if the entry has been recomputed by then."""
         states = [moment.state for moment in (*self.block.steps, *self.block.bursts)]
         result: Bools = self.entry_start <= np.array(states, np.int64)[:, None]
         return result
 
     def live_in_forward(self) -> Floats:
-        """Return the bytes live at each moment of forward, without the entry."""
+        """Return by moment of forward and save set the live bytes, without the entry."""
         rows = [op.nbytes + self._saved_bytes_in_forward(op.at) for op in self.block.forward]
         return np.reshape(rows, (len(rows), len(self._zero)))
 
     def runs_in_burst(self, burst: int) -> Bools:
-        """Return by save set if an op certainly begins to be live in the burst."""
+        """Return by save set True if some op certainly runs in the burst."""
         state = self.block.bursts[burst].state
         runs: Bools = np.any((self.start == state) & self._is_certain, axis=0)
         return runs
 
     def live_in_burst(self, burst: int, which: Ints) -> Floats:
-        """Return the bytes live at each run of the burst."""
+        """Return by run of the burst and save set of `which` the live bytes."""
         moment = self.block.bursts[burst]
         live = self._burst_bytes(moment.state, moment.at, which)
         live += moment.nbytes + self._saved_bytes(moment.at, moment.at)[which]
@@ -191,8 +199,8 @@ class BlockTable:
     def _burst_bytes(self, state: int, moment: int, which: Ints) -> Floats:
         """(11) Return the recomputed bytes that are live at each run of the burst that leads to `state`.
 
-        For each version, that is from the run that writes it to the last that reads it; to the end if it is
-        unpacked or read later; and from the beginning if it was made before.
+        A version is live from the run that writes it, or from the beginning if an earlier burst made it. It
+        is live up to the last run that reads it, or to the end if a later burst or an unpack needs it.
         """
         runs = self.block.runs
         change = np.zeros((len(runs) + 1, len(which)))
@@ -229,7 +237,7 @@ class BlockTable:
         return nbytes
 
     def _saved_bytes(self, begun: int, moment: int) -> Floats:
-        """(10) Return the saved bytes that are live at `moment`, of versions that count from `begun` on."""
+        """(10) Return the saved bytes that are live at `moment` and that saving adds from step `begun` on."""
         nbytes = self._zero.copy()
         for i in np.flatnonzero(self.is_decided).tolist():
             for version, until in zip(self.block.ops[i].versions, self._until[i], strict=True):

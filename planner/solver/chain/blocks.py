@@ -3,25 +3,25 @@
 NOTE [ A chain of blocks ]
 
 Few networks are a chain of ops, but many are a chain of blocks: after an addition to the residual stream,
-later ops read only its result. Such an op is an *exit*. A block ends with an exit and begins after the one
-before, its *entry*:
+later ops read only its result. Such an op is an *exit*. A block ends with an exit and begins after the exit
+of the block before, which is its *entry*:
 
     entry | conv - norm - relu - conv - norm - (+ entry) - relu | conv - ...
                                                            exit
 
 The relaxation without integers is weak here. It saves a tenth of every exit, so that a tenth of every block
-is recomputed ahead of time; a plan has to save an exit or not. So this package relaxes elsewhere: it keeps
-decisions whole and counts fewer bytes. It counts a subset of the bytes of the program's rows
-(docs/formulation.md, section 5), so a bound that it proves holds for every plan:
+is recomputed ahead of time; a plan has to save an exit or not. This package keeps decisions whole and counts
+fewer bytes instead. They are a subset of the bytes of the program's rows (docs/formulation.md, section 5), so
+a bound that it proves holds for every plan. It counts:
 
-- in backward of a block, bursts of its own unpacks included: what the block itself saves and has
-  recomputed, and of the blocks before it what they save and, if the entry is recomputed, what that
-  recomputes;
+- in backward of a block, bursts of its own unpacks included: what the block itself saves and recomputes, what
+  the blocks before it save, and, if the entry is recomputed, what the recompute of the entry has made;
 - in forward of a block: what it and the blocks before it save so far;
 - nothing of the blocks after it, of tensors of other blocks that skip the entry, and of blocks that run
   again in the bursts of later ones;
-- no step between the last unpack from a block and the first from the block before. What the one before
-  saves to run again may go there, and so would not be held in all of backward of later blocks.
+- no step between the last unpack from a block and the first unpack from the block before it. In such a step,
+  autograd may drop what the block before saves for recomputes only. The steps that count for later blocks
+  all come earlier, so those bytes are live in each of them.
 
 Only the largest ops of a block are decided (menus.py; one_op_at_a_time.py decides more). The others take no
 bytes and no time.
@@ -41,11 +41,11 @@ from autoac.planner.solver.arrays import GraphArrays, Ints, bytes_in_any_case
 from autoac.planner.solver.recompute_windows import NEVER
 
 SMALL = 1e-4  # an op with outputs of less than this share of the largest peak does not keep a block together
-LONG = 0.25  # of all decisions: so far apart are an op and its last reader if they span many blocks
-SMALL_IF_LONG = 1e-2  # and SMALL for such an op, which may be an attention mask that all layers read
-TINY = 1e-5  # a version of less than this share of it takes no bytes, so that fewer save sets differ
+LONG = 0.25  # of all decisions: an op farther from its last reader spans many blocks
+SMALL_IF_LONG = 1e-2  # SMALL for such an op, which may be an attention mask that all layers read
+TINY = 1e-5  # a version of less than this share of that peak takes no bytes, so that fewer save sets differ
 ALWAYS = -NEVER
-STEPS_AHEAD = 10  # a step belongs to the last block that it or one of so many later steps unpacks from
+STEPS_AHEAD = 10  # a step belongs to the last block that it, or a later one of this many steps, unpacks from
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class BlockVersion:
     last_use: int  # no less than the step before the last one of the blocks after this one
     is_decided: bool  # the op itself writes it, and no follower: it is held if the op is saved
     readers: tuple[int, ...]  # other ops of the block
-    run: int  # that writes it
-    reads: tuple[tuple[int, int], ...]  # (op, run up to which it needs the version), its own op as well
+    run: int  # position in `Block.runs` of the run that writes it
+    reads: tuple[tuple[int, int], ...]  # (op, run up to which it reads the version); followers included
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class BlockOp:
     is_pinned: bool
     readers: tuple[int, ...]  # other ops of the block
     reads_entry: bool
-    is_read_later: bool  # by other blocks, though it is not the exit: they may have it run earlier
+    is_read_later: bool  # other blocks read it, though it is not the exit, and may run it earlier
     versions: tuple[BlockVersion, ...]
 
     @property
@@ -83,16 +83,16 @@ class BlockOp:
 
 @dataclass(frozen=True, slots=True)
 class BlockMoment:
-    """A moment, with the bytes that are live in any case."""
+    """A moment of backward, with the bytes that are live under every save set."""
 
-    at: int
+    at: int  # step
     state: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardMoment:
-    """An op of forward, with the bytes that are live in any case."""
+    """An op of forward, with the bytes that are live under every save set."""
 
     at: int
     nbytes: int
@@ -101,18 +101,18 @@ class ForwardMoment:
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """A free op as it runs again, or one that follows it, with the bytes of its kernel."""
+    """The run of a free op, or of an op that follows it, in backward, with the bytes of its kernel."""
 
-    op: int
+    op: int  # the free op
     workspace: int
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Describe all that costs and bytes of a block's save sets depend on: equal for blocks built alike.
+    """A block, by all that the costs and bytes of its save sets depend on. Blocks built alike are equal.
 
-    Ops are numbered from 0; steps and states are counted from the first step of the block, moments of forward
-    from its first op, and bytes from those that are live there in any case.
+    Ops are numbered from 0. Steps and states are counted from the first step of the block, and moments of
+    forward from its first op. Bytes are those above what every save set has live at that step or op.
     """
 
     ops: tuple[BlockOp, ...]
@@ -121,8 +121,8 @@ class Block:
     bursts: tuple[BlockMoment, ...]  # of the unpacks in these steps
     forward: tuple[ForwardMoment, ...]
     later: int  # the last step of the blocks after this one
-    demanded_by: int  # an op that has run by this state has, before backward of the blocks before, run them
-    entry: BlockVersion | None  # None: there is none, or it is held in any case if it is saved
+    demanded_by: int  # state of the first step of earlier blocks: what reads the entry by then demands it
+    entry: BlockVersion | None  # None: there is none, or if saved it is held in all of the block's backward
     is_last: bool
 
     def without_costs(self) -> Block:
@@ -132,22 +132,22 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a block is."""
+    """The position of a block in its graph."""
 
     rows: range  # of the free ops
     runs: list[int]  # these ops and those that follow them
-    op: int  # the first of forward
-    step: int  # the first of backward
+    op: int  # the first op of forward
+    step: int  # the first step of backward
     later: int  # the last step of the blocks after this one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedBlock:
-    """A block, and where it is."""
+    """A block, with its position in the graph."""
 
     block: Block
-    nbytes: int  # live in any case in its first step
-    nbytes_in_forward: int  # and in forward at its first op
+    nbytes: int  # live under every save set in its first step
+    nbytes_in_forward: int  # live under every save set in forward, at its first op
     rows: range  # of the free ops
     end_op: int  # the op of forward after it
     exit_nbytes: int
@@ -191,7 +191,7 @@ class _Chain:
         )
 
     def _exits(self, ceiling: int) -> dict[int, int]:
-        """Return the rows after which only they are read again, with the version that is read."""
+        """Return the rows of exits, each with the version that later ops read. Small ones do not count."""
         exits: dict[int, int] = {}
         crossing: dict[int, int] = {}  # version -> last reader
         n_rows = len(self.arrays.free)
@@ -209,7 +209,7 @@ class _Chain:
     def _blocks_of_steps(self) -> Ints:
         """Return by step the block that it belongs to, or -1 if it comes after all unpacks from that block.
 
-        From step to step, the block is never a later one.
+        Blocks only ever go down from one step to the next.
         """
         graph, ends = self.windows.graph, self.arrays.free[self.ends]
         block = np.full(len(graph.steps), -1)
@@ -284,7 +284,7 @@ class _Chain:
         return int(self.arrays.free[rows.start - 1]) + 1 if rows.start else 0
 
     def _bursts(self, j: int) -> Iterator[tuple[int, int]]:
-        """Yield the states that unpacks of step `j` lead to, and the bytes live in any case meanwhile."""
+        """Yield the state that each unpack of step `j` leads to, and the bytes live under every save set."""
         step, state_after = self.windows.graph.steps[j], self.windows.state_after
         unpacking = min(step.extra_bytes_while_unpacking, step.extra_bytes_peak)
         for t in range(state_after[j - 1] if j else 0, state_after[j]):
@@ -326,7 +326,7 @@ class _Chain:
         )
 
     def _is_decided(self, v: int) -> bool:
-        """Return True if an op that a block may decide writes `v`, and no follower of one."""
+        """Return True if a free op itself writes `v`, and not an op that follows it."""
         op = self.arrays.op[v]
         return bool(self.arrays.free[self.arrays.row[op]] == op)
 
@@ -335,8 +335,8 @@ class _Chain:
     ) -> tuple[ForwardMoment, ...]:
         """Return the moments of forward from the first op of the block to the last.
 
-        A version of an earlier block that forward itself still holds counts as saved or not at all, except
-        for exits.
+        A version of an earlier block that forward itself still holds is left out: if it is saved, it counts
+        in the labels (blockwise.py). Exits are not left out.
         """
         arrays = self.arrays
         earlier = self.may_count & (arrays.op < place.op) & (arrays.extra_from <= self.n_ops)

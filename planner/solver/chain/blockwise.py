@@ -1,14 +1,14 @@
 """Choose a save set for each block of a chain by dynamic programming.
 
-The blocks are decided in forward order. A *label* is what some decisions about the blocks so far come to:
+The blocks are decided in forward order. A *label* sums up one save set for each of the blocks so far:
 
-    held         bytes that they save, live in backward of all later blocks
-    recomputed   bytes live in addition once the exit of the last of them is recomputed
+    held         bytes that these blocks save, live in backward of all later blocks
+    recomputed   bytes live in addition once the exit of the last of these blocks is recomputed
     cost         run time of what is recomputed
 
-Nothing else matters to the blocks after them, except the `Way` in which they get the exits. So a label is
-dropped if another one is at most as large in every number, and the cheapest label after the last block is the
-optimum of what is counted (NOTE [ A chain of blocks ]).
+Later blocks depend on nothing else, except on how they get the exits (`Way` in labels.py). So of two labels
+with the same `Way`, one is dropped if the other is at most as large in every number. The cheapest label after
+the last block is the optimum of what is counted (NOTE [ A chain of blocks ] in blocks.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HALVINGS = 10  # of the range of the smallest peak
 LOWERED = 5  # times that a limit is lowered by what the simulator finds too much
 ROUNDED = (0.1, 0.01, 0.0025)  # shares of the cost that bounds may lose by rounding
 FAR = 0.1  # share of the budget: with a peak so far above it, too few bytes are counted to find a plan
-MOST_BELOW = 4.0  # a plan that costs so many times the bound says little about the cost to round
+MOST_BELOW = 4.0  # a known plan that costs this many times as much says little about how far to round
 WORK_OF_PAIR = 1.5e-7  # of a label and a save set that may follow; see NOTE [ Work ] in highs.py
 WORK_OF_BLOCK = 5e-4
 
@@ -44,17 +44,17 @@ MANY = 0.25  # of all blocks: if so many need menus in turn, these are made
 ROUNDED_IN_TURN = 0.0005  # as ROUNDED
 THIN = 0.001  # of the budget: labels that differ by less are nearly equal
 FIRST_ABOVE = 0.001  # of the known cost: labels are kept up to this far above the bound, then twice as far
-WIDER = 1.4  # in place of twice, once nearly equal labels are one
-LOWERED_MORE = 1.15  # of what the simulator finds too much: a limit is lowered by more, as passes are long
+WIDER = 1.4  # in place of twice, once nearly equal labels are merged
+LOWERED_MORE = 1.15  # a limit is lowered by this many times the excess, since each pass takes long
 MOST_LABELS = 3000  # of each way, for a proof
-MANY_LABELS = 100  # of each way: with more, nearly equal ones are one if nothing is proven any more
+MANY_LABELS = 100  # of each way: with more, nearly equal labels are merged, if nothing is to be proven
 
 MayGoOn = Callable[[float], bool]
 """A function that takes the units of work since its last call, and returns False to end the program."""
 
 
 class OutOfWork(Exception):
-    """The dynamic program may not go on."""
+    """Raised if the dynamic program must stop, since its work is used up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,10 @@ class BlockwisePlan:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Leave out labels that cannot become a plan of at most `most_us`.
+    """A rule for labels to leave out: those that cannot become a plan of at most `most_us`.
 
-    If there are too many labels, those that differ by less than `thin_bytes` are one. With 0, end instead.
+    If too many labels are left, those that differ by less than `thin_bytes` are merged. If `thin_bytes` is 0,
+    the dynamic program ends without a plan.
     """
 
     prices: Prices
@@ -124,11 +125,11 @@ class Blockwise:
     ) -> Iterator[tuple[float, SaveSet | None]]:
         """Yield proven bounds of the recompute time, with cheap save sets of about `budget` bytes, or None.
 
-        The first peak is mostly a little too large, since not all bytes are counted. Then the limit is
-        lowered by what the simulator finds too much, until a plan fits.
+        Not all bytes are counted, so the peak of the first save set is mostly a little above the budget. Then
+        the limit is lowered by the excess that the simulator finds, until a save set fits.
 
-        If blocks that repeat have more ops to decide than can be listed, these are decided in turn (NOTE
-        [ One op at a time ]). So many save sets need prices (NOTE [ Prices ]).
+        If many blocks have too many ops to list all their save sets, the ops are decided one at a time (NOTE
+        [ One op at a time ]). The labels are then too many without prices (NOTE [ Prices ]).
 
         Args:
             budget: bytes.
@@ -209,7 +210,7 @@ class Blockwise:
             limit -= int(excess * LOWERED_MORE) + 1
 
     def _menus_in_turn(self, budget: int, known_us: float, spend: Spend) -> Menus:
-        """Return menus of many decisions, with coarse numbers, for plans within `budget`."""
+        """Return menus for plans within `budget`, with ops decided one at a time and costs rounded down."""
         least = least_rooms(self._blocks, self._menus, budget)
         recomputed = max(float(pair[1].recomputed.max(initial=0.0)) for pair in self._menus.values())
         rooms: dict[Block, tuple[float, float]] = {}
@@ -256,7 +257,7 @@ class Blockwise:
     ) -> tuple[BlockwisePlan | None, bool]:
         """Return the cheapest plan as `within` does, or None if it costs more than `cut` allows.
 
-        Also return False if there may be a cheaper one, since there were too many labels.
+        Also return True if no plan is cheaper, or False if there were too many labels to prove that.
         """
         labels, is_proven = {Way(Exit.SAVED): START}, True
         history: list[dict[Way, Labels]] = []

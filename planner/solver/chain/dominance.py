@@ -1,4 +1,4 @@
-"""Leave out what is worse in every way."""
+"""Find the rows of a table that no other row matches or beats in every column."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from autoac.planner.solver.arrays import Floats
 
 
 def not_dominated(numbers: Floats) -> list[int]:
-    """Return the rows that no other row is at most as large as in each column, each once."""
+    """Return the indices of rows for which no other row is at most as large in every column.
+
+    Of rows that are equal, return one.
+    """
     best: list[int] = []
     kept = np.empty_like(numbers)
     for row in np.lexsort(numbers.T[::-1]).tolist():

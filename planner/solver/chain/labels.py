@@ -16,9 +16,9 @@ from autoac.planner.solver.chain.menus import Menu
 
 
 class Exit(IntEnum):
-    """Says how later blocks get the exit of a block."""
+    """Says how later blocks get the exit of a block, its last op."""
 
-    UNUSED = 0  # not before the block's own backward
+    UNUSED = 0  # not at all: it does not run again before the block's own backward
     RECOMPUTED = 1
     SAVED = 2
 
@@ -28,7 +28,7 @@ class Way:
     """Say how later blocks get the exit of a block, and which earlier exits are saved."""
 
     exit_: Exit
-    saved: frozenset[PlacedBlock] = frozenset()  # their exits are held by forward in the next block, too
+    saved: frozenset[PlacedBlock] = frozenset()  # blocks with exits that forward holds in the next one, too
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,9 +38,9 @@ class Labels:
     held: Floats
     recomputed: Floats
     cost_us: Floats
-    before: Ints  # label, in the list for `way_before`
-    way_before: Ints  # position of the way
-    choice: Ints  # in the menu
+    before: Ints  # position of the label before the block, among those of `way_before`
+    way_before: Ints  # position of the Way before the block
+    choice: Ints  # position of the block's save set in its menu
 
     def __len__(self) -> int:
         return len(self.held)
@@ -52,7 +52,7 @@ class Labels:
         )  # fmt: skip
 
     def best(self) -> Labels:
-        """Return the labels that no other one is at most as large as in each number, each once."""
+        """Return the labels for which no other is at most as large in every number; of equal labels, one."""
         order = np.lexsort((self.cost_us, self.held, self.recomputed))
         held, cost = self.held[order], self.cost_us[order]
         kept: list[Ints] = []
@@ -69,9 +69,10 @@ class Labels:
         return self[order[np.concatenate(kept)]]
 
     def thinned(self, step: float, price_us: float) -> Labels:
-        """Return the cheapest label of each `step` bytes held, and four times as many bytes recomputed.
+        """Return the cheapest label of each cell of a grid over the bytes held and the bytes recomputed.
 
-        Bytes held have a price.
+        A cell is `step` bytes of `held` by four times as many of `recomputed`. The cost includes `price_us`
+        for each byte held.
         """
         held, recomputed = self.held // step, self.recomputed // (4 * step)
         order = np.lexsort((self.cost_us + price_us * self.held, recomputed, held))
@@ -85,12 +86,16 @@ START = Labels(np.zeros(1), np.zeros(1), np.zeros(1), *(np.zeros(1, np.int64) fo
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Labels before a block that get its entry in the same way, and the bytes that they leave room for."""
+    """Labels before a block with the same Way to get its entry, and the rooms of the block.
 
-    exit_: Exit
+    A *room* is the limit less the bytes that are live under every save set. What a label holds and what the
+    block needs must fit into it.
+    """
+
+    exit_: Exit  # of the block before
     way: int  # position
     labels: Labels
-    room: int
+    room: int  # in backward
     room_in_forward: int
 
 
@@ -105,7 +110,11 @@ class Cap:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """The labels of an entry and the save sets after it that are within a cap with the cheapest other."""
+    """Labels of an entry, and save sets of the block after it.
+
+    With the cheapest of the save sets, each label is within a cap, and so is each save set with the cheapest
+    of the labels.
+    """
 
     entry: Entry
     labels: Ints
@@ -115,7 +124,7 @@ class Extension:
 
 
 def extension(entry: Entry, menu: Menu, choices: Ints, cap: Cap) -> Extension:
-    """Return what may follow what, as far as `cap` tells without a look at each pair."""
+    """Return the labels and save sets that `cap` does not rule out, without a look at each pair of them."""
     held = menu.held[choices] + (menu.entry_held[choices] if entry.exit_ is Exit.SAVED else 0.0)
     choices_us = menu.cost_us[choices] + cap.held_us * held + cap.recomputed_us * menu.recomputed[choices]
     labels_us = entry.labels.cost_us + cap.held_us * entry.labels.held
@@ -125,7 +134,7 @@ def extension(entry: Entry, menu: Menu, choices: Ints, cap: Cap) -> Extension:
 
 
 def after_block(extensions: Sequence[Extension], menu: Menu, cap: Cap) -> Labels | None:
-    """Return the labels after a block; None if no choice leaves its needs within the rooms."""
+    """Return the labels after a block; None if no label and save set together fit into its rooms."""
     parts = []
     for each in extensions:
         entry, choices, is_saved = each.entry, each.choices, each.entry.exit_ is Exit.SAVED

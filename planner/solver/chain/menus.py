@@ -13,7 +13,7 @@ from autoac.planner.solver.chain.dominance import not_dominated
 from autoac.planner.solver.recompute_windows import NEVER
 
 MOST_DECISIONS = 12  # of a block: its other ops, the smallest, take no bytes and no time
-MOST_NUMBERS = 2**26  # of save sets, versions and steps: in a block with many, fewer ops are decided
+MOST_NUMBERS = 2**26  # save sets x versions x moments: in a block with many of these, fewer ops are decided
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,13 +99,13 @@ def listed(block: Block, *, is_demanded: bool) -> BlockTable:
     saved = np.array([[not op.is_pinned] for op in block.ops]) & np.ones(len(masks), bool)
     for bit, op in enumerate(decided):
         saved[op] = masks >> bit & 1 > 0
-    if is_demanded:  # an exit that is saved is not recomputed: the other menu has it
+    if is_demanded:  # a saved exit is not recomputed: the menu without `is_demanded` has these save sets
         saved = saved[:, ~saved[-1]]
     return BlockTable(block, saved, np.isin(np.arange(len(block.ops)), decided), is_demanded=is_demanded)
 
 
 def menu_of(table: BlockTable) -> Menu:
-    """Return what the save sets of a table cost and hold, in its order."""
+    """Return the menu of the save sets of `table`, in its order, worse ones included."""
     live, entry_held, in_forward = table.live(), table.entry_held, table.live_in_forward()
     entry_nbytes = np.array([op.entry_nbytes for op in table.block.forward]).reshape(-1, 1)
     return Menu(

@@ -4,19 +4,21 @@ NOTE [ One op at a time ]
 
 A block of 21 ops that have bytes has two million save sets, most of them worse than others in every way. So
 ops are decided in turn, and after each decision the worse save sets are left out. Two save sets of the ops so
-far can be compared if the ops before them cannot tell them apart: what reads an earlier op runs again in the
-same state in both, and needs it for as long (*interface*). Then whatever is decided about the earlier ops
-adds the same to both, and the one with more of each number is left out. Example, in a block a - b - c - d:
+far can be compared if the ops before them cannot tell them apart: each op that reads an earlier op runs again
+in the same state under both, and needs it for as long. These states are their *interface*. If it is the same,
+any decision about the earlier ops adds the same to both save sets. So if one of the two has more of each
+number, it is left out. An example, a block of four ops a - b - c - d:
 
     decided       d saved, c not        c and d not saved
     interface     c runs in state 2     c runs in state 2
     numbers       cost 3, held 4        cost 5, held 0      neither is worse: both stay
 
-Numbers are the bytes at each moment, since the most bytes may be elsewhere once earlier ops are counted. With
-all moments, hardly any save set is worse than another. So only a few are counted: those at which save sets of
-the largest ops have the most bytes, and of these only the ones that may exceed the room that every plan
-leaves for the block. What a state or a step is compared with is then one of few, too, and states that compare
-alike are the same state. Counting fewer moments leaves every bound valid.
+The numbers are the cost and the bytes at each moment. One maximum over all moments would not do, since the
+fullest moment may be another once earlier ops are counted. With all moments, hardly any save set is worse
+than another. So only a few moments are counted: those at which save sets of the largest ops have the most
+bytes, if that may exceed the room that every plan leaves for the block. States are then compared with those
+of few moments, too, and states that compare alike are made equal. Counting fewer moments leaves every bound
+valid.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from autoac.planner.solver.recompute_windows import NEVER
 
 MOST_IN_TURN = 24  # decisions of a block that can be made in turn
 MOST_SAVE_SETS = 8192  # with more, no further op is decided
-WORK_OF_NUMBER = 2e-9  # of a save set and a number of it, for each save set that it may be worse than
+WORK_OF_NUMBER = 2e-9  # units of work to compare one number of two save sets
 
 
 def needs_turns(block: Block) -> bool:
@@ -66,9 +68,9 @@ def menu_in_turn(block: Block, *, is_demanded: bool, rooms: tuple[float, float],
 
 
 def _moments_above(table: BlockTable, room: float, room_in_forward: float) -> tuple[Ints, Ints]:
-    """Return the moments at which a save set has its most bytes, if that is above the room.
+    """Return the moments at which some save set has its most bytes, if they are above the room.
 
-    These are positions in the steps and, after those, the bursts; and in the moments of forward.
+    The first array has positions in the steps and, after those, the bursts; the second in forward's moments.
     """
     live, in_forward = table.live(), table.live_in_forward()
     with_entry = live + table.entry_live()
@@ -86,7 +88,7 @@ def _largest(live: Floats, room: float) -> Ints:
 
 
 def at_moments(block: Block, moments: Ints, in_forward: Ints) -> Block:
-    """Return the block with few moments, and with states and steps that these tell apart.
+    """Return the block with only some of its moments. States that none of these tells apart become equal.
 
     Args:
         block: a block.
@@ -128,9 +130,9 @@ def at_moments(block: Block, moments: Ints, in_forward: Ints) -> Block:
 def _decided_in_turn(
     block: Block, is_decided: Bools, *, is_demanded: bool, spend: Spend
 ) -> tuple[Bools, Bools]:
-    """Return save sets of a block, by op and save set, and which ops are decided.
+    """Return the save sets of a block that are left, by op and save set, and by op True if it is decided.
 
-    Each other save set is worse than one of these in every number.
+    A save set that is left out is matched or beaten in every number by one that is left.
     """
     is_decided = is_decided.copy()
     saved = np.array([[not op.is_pinned] for op in block.ops])
@@ -172,7 +174,7 @@ def _interface(table: BlockTable, begin: int) -> Ints:
 
 
 def _numbers(table: BlockTable) -> Floats:
-    """Return by save set what ops before `begin` add to."""
+    """Return by save set the numbers to which the ops before those of `table` will add."""
     everything = np.arange(table.saved.shape[1])
     n_steps = len(table.block.steps)
     rows: list[Floats] = [

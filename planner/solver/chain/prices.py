@@ -2,19 +2,21 @@
 
 NOTE [ Prices ]
 
-In backward of each block, what earlier blocks save and its own need are within its room; and so are, if a
-later block has the entry recomputed, what earlier blocks save, what that recomputes, and the need meanwhile.
-Let each byte of each room have a price, and subtract the price of the room: a plan that fits only gets
-cheaper. Without limits on bytes, the cheapest plan is found block by block, from the last to the first. So
-any prices bound all plans (Lagrangian relaxation; A. Geoffrion, "Lagrangean relaxation for integer
-programming", 1974).
+The *room* of a block is the limit less the bytes live under every save set. In backward of the block, what
+earlier blocks save and the block's own need are within the room. If the entry is recomputed, what earlier
+blocks save, what the recompute of the entry makes, and the need meanwhile are within it, too. Charge a price
+for each byte used of each room, and subtract the price of the whole room: a plan that fits only gets cheaper.
+Without limits on bytes, the cheapest plan is found block by block, from the last to the first. So any prices
+bound all plans (Lagrangian relaxation; A. Geoffrion, "Lagrangean relaxation for integer programming", 1974).
 
-The best prices are those of a linear program: a column for the price of each room and for the least cost
-from each block on, and a row for each save set of each block, which that least cost may not exceed. It is
-solved with a few rows. Its prices tell the cheapest save sets, which are its next rows (J. Kelley, "The
-cutting-plane method for solving convex programs", 1960). The least needs of later blocks limit what a block
-leaves them to hold. A need within the rest counts as all of it, which makes the bound larger. While the
-entry is demanded, the rest is less by the most that the block before recomputes.
+A linear program finds the best prices. Its columns are the price of each room and the least cost from each
+block on. Each save set of each block gives a row: the least cost is at most that of the save set and of what
+follows. The program is solved with a few rows. At its prices some save sets are the cheapest; these are its
+next rows (J. Kelley, "The cutting-plane method for solving convex programs", 1960).
+
+What is saved up to a block must leave room for the needs of later blocks, and so leaves a part of this
+block's room for its own need. A need smaller than this part counts as the whole part, which makes the bound
+larger. While the entry is demanded, the part is smaller by the most that the block before recomputes.
 """
 
 from __future__ import annotations
@@ -31,23 +33,23 @@ from autoac.planner.solver.chain.menus import Menu
 from autoac.planner.solver.highs import Program, Rows, Spend, solve
 
 Menus = Mapping[Block, Sequence[Menu]]
-"""By block, the menu without and the menu with a later block that has the exit recomputed."""
+"""By block, two menus: if no later block recomputes the exit, and if one does."""
 
-ROUNDS = 20  # of rows for the linear program
+ROUNDS = 20  # in which the linear program gets rows
 CLOSE = 2e-4  # of its bound: prices so near the best ones are good
 TOWARD = 0.3  # every second round goes so far from the best prices toward new ones
 UNITS = 1000.0  # of the limit, and of the recompute time: the program's numbers are then of similar sizes
-DEAREST = 1000.0  # in these units, the price of a byte of one room
-WORK_OF_OPTION = 2e-8  # of the save set of a block, at a price
+DEAREST = 1000.0  # in these units, the highest price of a byte of one room
+WORK_OF_OPTION = 2e-8  # units of work to price one save set of a block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prices:
     """Prices of bytes, and the least costs that follow from them."""
 
-    room_us: Floats  # by kind of room (of its own, or while demanded) and block: of a byte
-    held_us: Floats  # by block and one more: of a byte that the blocks before it save
-    later_us: Floats  # by block and one more, and Exit before it: least cost from it on, less its rooms
+    room_us: Floats  # of a byte, by kind of room (for own needs; while the entry is demanded) and block
+    held_us: Floats  # of a byte that earlier blocks save, by block (or end)
+    later_us: Floats  # least cost from a block on, less its rooms, by block (or end) and Exit before
 
     @property
     def bound_us(self) -> float:
@@ -64,7 +66,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Options:
-    """The save sets of a block that follow one Exit and lead to another."""
+    """The save sets of a block with a given Exit, after a block with a given Exit."""
 
     choices: Ints
     cost_us: Floats
@@ -78,7 +80,7 @@ Arc = tuple[int, Exit, Exit, int]  # block, Exit before and after it, option
 
 
 class _PricedChain:
-    """Compute least costs at prices of rooms, for one limit."""
+    """The blocks of a chain under one limit. Computes their least costs at given prices of rooms."""
 
     def __init__(self, blocks: Sequence[PlacedBlock], menus: Menus, limit: int) -> None:
         self.blocks = blocks
@@ -101,7 +103,7 @@ class _PricedChain:
         return max((float(option.recomputed.max()) for option in options), default=0.0)
 
     def _needs(self, k: int, entry: Exit, option: _Options) -> tuple[Floats, Floats]:
-        """Return the needs in the two rooms of block `k`, each at least what fits in any case."""
+        """Return the needs in the two rooms of block `k`, each at least the part that is always left."""
         while_demanded = self._least_while_demanded if entry is Exit.RECOMPUTED else self.least
         return (
             np.maximum(option.need, self.least[k]),
@@ -142,7 +144,7 @@ class _PricedChain:
         return Prices(room_us, held_us, later), arcs
 
     def program(self, arcs: Sequence[Arc], unit_us: float, unit: float) -> Program:
-        """Return the program for the best prices: columns by room, by block held, and by block and Exit."""
+        """Return the program for the best prices: its columns are the fields of Prices, its rows `arcs`."""
         n = len(self.blocks)
         held, later = 2 * n, 3 * n + 1
         n_columns = later + (n + 1) * len(Exit)
