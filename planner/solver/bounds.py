@@ -1,4 +1,4 @@
-"""Bound the peak before any solving: the floor that no save set beats, and the ceiling."""
+"""Bound the peak before any solving: by a floor that no save set beats, and by the save-all peak."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from autoac.planner.solver.moments import (
 from autoac.planner.solver.recompute_windows import NEVER, Windows, first_runs
 from autoac.planner.solver.repeated_blocks import RepeatedBlocks
 
-# How many moments are added at a time, in the largest graphs and in others. Each makes states, with a
-# column for nearly every op: so the fewer, the more ops there are.
+# How many moments are added at a time. A moment adds states, and a state adds a column for nearly every op.
+# So fewer moments are added in larger graphs: a pair is for the largest graphs and for small ones.
 FIRST_STRETCHES = (8, 40)  # stretches of backward with a moment each: three or so in a block of a dozen
 MOST_ALIKE = (4, 40)  # moments of blocks built alike at a time
 CELLS = 200_000  # moments times ops, about
@@ -28,7 +28,7 @@ NEARLY = 0.02  # a block built alike counts as too large from this share of the 
 
 
 def first_moments(windows: Windows, save_sets: Iterable[SaveSet]) -> set[ConstrainedMoment]:
-    """Return where peaks are likely: by save set, the fullest moments of forward and of parts of backward."""
+    """Return where peaks are likely: by save set, the fullest moment of forward and of parts of backward."""
     graph = windows.graph
     moments: set[ConstrainedMoment] = set()
     width = max(1, math.ceil(len(graph.steps) / _affordable(windows, FIRST_STRETCHES)))
@@ -54,7 +54,10 @@ def first_moments(windows: Windows, save_sets: Iterable[SaveSet]) -> set[Constra
 def moments_over_budget(
     windows: Windows, budget: int, save_set: SaveSet, timeline: Timeline, blocks: RepeatedBlocks | None = None
 ) -> list[ConstrainedMoment]:
-    """Return where `save_set` is over the budget: the worst moments of steps, at local maxima, worst first.
+    """Return the moments at which `save_set` exceeds the budget, worst first, but only a few of them.
+
+    An op of forward or a step of backward has at most one, its fullest, and none if the op or step before or
+    after it is fuller.
 
     Args:
         windows: those of the graph.

@@ -1,7 +1,7 @@
-"""Look for a good candidate near the relaxation: each effort is a function from a Round to Answers.
+"""Look for a good candidate near the relaxation: each effort is a function from a Round to EffortResults.
 
-An effort changes nothing but the work that is left. The search (search.py) takes each answer before it asks
-for the next: then `best` is up to date, and an effort may go on from there.
+An effort changes nothing but the work that is left. The search (search.py) takes each result before it asks
+for the next, so `best` is up to date when an effort goes on.
 
 Source: docs/formulation.md, section 7.
 """
@@ -27,16 +27,16 @@ from autoac.planner.solver.variables import Options
 # (share, reach) of the neighborhoods: see `neighborhood`.
 TIME_NEIGHBORHOODS = ((0.05, 1.0), (0.2, 2.0))
 PEAK_NEIGHBORHOODS = ((0.1, 1.0), (0.5, 1.0))
-FAR = 0.1  # gap from which smaller limits are tried,
-LIMITS = 5  # so many
+FAR = 0.1  # gap from which lower limits are tried
+LIMITS = 5  # how many lower limits are tried
 FEW_NODES = 20  # in a neighborhood: what is not found soon is not there
-MANY_UNDECIDED = 100  # so many open decisions say little, see `rounded` and `neighborhood`
-FEW_UNDECIDED = 10  # so few open decisions are better left to the full program than to blocks
-TIGHT = 0.5  # of the time of everything: if so much must run again, blocks are asked first
-BLOCKS_SHARE = 0.4  # of the work that is left then: this much is kept for further rounds
-OPEN_SHARE = 1 / 8  # of all decisions: with more open, HiGHS hardly gets past the root node,
-ROOT_CHECKS = 30  # where it checks its limits so often
-DEAR = 5.0  # units of work for a relaxation: with dearer ones, neighborhoods do not pay
+MANY_UNDECIDED = 100  # open decisions: with as many, `rounded` and `neighborhood` find little
+FEW_UNDECIDED = 10  # open decisions: as few are better left to the full program than to blocks
+TIGHT = 0.5  # of the time of everything: if more must run again, blocks come before other efforts
+BLOCKS_SHARE = 0.4  # of the work that is left: blocks leave this much for further rounds
+OPEN_SHARE = 1 / 8  # of all decisions: with more open, HiGHS hardly gets past the root node
+ROOT_CHECKS = 30  # how often HiGHS checks its limits in that root node
+DEAR = 5.0  # units of work for a relaxation: with dearer ones, neighborhoods and lower limits do not pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Round:
 
     @property
     def all_us(self) -> float:
-        """Return the recompute time of everything."""
+        """Return the time of recomputing all ops that may be recomputed."""
         return float(self.problem.arrays.cost_us.sum())
 
 
@@ -76,8 +76,8 @@ class EffortResult:
     save_set: SaveSet | None = None
     bound: float = -math.inf  # of the cost of every save set; infinite if none is better than the best one
     objective: float = 0.0  # the cost of the candidate, by the program
-    adds_rows: bool = False  # where the candidate is too large, the program lacks rows
-    is_solution: bool = False  # of the program: if it has all rows, it is ruled out
+    adds_rows: bool = False  # moments at which the candidate is too large get rows
+    is_solution: bool = False  # of the program: ruled out if it is too large and no row is missing
 
 
 Effort = Callable[[Round], Iterator[EffortResult]]
@@ -98,9 +98,9 @@ def efforts(now: Round) -> list[Effort]:
 def rounded(now: Round) -> Iterator[EffortResult]:
     """Round the relaxation's decisions: seldom a plan, but they show where rows are missing.
 
-    If that takes too much memory and there is a budget, two other ways to round are tried. Without what the
-    relaxation saves in part, a large model takes less and is hardly slower. With all of it, a chain of ops is
-    cut up that would run again at once.
+    If the rounded save set does not fit a budget, two others are tried. One saves only what the relaxation
+    saves in full: a large model then takes less memory and is hardly slower. The other also saves all that
+    the relaxation saves in part, which cuts up a chain of ops that would else run again at once.
     """
     assert now.relaxed.values is not None
     built, graph = now.built, now.problem.graph
@@ -115,10 +115,11 @@ def rounded(now: Round) -> Iterator[EffortResult]:
 
 
 def lowered_limits(now: Round) -> Iterator[EffortResult]:
-    """Round relaxations for lower limits up until one fits, if the best plan is far from the bound.
+    """Solve relaxations with lower limits, and save all that they save in part, until a save set fits.
 
-    Where thousands of ops form a chain, as in a recurrent network, the relaxation saves some of them by a
-    tenth. Without these ops, the whole chain runs again at once; with them, a little too much is saved.
+    This is done only if the best plan is far from the bound. Where thousands of ops form a chain, as in a
+    recurrent network, the relaxation saves a tenth of some of them. If these ops are not saved, the whole
+    chain runs again at once; if they are, a little too much is saved for the limit.
     """
     if now.best.gap < FAR or now.relaxed.work > DEAR:
         return
@@ -143,12 +144,12 @@ def lowered_limits(now: Round) -> Iterator[EffortResult]:
 
 
 def neighborhood(share: float, reach: float, now: Round) -> Iterator[EffortResult]:
-    """Look for a candidate without changes that are expensive by themselves.
+    """Look for a candidate that differs from the relaxation by changes that are each cheap.
 
     The slack is the distance from the relaxation to the target (for the peak: to the best). One change
-    may cost `share` of the slack, and the candidate may be `reach` times the slack away.
-    It is left out with many open decisions, since it is about as hard as the whole program then, and
-    where the root node alone would take too long.
+    may cost `share` of the slack, and the candidate may be `reach` times the slack away. Nothing is tried if
+    many decisions are open, since that is about as hard as the whole program, or if the root node alone would
+    take too long.
     """
     built, relaxed = now.built, now.relaxed
     if now.root_is_too_dear:
@@ -174,7 +175,7 @@ def neighborhood(share: float, reach: float, now: Round) -> Iterator[EffortResul
 
 
 def blocks(now: Round) -> Iterator[EffortResult]:
-    """Answer with plans and bounds of the dynamic program over blocks, which no relaxation changes."""
+    """Yield plans and bounds of the dynamic program over blocks. They do not depend on the relaxation."""
     blockwise, allowance, best = now.problem.blockwise, now.allowance, now.best
     if blockwise is None or now.budget is None:
         return
@@ -192,9 +193,9 @@ def blocks(now: Round) -> Iterator[EffortResult]:
 def full_program(now: Round) -> Iterator[EffortResult]:
     """Solve the program with all its columns: find a candidate up to a cutoff, or prove that none exists.
 
-    The cutoff starts at the target and moves away twice as far each time, up to the best cost. For the
-    peak, it is the best from the start. If the work that is left is too little for the root node, the search
-    is over.
+    The cutoff starts at the target. Its distance from the bound doubles each time, up to the best cost. For
+    the peak, the cutoff is the best peak from the start. If the work that is left is too little for the root
+    node, the search ends.
     """
     built, best = now.built, now.best
     if now.root_is_too_dear:

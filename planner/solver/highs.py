@@ -135,7 +135,7 @@ class Program:
         return len(self.costs)
 
     def costing_at_most(self, objective: float) -> Program:
-        """Return the program with one more row: the objective is at most this."""
+        """Return the program with one more row: its cost is at most `objective`."""
         rows = self.rows
         columns = np.flatnonzero(self.costs).astype(np.int32)
         more = Rows(
@@ -150,8 +150,8 @@ class Program:
     def priced_out(self, relaxed: Outcome, slack: float) -> Program:
         """Return the program with the columns fixed that cost more than `slack` to move from the relaxation.
 
-        (15) A solution that costs at most `slack` more than the relaxation has none of them moved (reduced
-        cost fixing; L. Wolsey, "Integer Programming", section 7.3).
+        (15) A solution that costs at most `slack` more than the relaxation moves none of these columns
+        (reduced cost fixing; L. Wolsey, "Integer Programming", section 7.3).
         """
         assert relaxed.values is not None
         assert relaxed.reduced_costs is not None
@@ -275,7 +275,7 @@ def solve(
         program: what to solve.
         time_limit_s: seconds of HiGHS's own clock.
         work_limit: units of work.
-        gap: stop once the candidate is proven to be within this of the best, relative to the candidate.
+        gap: stop once at most this share of the candidate's cost is not proven to be necessary.
         target: stop at a candidate that costs no more than this.
         start: a feasible assignment to start from.
         progress: called now and then while solving; returning True stops the solver.

@@ -1,4 +1,4 @@
-"""Keep the best save set that a search has come across, with the bound that is proven for all of them."""
+"""Keep the best save set that a search has found, with the bound that is proven for all save sets."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.solver.time_limit import Allowance, relative_gap
 
 CLOSED = 1e-9  # a bound within this share of a cost counts as equal to it
-SHARE = 0.98  # of the gap asked for that a solve may use up; the rest is for rounding
+SHARE = 0.98  # of the gap in the goal that a solve may use up; the rest is for rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Says when a search may end: as soon as one of these is reached."""
+    """Says when a search may end: as soon as one of these conditions is met."""
 
     gap: float  # the best cost is proven to exceed the least by at most this fraction of itself
     tolerance: float = 0.0  # or by at most this much
@@ -46,7 +46,7 @@ class Incumbent:
 
     @property
     def allowed_gap(self) -> float:
-        """Return the gap that is small enough: the goal's, or what its tolerance is of the cost."""
+        """Return the gap that is small enough: the goal's gap, or its tolerance as a share of the cost."""
         goal = self.goal
         return max(goal.gap, min(goal.tolerance / self.cost, 1.0) if self.cost > 0 else 0.0)
 
@@ -83,7 +83,7 @@ class Incumbent:
     def raise_bound(self, bound: float) -> None:
         """Raise the proven bound to `bound`, if it is larger and finite, and report the progress.
 
-        A bound above the best cost says that nothing is better, so it is cut down to that.
+        A bound above the best cost only says that no save set is better. It is lowered to the best cost.
         """
         if math.isfinite(bound):
             if self._budget is None:  # peaks are whole numbers

@@ -10,21 +10,21 @@ from autoac.planner.solver.recompute_windows import Windows
 
 @dataclass(frozen=True, slots=True)
 class DuringForward:
-    """While forward runs `op`."""
+    """The moment at which forward runs `op`."""
 
     op: int
 
 
 @dataclass(frozen=True, slots=True)
 class DuringStep:
-    """While backward does the work of `step`, after its unpacks."""
+    """The moment at which backward does the work of `step`, after its unpacks."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class DuringBurst:
-    """While the unpack that leads to `state` runs `op` again."""
+    """The moment at which the unpack that leads to `state` runs `op` again."""
 
     state: int
     op: int
@@ -34,7 +34,7 @@ ConstrainedMoment = DuringForward | DuringStep | DuringBurst
 
 
 def states_of(windows: Windows, moment: ConstrainedMoment) -> tuple[int, ...]:
-    """Return the states that the row of `moment` speaks of."""
+    """Return the states whose columns the row of `moment` has."""
     match moment:
         case DuringForward():
             return ()

@@ -41,7 +41,7 @@ from autoac.planner.solver.rows.sparse_rows import ONE, ZERO, Codes, MaximumColu
 from autoac.planner.solver.variables import Options, Variables
 
 EDGES_AT_A_TIME = 4096  # so that the tables of (5) stay small
-UNDECIDED = 1e-6  # a decision of the relaxation is open if it is so far from both
+UNDECIDED = 1e-6  # a decision of the relaxation is open if it is farther than this from both 0 and 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,11 +60,11 @@ class BuiltProgram:
     moves: MoveColumns | None = None
 
     def decisions(self, values: Floats) -> Floats:
-        """Return by op of `ops` how far `values` saves it."""
+        """Return by op of `ops` its column of `s` in `values`: 1 if the op is saved, 0 if not."""
         return values[self.s_columns]
 
     def rounded(self, decisions: Floats, more_than: float = 0.5) -> SaveSet:
-        """Return the ops that `decisions` saves by more than this share, but those that are always saved."""
+        """Return the ops with a decision above `more_than`, without those that every save set saves."""
         return frozenset(op for op, saved in zip(self.ops, decisions, strict=True) if saved > more_than)
 
     def save_set(self, values: Floats) -> SaveSet:
@@ -87,12 +87,12 @@ def build_program(
     options: Options | None = None,
     moves: MoveProblem | None = None,
 ) -> BuiltProgram:
-    """Return the program for the least recompute time within `budget`, or without one for the least peak.
+    """Return the program for the least recompute time within `budget`; without a budget, for the least peak.
 
     Args:
         arrays: the graph.
         budget: bytes; None to minimise the peak.
-        moments: those at which the budget is written as a row. Backward is resolved at their states.
+        moments: those at which the budget is written as a row. Only their states have columns of `x`.
         excluded: save sets that are ruled out.
         options: switches of the valid inequalities.
         moves: what may be moved to the host; only with a budget.
@@ -152,7 +152,7 @@ def build_program(
 
 
 def assignment(windows: Windows, built: BuiltProgram, save_set: SaveSet) -> Floats:
-    """Return the values of all columns under `save_set`: what the runtime does when it saves that."""
+    """Return the values of all columns under `save_set`, as the runtime runs ops again under it."""
     values = np.zeros(built.program.n_columns)
     values[0] = 1.0
     save_set = canonical(windows, save_set)
@@ -170,7 +170,7 @@ def assignment(windows: Windows, built: BuiltProgram, save_set: SaveSet) -> Floa
 
 
 def _add_order_rows(variables: Variables, table: RowTable) -> None:
-    """(4) What has run again stays so: x grows with the state, and only unsaved ops run again."""
+    """(4) Once an op has run again, it has done so in all later states. Only unsaved ops run again."""
     x = variables.x[:-1]
     row, at = np.nonzero((x[:, :-1] != x[:, 1:]) & (x[:, :-1] != ZERO))
     table.add_table([x[row, at], x[row, at + 1]], [1.0, -1.0], 0.0)
@@ -206,7 +206,7 @@ def _add_lazy_rows(variables: Variables, table: RowTable) -> None:
 
 
 def _add_canonical_rows(variables: Variables, table: RowTable) -> None:
-    """(7) In canonical form an op without saved tensors is saved only for a reader, or to spare a copy."""
+    """(7) In canonical form, an op without saved tensors is saved only for a reader, or to avoid a copy."""
     windows, versions = variables.windows, variables.graph.versions
     rows: list[Codes] = []
     passed_on = {run for runs in variables.graph.runs for run in runs[:-1]}  # kept for later use groups
@@ -229,7 +229,7 @@ def _add_canonical_rows(variables: Variables, table: RowTable) -> None:
 def _add_in_place_rows(variables: Variables, table: RowTable) -> None:
     """(8) An op that only writes over saved versions is saved, so it does not run again.
 
-    Nor does one whose output is carried by a saved version.
+    An op does not run again either if a saved version carries its saved tensor.
     """
     graph, role = variables.graph, variables.windows.role
     for op in graph.ops:
@@ -271,7 +271,7 @@ def _add_use_group_rows(variables: Variables, table: RowTable) -> None:
 
 
 def _exclude_save_set(variables: Variables, table: RowTable, save_set: SaveSet) -> None:
-    """(14) Rule out this save set, which the simulator has found too large."""
+    """(14) Rule out `save_set`, which the simulator has found too large."""
     inside = np.array([op in save_set for op in variables.arrays.free.tolist()], bool)
     bound = float(inside.sum()) - 1.0
     table.add(np.zeros(len(inside)), variables.s, np.where(inside, 1.0, -1.0), bound)

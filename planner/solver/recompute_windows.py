@@ -317,7 +317,7 @@ def _leaders(
 def _leader(
     graph: Graph, op: OpId, rereaders: tuple[OpId, ...], leader: list[OpId], extra_from: Sequence[int]
 ) -> OpId:
-    """Return the op that `op` follows, since saving that one instead is never worse; else `op` itself.
+    """Return the op that `op` follows, or `op` itself. To save that op instead of `op` is never worse.
 
     Source: docs/formulation.md, section 3.
     """

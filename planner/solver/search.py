@@ -44,7 +44,7 @@ RELAXED = {rounded, lowered_limits}  # efforts that solve only relaxations
 
 
 class Search:
-    """Look for candidates in ever wider neighborhoods of the relaxation, until one is proven good enough.
+    """A search for candidates near the relaxation, then farther away, until one is proven good enough.
 
     Each round begins with the relaxation without integers. It takes a fraction of a second, and its bound is
     within a percent or two of the best plan. Nearly all of its decisions are whole already, and its prices
@@ -191,11 +191,11 @@ class Search:
         return True
 
     def _simulate(self, candidate: SaveSet, objective: float) -> list[ConstrainedMoment]:
-        """Keep `candidate` if it is the best; else return where it is too large.
+        """Keep `candidate` if it is the best, and return the moments at which it is too large.
 
         Args:
             candidate: a save set.
-            objective: its cost by the program.
+            objective: its cost by the program. Without a budget, a moment with more bytes is too large.
         """
         graph, windows, blocks = self.problem.graph, self.problem.windows, self.problem.blocks
         tidy = without_cost_free_recomputes(graph, candidate)

@@ -27,13 +27,13 @@ from autoac.planner.solver.rows.sparse_rows import ONE, ZERO, Codes
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Switches for parts of the program that only make it faster to solve: the answers do not change."""
+    """Switches for parts of a search. Except for `use_groups`, they only change how fast it finds a plan."""
 
     merge_followers: bool = True  # (3)
     lazy_rows: bool = False  # (6) nothing runs again before something asks for it
     canonical_rows: bool = True  # (7) an op is saved only if backward may need it
     dense_share: float = 1 / 6  # (2) this share of backward, before an op is first needed, has all states
-    sparse_stride: int = 4  # (2) and of the earlier states every so many; 1: all
+    sparse_stride: int = 4  # (2) of the earlier states, one in this many; 1: all
     fix_by_price: bool = True  # (15) columns that the relaxation's prices rule out are fixed in advance
     use_groups: bool = True  # (17) an op whose uses lie far apart may run again for each group of them
     blockwise: bool = True  # chain/: blocks are planned one after another; slow where no two are alike
@@ -112,7 +112,7 @@ class Variables:
         self.x_after = np.concatenate([np.concatenate([full[rows, after], end[:, None]], axis=1), nothing])
 
     def x_end(self, op: OpId) -> int:
-        """Return the code of: `op` runs again at all."""
+        """Return the code that is 1 if `op` runs again at all."""
         return int(self.x[self.arrays.row[op], self.end])
 
     def position(self, state: int) -> int:

@@ -31,13 +31,14 @@ from autoac.planner.solver.rows.sparse_rows import (
 )
 from autoac.planner.solver.variables import Variables
 
-IN_FORWARD = -1  # in place of a moment: any in forward
+IN_FORWARD = -1  # stands for any moment of forward
 
 
 class MemoryConstraints:
     """Rows for the bytes live at moments, and the columns that they need.
 
-    These columns are maxima of other columns: `maxima` says how to give them a value.
+    These columns are maxima of other columns: `maxima` says how to compute their values. The *code* of a
+    statement is 1 if it is true, and 0 if not (sparse_rows.py).
     """
 
     def __init__(self, variables: Variables, table: RowTable) -> None:
@@ -46,7 +47,7 @@ class MemoryConstraints:
         self.maxima: list[MaximumColumns] = []
         self._sequential = SequentialMaxima()  # of `_maximum`
         self._needed: dict[tuple[VersionId, int], int] = {}  # codes of (9)
-        self._both_of: dict[tuple[int, int], int] = {}  # codes of: both of two codes are 1
+        self._both_of: dict[tuple[int, int], int] = {}  # codes of `_both`
         self._first_run = {run: row[0] for row in self.graph.runs for run in row}
         self._kept_runs: dict[int, int] = {}  # codes of (17), by run
         self._waiting: LinearSum | None = None  # bytes of one waiting microbatch
@@ -106,7 +107,7 @@ class MemoryConstraints:
         return int(arrays.base_nbytes[(arrays.base_from <= moment) & (moment < arrays.base_until)].sum())
 
     def _add_saved_bytes(self, moment: int, total: LinearSum) -> None:
-        """(10) Add the bytes at `moment` that are held because they were saved, and not anyway."""
+        """(10) Add the bytes at `moment` that are held only because they were saved."""
         arrays, s_of_op = self.arrays, self.variables.s_of_op
         live = (
             (arrays.nbytes > 0)
@@ -132,7 +133,7 @@ class MemoryConstraints:
         total.add(np.array(codes, np.int64), np.array(nbytes))
 
     def _is_needed_at(self, version: VersionId, moment: int) -> int:
-        """(9) Return the code of: an unsaved op that depends on `version` is needed at `moment` or later."""
+        """(9) Return the code of "an unsaved op that depends on `version` is needed at `moment` or later"."""
         windows, graph, known = self.windows, self.graph, self._needed
         x_end, saved = self.variables.x_end, self.arrays.saved
         if moment < self.n_ops and windows.dropped[version] <= moment < windows.held_at_most[version]:
@@ -183,8 +184,9 @@ class MemoryConstraints:
     def _add_recomputed_bytes(self, step: int, before: int, after: int, at: int, total: LinearSum) -> None:
         """(11) Add the bytes of recomputed versions that are live in `step`.
 
-        Ops before `at` are in state `after` and later ones in `before` (positions in `states`); op `at`
-        has its outputs and still needs its inputs. In the work of a step both states are the same.
+        While a burst runs op `at`, ops up to it are in state `after`, and later ops in state `before` (both
+        are positions in `states`). Op `at` has its outputs and still needs its inputs. In the work of a step,
+        both states are the same.
         """
         arrays, variables = self.arrays, self.variables
         x = variables.x
@@ -231,7 +233,7 @@ class MemoryConstraints:
     def _add_kept_bytes(self, pending: Ints, step: int, total: LinearSum) -> Ints:
         """(17) Add the bytes of versions that are kept for their use group, up to its last unpack.
 
-        Return those of `pending`, kept instead of recomputed.
+        Return the rows of `pending` that have such versions, for the case that they are kept, not recomputed.
         """
         arrays = self.arrays
         kept = (arrays.kept_from >= 0) & (arrays.nbytes > 0) & (arrays.row[arrays.op] >= 0)
@@ -243,7 +245,7 @@ class MemoryConstraints:
         return waiting
 
     def _passed_on(self, rest: Bools, recomputed: Codes, pending: Ints, step: int) -> Ints:
-        """(17) Return what later use groups keep, while it does not count for them yet."""
+        """(17) Return rows, as of `pending`, of what is kept for a later use group before it counts there."""
         arrays, s_of_op, x = self.arrays, self.variables.s_of_op, self.variables.x
         begun = arrays.extra_from <= self.n_ops + step
         early = (arrays.kept_from >= 0) & (arrays.nbytes > 0) & (arrays.row[arrays.op] >= 0) & ~begun
@@ -267,7 +269,7 @@ class MemoryConstraints:
         return np.array(rows, np.int64).reshape(-1, 8)
 
     def _kept(self, version: int) -> int:
-        """(17) Return the code of: a run's outputs are kept and its op is not saved."""
+        """(17) Return the code of "the outputs of the run are kept, and its op is not saved"."""
         run = OpId(int(self.arrays.op[version]))
         if run not in self._kept_runs:
             s = self.variables.s_of_op[[run, self._first_run[run]]].tolist()
@@ -275,7 +277,7 @@ class MemoryConstraints:
         return self._kept_runs[run]
 
     def _both(self, code: int, other: int) -> int:
-        """Return the code of: both decisions are 1."""
+        """Return the code of "both codes are 1"."""
         if (code, other) not in self._both_of:
             self._both_of[code, other] = self._maximum([[(code, 1.0), (other, 1.0)]], -1.0)
         return self._both_of[code, other]
@@ -285,7 +287,8 @@ class MemoryConstraints:
     ) -> None:
         """Add the bytes of (11) past the last unpack: maxima over waiting readers, and over the burst.
 
-        A row of `pending` is a version, and codes: three that are added and four that are subtracted.
+        A row of `pending` has a version, then three codes that are added and four that are subtracted. `both`
+        has the versions that also count within the burst: their code in `begun` less that in `ended`.
         """
         if not len(pending):
             return

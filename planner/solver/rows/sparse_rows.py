@@ -35,7 +35,7 @@ class LinearSum:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaximumColumns:
-    """Columns whose values are max(0, e1, e2, ...) of expressions over other columns; none is decided."""
+    """Columns whose values are max(0, e1, e2, ...), where e1, e2, ... are expressions over other columns."""
 
     columns: Codes  # by expression; the same column may come more than once
     expression: Codes  # by term: the expression it belongs to
@@ -59,7 +59,7 @@ class MaximumColumns:
 
 
 class SequentialMaxima:
-    """Rows `column >= expression` that come one at a time, each perhaps of the columns before it."""
+    """Rows `column >= expression` that are added one at a time. An expression may have earlier columns."""
 
     def __init__(self) -> None:
         self.columns: list[int] = []

@@ -1,4 +1,4 @@
-"""Fill a budget greedily: what a search that reached a limit makes of its best plan."""
+"""Fill a budget greedily: save more ops in the best plan of a search that reached a limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TRIES = 60  # each a simulation
 
 
 def filled(graph: Graph, save_set: SaveSet, budget: int, tries: int = TRIES) -> SaveSet:
-    """Return `save_set`, which fits, with as many more ops as fit, the most run time for its bytes first.
+    """Return `save_set`, which fits, with more ops that fit: the ones with the most run time per byte first.
 
     Ops are added many at a time: twice as many after each success, half as many after each failure.
     """

@@ -33,7 +33,7 @@ class SearchProblem:
 
     @cached_property
     def without_groups(self) -> SearchProblem:
-        """Return the problem of the step as it was given: without use groups of ours."""
+        """Return the problem of `step`, without the use groups that this class adds."""
         has_ours = self.graph is not self.step
         return SearchProblem(self.step, replace(self.options, use_groups=False)) if has_ours else self
 
@@ -50,10 +50,7 @@ class SearchProblem:
         return frozenset(ids[op] for op in save_set) | later_runs(self.graph)
 
     def chosen(self, save_set: SaveSet) -> tuple[Graph, SaveSet]:
-        """Return the graph of the step with only what `save_set` uses of it, and its save set.
-
-        Use groups are left out in which nothing runs.
-        """
+        """Return the graph with only the use groups that `save_set` needs, and its save set."""
         if self.graph is self.step:
             return self.step, save_set
         groups, saved = chosen_use_groups(self.graph, save_set)
@@ -94,7 +91,7 @@ class SearchProblem:
 
     @cached_property
     def blockwise(self) -> Blockwise | None:
-        """Return the dynamic program over blocks; None for a graph with use groups, which it cannot bound."""
+        """Return the dynamic program over blocks; None if switched off, or if the graph has use groups."""
         return self._blockwise(timed=True)
 
     @cached_property

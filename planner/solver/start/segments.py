@@ -105,11 +105,11 @@ class Segments:
         return without_cost_free_recomputes(self._graph, (OpId(op) for op in np.flatnonzero(saved).tolist()))
 
     def _crosses(self, after: int) -> Bools:
-        """Return by op whether it has run by the op `after` and a later one reads it."""
+        """Return by op True if it has run once the op `after` has, and an op after that reads it."""
         return (np.arange(len(self._last_reader)) <= after) & (self._last_reader > after)
 
     def _cuts(self, n: int) -> Ints:
-        """Return the ops after which a cut takes the fewest bytes, in stretches of a few ops."""
+        """Return the ops after which to cut: of each stretch of a few ops, that with the fewest bytes cut."""
         change = np.zeros(n + 1)
         op = np.flatnonzero(self._last_reader > np.arange(n))
         np.add.at(change, op, self._nbytes[op])
@@ -142,7 +142,7 @@ class Segments:
         return result
 
     def _bytes_of_cuts(self, n: int) -> Floats:
-        """Return by (cut, later cut) the bytes that the later one adds: of ops after the first one."""
+        """Return by (cut, later cut) the bytes that the later cut adds: those of ops after the first cut."""
         cuts = len(self._after)
         new = np.zeros((cuts, cuts))
         for cut, after in enumerate(self._after[:-1]):
