@@ -57,7 +57,7 @@ def constrained(profile: Profile | Graph, constraints: Constraints) -> Graph:
 
 
 def with_forward_limit(graph: Graph, budget: int, forward: int | None) -> Graph:
-    """Return `graph` with the part of the budget that forward must not use counted as live in forward.
+    """Return `graph` with the difference of the two budgets counted as live in forward.
 
     A save set fits in `budget` in the returned graph exactly if, in `graph`, its peak fits in `budget` and
     its forward peak fits in `forward`.
@@ -72,7 +72,7 @@ def with_forward_limit(graph: Graph, budget: int, forward: int | None) -> Graph:
 class _Pins:
     """Collects the ops that must be saved and the ops that must be recomputed, each with a reason.
 
-    Invariant: no op has both.
+    Invariant: no op is in both.
     """
 
     graph: Graph
@@ -91,7 +91,7 @@ class _Pins:
                 self.by_user.add(op)
 
     def pin_recompute(self, ops: Sequence[OpId], reason: str) -> None:
-        """Pin those of `ops` to be recomputed that may be, with the ops that must be recomputed with them.
+        """Pin `ops` to be recomputed, with the ops that must be recomputed with them. Skip saved ones.
 
         Raises:
             ConflictingPins: the user pinned one of these ops to be saved, or none of `ops` may be recomputed.

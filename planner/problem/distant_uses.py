@@ -27,10 +27,10 @@ class _Use(NamedTuple):
 def distant_uses(graph: Graph, gap: float = GAP) -> UseGroups:
     """Return the use groups of `graph`, as `with_use_groups` takes them.
 
-    The outputs of most ops are freed between uses that lie far apart. In a network with such uses, large
-    outputs that are cheap to recompute are also freed before a use that is near, if an op runs again for the
-    use before: one dear enough that the planner rather keeps its output, and not so dear that it never runs
-    again.
+    Uses that lie far apart are in different groups. In a network with such uses, large outputs that are cheap
+    to recompute are divided further, at gaps longer than NEAR. Where an op with a price from CHEAP to DEAR
+    runs again for the use before the gap, any gap will do: the planner would rather keep the output of such
+    an op.
     """
     far = _groups(graph, gap, [True] * len(graph.ops))
     return _groups(graph, gap, _small(graph)) if far else far
@@ -82,7 +82,7 @@ def _small(graph: Graph) -> list[bool]:
 
 
 def _prices(graph: Graph) -> list[float]:
-    """Return by op its recompute time for each byte, in relation to all ops; infinite if it is not alone."""
+    """Return by op its recompute time per byte, relative to that of all ops; infinite if not `_is_alone`."""
     nbytes = [sum(graph.nbytes(w) for w in op.writes) for op in graph.ops]
     us_per_byte = sum(op.recompute_us for op in graph.ops) / max(sum(nbytes), 1)
     return [

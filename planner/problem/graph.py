@@ -146,7 +146,7 @@ class Graph:
         return self.forward_ends[-1] if self.forward_ends else Moment(len(self.ops))
 
     def forward_end(self, op: OpId) -> Moment:
-        """Return the moment after the forward of the model that `op` is in; of the loss, after the last."""
+        """Return the moment after the model's forward that `op` is in; for an op of the loss, the last."""
         return next((end for end in self.forward_ends if op < end), self.model_end)
 
     @property

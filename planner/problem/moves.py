@@ -42,9 +42,9 @@ from autoac.planner.problem.graph import (
 )
 
 MAY_MOVE = {"", DECIDES, OVERWRITTEN, SHAPED_BY_DATA}
-"""Reasons to save an op that are about running it again. For any other, such as a pin or a read by another
-FSDP unit, its outputs stay on the device."""
-HANDLING = 0.01  # of the time on the link: what a search charges for a move, so that none is in vain
+"""Reasons for which an op must not run again, but its outputs may move. With any other reason, such as a pin
+or a read by another FSDP unit, they stay on the device."""
+HANDLING = 0.01  # of the time on the link: what a search charges for a move, so that no move is useless
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class Move:
 def movable(graph: Graph, link: Link) -> dict[OpId, int]:
     """Return by op that may be moved the bytes of its outputs.
 
-    All of its outputs are storages that nothing writes over, and each is unpacked exactly once; the model's
-    forward lets go of them and saves them. Copies for which latency counts more than bandwidth do not pay.
+    Nothing writes over the outputs of such an op. The model's forward saves them and lets go of them, and one
+    step unpacks each. Ops whose copy would take more latency than transfer time are left out.
     """
     in_groups = {run for row in graph.runs for run in row}
     found = {}
@@ -157,7 +157,7 @@ def _is_function(op: Op) -> bool:
 
 
 def handling_us(graph: Graph, moved: Iterable[OpId]) -> float:
-    """Return what a Graph with moves counts as time to run moved ops again: see HANDLING."""
+    """Return the time that a Graph with moves charges for its moved ops: see HANDLING."""
     return sum(graph.ops[op].recompute_us for op in moved)
 
 
@@ -188,10 +188,10 @@ def _in_forward(graph: Graph, saved: SavedTensor) -> bool:
 
 
 def with_moves(graph: Graph, moves: Sequence[Move], link: Link) -> Graph:
-    """Return `graph` with `moves`: a save set of it that does not save a moved op moves its outputs.
+    """Return `graph` with `moves`, which a save set of the result carries out for the ops that it leaves out.
 
-    A save set that does save the op leaves it on the device. Ids stay what they are; saved tensors are added
-    at the end.
+    If the save set saves a moved op, the outputs stay on the device. Ids do not change; saved tensors are
+    added at the end.
     """
     ops, versions, storages = list(graph.ops), list(graph.versions), list(graph.storages)
     saved_tensors, steps = list(graph.saved_tensors), list(graph.steps)

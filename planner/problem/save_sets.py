@@ -13,8 +13,8 @@ def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
 
     These are the ops that must be saved, and the ops that only write in place over saved versions. The old
     version is lost, so the new one is saved instead. If the new version carries a saved tensor of the old
-    one, the op of the old one is saved as well. Ops that must be recomputed are left out. If an op with use
-    groups is saved, so are its runs in backward; a run is not kept if the run before it makes nothing.
+    one, the op that wrote the old one is saved as well. Ops that must be recomputed are left out. If an op
+    with use groups is saved, so are its other runs; a run is left out if the run before it makes nothing.
     """
     result = {op for op in save_set | graph.must_save if not graph.ops[op].must_recompute}
     for value in reversed(graph.versions):
@@ -32,7 +32,7 @@ def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
 
 
 def _without_vain_keeps(graph: Graph, save_set: SaveSet) -> SaveSet:
-    """Return `save_set` without the runs of use groups whose run before makes nothing that could be kept."""
+    """Return `save_set` without the runs of use groups that keep nothing, as the run before does not run."""
     result = set(save_set)
     again = [False] * len(graph.ops)
     row_of = {row[-1]: row for row in graph.runs}  # by the last run, the first one in this order
@@ -59,10 +59,10 @@ def may_be_needed(graph: Graph, op: Op, again: Sequence[bool]) -> bool:
 
 
 def chosen_use_groups(graph: Graph, save_set: SaveSet) -> tuple[UseGroups, SaveSet]:
-    """Return the use groups of `graph` that `save_set` needs, and the save set for the step with them.
+    """Return the use groups of `graph` that `save_set` needs, and the save set that goes with them.
 
-    Both are for the graph without use groups. The groups that are left out have no unsaved user, or are
-    served by the run before. An op with one group is named if it reads an op with several.
+    Both have the op ids of the graph without use groups. A group is left out if nothing unsaved uses it, or
+    if the run before serves it. An op with one group is named only if it reads an op with several.
     """
     save_set = with_forced_saves(graph, save_set)
     runs = joined(graph, save_set)
@@ -121,13 +121,13 @@ def recomputed_by_backward(graph: Graph, save_set: SaveSet) -> list[bool]:
 def may_be_recomputed(graph: Graph, save_set: SaveSet) -> list[bool]:
     """Return for each op True if backward may recompute it, as far as is known when backward begins.
 
-    In contrast to `recomputed_by_backward`, saved tensors count that are never unpacked.
+    In contrast to `recomputed_by_backward`, saved tensors that are never unpacked count, too.
     """
     return _needed(graph, save_set, [saved.dropped > len(graph.ops) for saved in graph.saved_tensors])
 
 
 def _needed(graph: Graph, save_set: SaveSet, counts: Sequence[bool]) -> list[bool]:
-    """Return for each op True if it is recomputed so that backward gets the saved tensors in `counts`."""
+    """Return for each op True if backward recomputes it for the saved tensors that are True in `counts`."""
     run = [False] * len(graph.ops)
     save_set = with_forced_saves(graph, save_set)
     graph = joined(graph, save_set)

@@ -19,12 +19,12 @@ use groups: then each of its runs reads once, at the position of the latest use 
 reason an op may also have a single group.
 
 Forward runs an op once, so only the first run (`a`) has a place in forward. The other runs allocate nothing
-there. A save set treats them alike, with two rules of its own:
+there. A save set may have any of the runs, with this meaning:
 
 - If the first run is saved, there is nothing to recompute: all other runs are saved.
 - If another run is saved, the outputs of the run before it are kept for its uses. So {a, a@2} saves a, {a@2}
   recomputes a once, and {} recomputes it twice. If nothing needs the run before, there is nothing to keep,
-  and the other run runs itself.
+  and the later run recomputes the outputs.
 
 `joined` gives the uses of saved runs to the runs before them. Its result has the plain meaning of a graph.
 """
@@ -99,12 +99,12 @@ def with_use_groups(graph: Graph, groups: UseGroups) -> Graph:
 
 
 def _with_room(graph: Graph, places: Iterable[int]) -> tuple[list[OpId], Graph]:
-    """Return the new ids of the ops of `graph`, and `graph` with these ids everywhere but in its ops.
+    """Return ids for the ops of `graph` that leave room for more ops, and `graph` with these ids.
 
-    Versions, storages, saved tensors and steps keep their ids.
+    The new ids are everywhere but in the ops. Versions, storages, saved tensors and steps keep their ids.
 
     Args:
-        places: by op, how many ops there will be in its place, itself included.
+        places: by op, how many ids to reserve, its own included.
     """
     *new_id, count = (OpId(i) for i in accumulate(places, initial=0))
     n = len(graph.ops)
