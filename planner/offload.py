@@ -50,9 +50,9 @@ from autoac.planner.solver.variables import options_for
 
 SHARES = (1.0, 0.8, 1.0, 0.8)  # of the bandwidth that relaxations count on, one after another
 WORTH = 0.005  # of the step: what moves must save for the host to be used
-FEW = 40  # so few ops that may be moved are decided by the program, without rounding
-WORK_LIMIT = 10.0  # units of work for all searches of moves,
-SEARCH_WORK = 5.0  # and for one
+FEW = 40  # if no more ops than this may move, the program decides about them without rounding
+WORK_LIMIT = 10.0  # units of work for all searches of moves
+SEARCH_WORK = 5.0  # units of work for one search
 
 
 class PlanTerms(TypedDict, total=False):
@@ -106,18 +106,19 @@ def plan_offload(
 ) -> OffloadPlan:
     """Plan a step within a budget, with a link to the host: save, recompute or move.
 
-    Nothing moves where everything fits, or where that does not save half a percent of the step.
+    Nothing moves if everything fits, or if moves do not save half a percent of the step. Nor does anything
+    move under a forward budget, while other microbatches wait, or if blocks or forwards share compiled code:
+    with moves, each would need code of its own.
 
     Args:
         profile: one training step, or the Graph of one.
         budget_bytes: that the device may hold at any moment.
-        link: of device and host, with the bytes that may be used there.
-        moves_work_limit: units of work for the search of moves, besides that of `plan`.
-        terms: as in `plan`. A budget of forward's own allows no moves. Nor do blocks, or forwards, that share
-            compiled code, which would be compiled for each.
+        link: of device and host, with the bytes of the host that may be used.
+        moves_work_limit: units of work for the search of moves, in addition to those of `plan`.
+        terms: as in `plan`.
 
     Raises:
-        InfeasibleBudget, SolverOutOfTime: as in `plan`, and no moves were found with which a save set fits.
+        InfeasibleBudget, SolverOutOfTime: `plan` raises it, and no moves were found with which a plan fits.
         InvalidBudget, InvalidLimit, InvalidConstraints: as in `plan`.
     """
     constraints = terms.get("constraints") or Constraints()
@@ -205,7 +206,7 @@ def _search(
     allowance: Allowance,
     without: tuple[SearchProblem, SaveSet] | None,
 ) -> tuple[Offload | None, float]:
-    """Return the best moves that were found, and what is proven of the time of all.
+    """Return the best moves that were found, and a proven bound of the time with any moves.
 
     Args:
         without: a problem of the same step, perhaps with use groups, and a save set without moves that fits.
@@ -255,7 +256,7 @@ def _with(
     """Return the best of what a search finds with `moved`, and the search.
 
     Args:
-        saved: about what is saved besides; the points are first chosen for it.
+        saved: a guess at what else is saved; the points of the moves are first chosen for it.
     """
     graph = problem.graph
     fullest = peak_of(graph, graph.everything).moment
@@ -286,7 +287,7 @@ def _with(
 def _judged(
     graph: Graph, save_set: SaveSet, moves: tuple[Move, ...], budget: int, link: Link
 ) -> Offload | None:
-    """Return the Offload of `moves` under `save_set`; None if it is over a budget, or a fetch is too late."""
+    """Return the Offload of `moves` under `save_set`; None if over a budget or if a fetch is too late."""
     moving = with_moves(graph, moves, link)
     fetches = {(move.op, move.fetch) for move in moves}
     moved = {move.op for move in moves}

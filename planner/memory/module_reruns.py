@@ -3,7 +3,7 @@
 Running a module again as a whole costs less of the host's time than recording and replaying each of its ops
 (rule i in `schedule.py`). But it holds memory at other moments, and runs ops that nothing needs. So a call is
 chosen only if its ops are recomputed, if hardly any other op runs, and if the peak of the step stays the same
-to the byte. The prediction so holds for a runtime that records some of the chosen calls op by op.
+to the byte. So the predicted peak also holds for a runtime that records some of the chosen calls op by op.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Candidates:
         self._recomputed = recomputed_by_backward(graph, save_set)
 
     def outermost(self) -> Iterator[Span]:
-        """Yield the candidates that lie in no other one."""
+        """Yield the calls that may run again as a whole and lie inside of no other such call."""
         modules = [OpKey.parse(op.name).module for op in self._graph.ops]
         spans = {(OpId(b), OpId(e)) for calls in spans_by_module(modules).values() for b, e in calls}
         reached = 0

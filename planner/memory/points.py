@@ -1,7 +1,7 @@
 """Choose the points of moves: as early a free and as late a fetch as the link allows, with some slack.
 
 Out of the device, copies go in the order in which forward makes their storages; into it, in the order in
-which backward uses them. Slack is what makes the plan stand if a copy takes longer than was measured.
+which backward uses them. With slack, the plan still holds if a copy takes longer than was measured.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ SLACK = 0.1  # of the time of a copy: from its end to where the memory is freed 
 def choose_points(
     graph: Graph, save_set: SaveSet, ops: Collection[OpId], link: Link, slack: float = SLACK
 ) -> tuple[Move, ...]:
-    """Return moves of those of `ops` that backward needs, in forward order, if `save_set` is saved otherwise.
+    """Return moves for those of `ops` that backward needs, in forward order.
 
-    An op is left out if it is not copied when forward ends, or cannot be back before backward uses it.
+    An op is left out if its copy to the host would not be over where the code that runs it ends, or if no
+    fetch may begin between its free and its first use.
 
     Args:
         graph: without moves.
-        save_set: of `graph`, without `ops`.
+        save_set: what else is saved, without `ops`.
         ops: of `movable`.
         link: of device and host.
         slack: see SLACK.

@@ -7,9 +7,9 @@ The runtime and this module follow the same rules. docs/memory-model.md has the 
 a. *Hold.* A saved version is held from the op that wrote it if autograd packed it or an op of the recompute
    set reads it. Otherwise it is not held for backward. It is held until autograd has dropped its last saved
    tensor, and the last saved tensor of every unsaved version that is computed from it. In forward it is also
-   held for as long as forward itself holds such an unsaved version, which may still be packed, but no longer
-   than that forward of the model runs, if others follow. Autograd holds the storage, including anything that
-   is written to it later.
+   held for as long as forward itself holds such an unsaved version, which may still be packed. If the model
+   runs several forwards in the step, this ends with the forward of the version, except in the last forward.
+   Autograd holds the storage, including anything that is written to it later.
 b. *Write over a held version.* An in-place op may write over a saved version that an op of the recompute set
    has read and will read again. A private copy of the old version is made first, and held for that op.
 c. *Burst.* An unpack of an unsaved version that is not cached runs the ops that it needs, in forward order.
@@ -20,8 +20,8 @@ d. *Uses.* An unsaved version has one use for each of its saved tensors and one 
    step that unpacked it. An output of a recomputed op that has no uses is freed as soon as the op has run.
 e. *In place again.* A recomputed in-place op writes into the memory of the old version if this is the only
    use left of that version and it never had a saved tensor. Otherwise the op writes into a new copy.
-f. *Never unpacked.* If a saved tensor is dropped without having been unpacked, its use is removed. If no
-   output of an op that has not been recomputed has a use left, the uses of this op are removed too.
+f. *Never unpacked.* If a saved tensor is dropped without having been unpacked, its use is removed. If an op
+   has not been recomputed, and none of its outputs has a use left, its uses of what it reads are removed too.
 g. *Unpacked again.* A later step may unpack a saved tensor again after its version was freed. If the
    burst contains an op that has consumed its uses, it is a temporary recompute: no use is consumed, in-place
    ops write into copies, and everything but the unpacked version is freed at the end of the burst. The
@@ -29,8 +29,8 @@ g. *Unpacked again.* A later step may unpack a saved tensor again after its vers
 h. *Compiled.* A compiled graph holds a saved version that only its own ops read by uses, as in rule d, and
    not as in rule a: it is freed after the last op of backward that reads it, or at the end of the last step
    that unpacks it. If backward has no use for it, it is freed as soon as forward lets go of it.
-i. *Rerun.* The ops of a rerun span, one call of a module, are recorded as one op, which reads what they read
-   from outside. A burst that needs one of their versions runs them in forward order, saved ones too, up to
+i. *Rerun.* A rerun span is one call of a module. Its ops are recorded as one op, which reads what they read
+   from outside. A burst that needs one of their versions runs them in forward order, saved ops too, up to
    where autograd packed the last saved tensor of a version with a use. Versions with a use are then cached.
    All other storages live as in forward, but no longer than the rerun.
 j. *Use groups.* An op may be recomputed once for each group of its uses. Each of these runs is an op with
@@ -257,7 +257,7 @@ def uses_of(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> lis
 
 
 def rerun_until(graph: Graph, needed: Sequence[VersionId], span: Span) -> OpId:
-    """Return the op before which a rerun of `span` stops: those before it give all of `needed` (rule i)."""
+    """Return the op before which a rerun of `span` stops: earlier ops make all of `needed` (rule i)."""
     end, stop = span[1], span[0]
     for w in needed:
         packed = [graph.saved_tensors[h].packed for h in graph.versions[w].saved_tensors]

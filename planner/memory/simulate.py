@@ -44,12 +44,11 @@ def simulate(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> Ti
 
     Counted: static bytes; what waiting microbatches hold, except at the optimizer step; every storage that
     an op of `graph` allocates, once, however many tensors view it; gradients and temporaries of backward;
-    what a kernel holds in addition to its outputs while it runs.
-    `live_bytes` compares with a budget as it is.
+    what a kernel holds in addition to its outputs while it runs. Compare `live_bytes` directly with a budget.
 
     Args:
         graph: one step.
-        save_set: ops whose outputs are saved; ops that must be are added.
+        save_set: ops whose outputs are saved; ops that must be saved are added.
         reruns: calls of modules that are run again as a whole (`module_reruns`).
 
     Returns:
@@ -114,7 +113,7 @@ def waiting_bytes(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) 
     """Return the bytes that a microbatch holds from the end of its forward until its backward begins.
 
     Those are saved tensors that backward may need, and storages that Python holds beyond forward (the
-    outputs). Each of `graph.waiting_microbatches` holds so many while this one runs (docs/pipelines.md).
+    outputs). Each of `graph.waiting_microbatches` holds as many while this one runs (docs/pipelines.md).
     """
     live = 0
     for event in schedule(graph, save_set, reruns):
