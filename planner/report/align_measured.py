@@ -1,10 +1,10 @@
 """Align a measured step with a simulated one: find which moment of one is which moment of the other.
 
-NOTE [ Two clocks ] A step is measured under torch's profiler, which makes every op slower by as much, and
-simulated with run times that were taken without it. So bytes can be compared and times cannot. What can be
-compared is what ran: ops of forward by module and name, nodes of autograd by name, and inside a node the ops
-that are run again. Where both have the same, the measured moment is drawn at the simulated one; between two
-such places measured time is stretched evenly.
+NOTE [ Two clocks ] A step is measured under torch's profiler, which adds time to every op, and simulated with
+run times that were taken without it. So bytes can be compared and times cannot. What can be compared is what
+ran: ops of forward by module and name, nodes of autograd by name, and inside a node the ops that are run
+again. Where a call is found in both steps, the measured moment is drawn at the simulated one; between two
+such calls measured time is stretched evenly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoac.planner.problem.graph import Graph
 
 @dataclass(frozen=True, slots=True)
 class ProfiledCall:
-    """An op or a node of autograd that the profiler saw run. Microseconds of its own clock."""
+    """An op or a node of autograd that the profiler saw run. Times are in microseconds of its clock."""
 
     begin_us: float
     end_us: float
@@ -59,7 +59,7 @@ class KernelTimes:
     def of(cls, graph: Graph, timeline: Timeline, timing: Timing | None = None) -> KernelTimes:
         """Return the times of kernels that run one after the other, as long as the profile says.
 
-        With moves, `timing` has them: compute also waits for copies.
+        With moves, the times are those of `timing`, since compute also waits for copies.
         """
         events, begin, now = [], [], 0.0
         for i, instant in enumerate(timeline.instants):
@@ -86,7 +86,7 @@ class AlignedStep:
     time_us: tuple[float, ...]  # for each of MeasuredStep.time_us
     end_us: float
     matched: int  # events of the simulated step that were found in the measured one
-    of: int  # all of them
+    of: int  # events of the simulated step
 
 
 def align(graph: Graph, timeline: Timeline, clock: KernelTimes, step: MeasuredStep) -> AlignedStep:

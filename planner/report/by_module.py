@@ -27,7 +27,7 @@ class Decision(Enum):
     SAVED = "keeps"  # saved, and held when backward begins
     RECOMPUTED = "recomputes"  # run again in backward
     MOVED = "moves"  # to the host and back
-    UNUSED = "needs nothing of"  # backward asks for neither
+    UNUSED = "needs nothing of"  # backward needs none of its outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _kept_nbytes(graph: Graph, save_set: SaveSet) -> list[int]:
     """Return by version the bytes that saving it holds when backward begins.
 
     A version that was written over is held as a private copy for ops that read it again. What autograd holds
-    of it is in the storage, which counts for the newest version that it is held for.
+    of it is the storage, which counts once: for the newest version that autograd holds.
     """
     n = len(graph.ops)
     until, readers = held_until(graph, save_set), readers_until(graph, save_set)

@@ -10,7 +10,7 @@ from autoac.planner.problem.save_sets import without_cost_free_recomputes
 def every_block_recomputed(graph: Graph) -> SaveSet | None:
     """Return the save set of checkpointing every block: what enters a block, and all outside of blocks.
 
-    Blocks are the outermost modules with a number for a name. None if there are fewer than two.
+    Blocks are the outermost modules with a number for a name. Return None if there are fewer than two.
     """
     blocks = [OpKey.parse(op.name).block() for op in graph.ops]
     if len(set(blocks) - {""}) < 2:

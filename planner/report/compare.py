@@ -1,4 +1,4 @@
-"""Compare two plans: what they decide otherwise, by module, with peak and time of both."""
+"""Compare two plans: the decisions that differ, by module, and peak and time of both."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class DecisionChange:
-    """Modules in which the second plan decides otherwise than the first, on the same ops of each."""
+    """Modules in each of which the two plans differ in the same way, on ops of the same names."""
 
     name: str  # "layers.0-11.mlp"
     modules: tuple[str, ...]
-    gained: tuple[str, ...]  # ops in each that only the second keeps
-    lost: tuple[str, ...]  # that only the first keeps
-    otherwise: tuple[str, ...]  # that neither keeps: "recomputes relu.default 2 times instead of once"
+    gained: tuple[str, ...]  # ops of each module that only the second plan keeps
+    lost: tuple[str, ...]  # ops that only the first plan keeps
+    otherwise: tuple[str, ...]  # ops that neither keeps: "recomputes relu.default 2 times instead of once"
     gained_bytes: int  # held when backward begins, over all modules; 0 without a profile
     lost_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Holds what changes from a first plan to a second."""
+    """Holds the changes from a first plan to a second."""
 
     before: Side
     after: Side
     changes: tuple[DecisionChange, ...]
-    only_before: tuple[str, ...]  # ops that the second does not have at all
+    only_before: tuple[str, ...]  # ops that the second plan does not have at all
     only_after: tuple[str, ...]
 
     @property
     def same(self) -> bool:
-        """Return True if both plans have the same ops, save the same ones, and get others back in one way."""
+        """Return True if both plans have the same ops, and recompute, move or save each in the same way."""
         return not (self.changes or self.only_before or self.only_after)
 
 
@@ -72,13 +72,13 @@ def difference(
     *,
     became: tuple[Sequence[OpDecision] | None, Sequence[OpDecision] | None] = (None, None),
 ) -> Difference:
-    """Compare two plans or policies: which ops does only one save, and what do they do with the others?
+    """Return which ops only one of two plans saves, and which ops both recompute or move, but differently.
 
     A Policy knows decisions but no bytes, and may save what backward does not need. A Plan (`as_planned`
     makes one from a policy and its profile) compares what is really held.
 
     Args:
-        before, after: the two.
+        before, after: the two plans or policies.
         unknown: keys of ops that the model did not have when `before` was made: it keeps none of them.
         became: for policies, the decisions on each op of `before` and of `after`, if they are known.
     """
@@ -131,7 +131,7 @@ def difference(
 
 
 def _change(old: OpDecision, new: OpDecision, was_saved: bool) -> str:
-    """Return the field of a Change that names an op with these decisions; "" if nothing changed."""
+    """Return the field of a DecisionChange for an op with these decisions; "" if nothing changed."""
     if was_saved != (new.decision is Decision.SAVED):
         return "lost" if was_saved else "gained"
     needed = {old.decision, new.decision} <= {Decision.RECOMPUTED, Decision.MOVED}
@@ -139,7 +139,7 @@ def _change(old: OpDecision, new: OpDecision, was_saved: bool) -> str:
 
 
 def _otherwise(name: str, old: OpDecision, new: OpDecision) -> str:
-    """Return what the second plan does with an op that neither keeps, instead of what the first does."""
+    """Return in words what the second plan does with an op instead of the first; neither plan keeps it."""
     if old.decision is new.decision:
         return f"recomputes {name} {_times(new.runs)} instead of {_times(old.runs)}"
     moves = f"moves {name} to the host instead of recomputing it"

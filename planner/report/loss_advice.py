@@ -1,10 +1,9 @@
-"""Say what a chunked or fused cross-entropy would buy, where the loss is at the peak.
+"""Say how much time a chunked or fused cross-entropy would save, where the loss is at the peak.
 
 A language model's loss makes logits in two types, their log-probabilities, and gradients of both, each with
 an element for every token and every word of the vocabulary. A cross-entropy that multiplies by the head's
 weights a few tokens at a time (`torch.nn.functional.linear_cross_entropy`, Liger's kernel) holds none of
-them whole.
-`without_loss` is the graph of such a step, and a plan of it says what it buys.
+them whole. `without_loss` returns the graph of a step with such a loss; a plan of that graph has the time.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ def find_loss(graph: Graph) -> Loss | None:
 def without_loss(graph: Graph, loss: Loss) -> Graph:
     """Return `graph` without the temporaries of `loss`.
 
-    From the head's forward to its backward, only those gradients are live that the head leaves: of its
-    weights and of its input.
+    From the head's forward to its backward, the only gradients live are those that the head's backward makes:
+    of its weights and of its input.
     """
     own = {graph.versions[w].storage for op in loss.temporaries for w in graph.ops[op].writes}
     left = min(
@@ -110,7 +109,7 @@ def without_loss(graph: Graph, loss: Loss) -> Graph:
 
 
 def loss_advice(plan: Plan, planning: Callable[[Profile | Graph, int], Plan]) -> LossAdvice | None:
-    """Return what a chunked cross-entropy would buy; None for nothing, or if the loss is not at the peak.
+    """Return what a chunked cross-entropy would gain; None if nothing, or if the loss is not at the peak.
 
     Args:
         plan: the plan to improve.

@@ -24,11 +24,11 @@ from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.time_limit import relative_gap
 from autoac.planner.units import format_bytes, format_us
 
-LARGE_GAP = 0.05  # of the recompute: said in words
+LARGE_GAP = 0.05  # of the recompute time: a larger gap gets a sentence of its own
 
 
 def explain(subject: Plan | Policy | PlannerError, *, table: bool = False) -> str:
-    """Write the decisions, the peak and its place, the recompute time, and how good that is proven to be.
+    """Write the decisions, the peak and its moment, the recompute time, and how near to the best it is.
 
     Layers that decide alike share an entry: `h.0-11.mlp` stands for the `mlp` of twelve blocks.
 

@@ -1,8 +1,8 @@
 """Prepare the data of a page that draws memory over a step and says what is live when.
 
-It has the simulated step under the plan, the same step with nothing recomputed and with every block
-recomputed, and a measured step if there is one. Everything is columns of numbers and a few tables of
-names, so that steps of tens of thousands of ops stay small.
+The data have the simulated step under the plan, the same step with nothing recomputed and with every block
+recomputed, and a measured step if there is one. They are columns of numbers and a few tables of names, so
+that steps of tens of thousands of ops stay small.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class MeasuredTrack:
     peak_bytes: int
     took_us: float  # by the profiler's own clock
     matched: int  # events of the plan's track that were found in the measured step
-    of: int
+    of: int  # events of the plan's track
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def picture(
 
     Args:
         plan: the decision; its peak is the first track's.
-        measured: one step that carried it out.
+        measured: one step that carried out the plan.
         policy: the policy that is carried out, if it says more than the plan: the budget before a correction.
         notes: sentences for the reader.
     """

@@ -1,4 +1,4 @@
-"""Answer what another decision would change: one op saved or dropped, or a larger budget.
+"""Answer what another decision would change: one op saved or recomputed instead, or a larger budget.
 
 All numbers come from the simulator, for a save set near the plan's; nothing is estimated.
 """
@@ -168,14 +168,14 @@ def more(
     planning: Callable[[Profile | Graph, int], Plan] | None = None,
     tried: int = 40,
 ) -> More:
-    """Return what `extra_bytes` more of budget would save in time.
+    """Return how much time a budget larger by `extra_bytes` would save.
 
     Args:
         plan: the plan to improve.
         extra_bytes: by how much the budget grows; a budget above the ceiling saves no more.
         planning: plans a profile or graph within a budget in bytes; by default `plan()`.
-        tried: how many recomputed ops to try by themselves for `next`, the most time for their bytes
-            first. Each is one run of the simulator.
+        tried: how many recomputed ops to save on trial for `next`, one at a time, those with the most time
+            per byte first. Each trial is one run of the simulator.
     """
     if extra_bytes <= 0:
         raise ValueError(f"extra_bytes must be positive, got {extra_bytes}")
@@ -233,7 +233,7 @@ def as_planned(policy: Policy, profile: Profile) -> Plan:
     Peak and time are the simulator's on `profile`; the bound is the one that the policy states.
 
     Raises:
-        OtherProfile: the two have other ops.
+        OtherProfile: `policy` and `profile` do not have the same ops.
     """
     keys = profile.keys()
     if list(policy.decisions) != keys:
