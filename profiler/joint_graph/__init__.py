@@ -1,1 +1,1 @@
-"""The joint graph of a compiled step: which nodes run in forward, where it is cut, how it is profiled."""
+"""Sort the joint graph of a compiled step into forward and backward, cut it, and profile it."""

@@ -67,7 +67,7 @@ def compile_decided(
     Args:
         part: the graph.
         saved: by op of forward.
-        moves: of tensors to the host; with `saved`, they name the code.
+        moves: moves of tensors to the host. The code is found again by `saved` and `moves`.
         insert: adds `moves` to forward and backward; called with the names of the ops of forward, those of
             the nodes that run in backward alone, the moves, and how many outputs forward returns.
     """

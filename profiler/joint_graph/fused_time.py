@@ -1,8 +1,8 @@
 """Price ops as a fusing compiler runs them.
 
-An op that is fused with its neighbors exchanges their values in registers. Only what a kernel reads from
-memory and writes there costs time, so such an op counts the share of its bytes that it exchanges with ops it
-is not fused with. Which ops are fused is torch's own list, by which its partitioner recomputes for free:
+An op that is fused with its neighbors exchanges values with them in registers. Only what a kernel reads from
+memory and writes there costs time. So a fused op counts the share of its bytes that it exchanges with ops
+that are not fused. The fused ops are those of torch's own list, which its partitioner recomputes for free:
 
     mm -> mul -> tanh -> mm        mul counts what it reads of mm, tanh what it writes for mm: a half each
 

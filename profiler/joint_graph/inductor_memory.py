@@ -25,7 +25,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class InductorNodes:
-    """Names of nodes of one half of a cut that differ from nodes that run one by one: none unless fused."""
+    """Names of nodes in one half of a cut whose memory differs from that of nodes that run one by one.
+
+    There are none unless Inductor compiles the graph, which fuses nodes.
+    """
 
     generated: Set[str] = frozenset()  # they hold nothing but their outputs
     in_registers: Set[str] = frozenset()  # only the kernel that computes them reads them
