@@ -1,4 +1,4 @@
-"""Rules by which torch chooses kernels and types on a GPU, copied from its C++ for fake steps without one.
+"""Choose kernels and types as torch does on a GPU, for fake steps without one: rules copied from torch's C++.
 
 gpu_kernels.py        which kernels composite ops run: norms, dropout, softmax, recurrent cells
 gpu_attention.py      which kernel scaled_dot_product_attention runs

@@ -52,7 +52,7 @@ _LEFT_OUT = {"binary_cross_entropy", "cudnn_convolution", "cudnn_convolution_tra
 def gpu_autocast() -> Iterator[None]:
     """Have `torch.autocast("cuda")`, around this context or inside it, hold for the tensors of this thread.
 
-    In the model `torch.autocast("cpu")` means the same: models name the device of their tensors.
+    Inside, `torch.autocast("cpu")` means the same, since models pass the device of their tensors.
     """
     include = private.dispatch_include_set() | private.DispatchKeySet(_KEY)
     exclude = private.dispatch_exclude_set().remove(_KEY)

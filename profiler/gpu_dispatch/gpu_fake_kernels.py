@@ -1,4 +1,4 @@
-"""Return outputs without memory for ops of a GPU that torch has no fake kernel of, or not the GPU's.
+"""Return outputs without memory for ops of a GPU, where torch has no fake kernel or one with other outputs.
 
 Sources of the sizes, of torch 2.13, in aten/src/ATen/native: cudnn/GridSampler.cpp; RNN.cu, Normalization.cu
 and layer_norm_kernel.cu in cuda; attention.cu in transformers/cuda; GroupedMMUtils.h.
