@@ -18,7 +18,7 @@ class CompileContext:
 
     tracing: Any
     compiling: Any
-    configs: tuple[tuple[Any, dict[str, Any]], ...]  # modules of configuration, with what differs from now
+    configs: tuple[tuple[Any, dict[str, Any]], ...]  # modules of configuration, with their values then
 
     @classmethod
     def now(cls) -> CompileContext:
@@ -30,10 +30,10 @@ class CompileContext:
 
     @contextlib.contextmanager
     def entered(self, metadata: Any = None, fake_mode: Any = None) -> Iterator[None]:
-        """Run what is inside as if AOTAutograd had gone on.
+        """Run the body as if AOTAutograd had gone on.
 
         Args:
-            metadata, fake_mode: of the first stage, to run the second one.
+            metadata, fake_mode: those of the first stage, if the body runs the second one.
         """
         tracing = copy.copy(self.tracing)
         if tracing is not None and metadata is not None:

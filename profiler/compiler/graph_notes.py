@@ -41,7 +41,7 @@ def write_notes(path: Path, notes: dict[str, Any]) -> None:
 
 @functools.cache
 def source_digest(folder: Path) -> str:
-    """Return a digest of all Python source in `folder`, on which what is stored depends."""
+    """Return a digest of all Python source in `folder`. Files written by other source are not found again."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -152,7 +152,7 @@ def reporting_compiler(compiler: Any, report: Callable[[], None]) -> Any:
 
 
 def suppresses_errors() -> bool:
-    """Return True if code that a backend cannot compile runs without it."""
+    """Return True if code that a backend cannot compile runs without the backend."""
     from torch._dynamo import config
 
     return cast("Any", config).suppress_errors is True
@@ -328,7 +328,7 @@ def fusible_by_compilers() -> Callable[[Any], bool]:
 
 
 def generated_by_inductor() -> Callable[[Any], bool]:
-    """Return a function that is True for nodes for which Inductor generates code, and calls no kernel."""
+    """Return a function that is True for nodes for which Inductor generates code instead of a kernel call."""
     from torch._functorch.partitioners import get_default_op_list
     from torch._inductor.lowering import fallbacks, lowerings
 
@@ -352,7 +352,7 @@ def nodes_laid_out_channels_last(module: Any) -> Iterable[Any]:
 
 
 def size_hint(size: Any) -> int:
-    """Return a size, of a symbolic one the value that it was traced with, and 0 if that is not known."""
+    """Return a size. Of a symbolic size, return the value it was traced with, or 0 if that is not known."""
     from torch.fx.experimental.symbolic_shapes import optimization_hint
 
     return optimization_hint(size, fallback=0)

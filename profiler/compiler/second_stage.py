@@ -176,12 +176,12 @@ class CompiledPart:
 
     @property
     def joint(self) -> Any:
-        """The joint graph; the second stage works on copies."""
+        """Return the joint graph. The second stage works on copies of it."""
         return self._first.capture.graph_module
 
     @property
     def metadata(self) -> Any:
-        """AOTAutograd's facts about inputs and outputs."""
+        """Return AOTAutograd's facts about inputs and outputs."""
         return self._first.state.fw_metadata
 
     @property
@@ -283,9 +283,10 @@ class CompiledPart:
             write_notes(_notes_path(self.key), self.notes)
 
     def _after_joint_passes(self, partition: Partition, module: Any) -> Partition:
-        """Return `partition` with what the user's backend runs before it, which also cuts nested graphs.
+        """Return `partition` with the passes that the user's backend runs before its own cut.
 
-        Inductor's passes run once, unless nested graphs or a pass of the user could notice a second cut.
+        The backend's own function still cuts nested graphs. Inductor's passes run once, and their result is
+        kept, unless a nested graph or a pass of the user could notice.
         """
         users = self._first.partition
         runs_passes = self.fuses and self._after_passes is None
@@ -327,7 +328,7 @@ def _keep_from_cache(begins: bool) -> None:
 
 
 def forget_code_that_calls(model: nn.Module) -> None:
-    """Have code compiled again that calls `model`: Dynamo does not notice that a model gets hooks.
+    """Have Dynamo compile again the code that calls `model`, since it does not notice new hooks of the model.
 
     The model's own code stays: its hooks run before it, and planned forwards have code of their own.
     """
