@@ -2,11 +2,11 @@
 
 NOTE [ Known values ]
 Models look at values: whether a mask is all ones, the largest position. So only floating-point tensors are
-fake. Integer and bool tensors of the batch, of buffers and out of nothing (`arange`) are real, and ops that
-read only such tensors run for real, so a model finds the values that it would find in training and takes
-the same path. (transformers builds T x T attention masks that it would do without, if the tensor that says
-that no sequence is packed is fake.) The output of an op that reads a fake tensor (the choice of a router)
-is fake: looking at its values raises CannotFake.
+fake. Integer and bool tensors are real if they are from the batch, from buffers or made from nothing
+(`arange`). Ops that read only such tensors run for real, so a model finds the values that it would find in
+training and takes the same path. (If the tensor that says that no sequence is packed were fake, transformers
+would build attention masks that it does without in training.) The output of an op that reads a fake tensor
+(the choice of a router) is fake: looking at its values raises CannotFake.
 """
 
 from __future__ import annotations
@@ -166,10 +166,10 @@ class FakeAllocations(TorchDispatchMode):
         return None
 
     def _settle(self) -> None:
-        """Let a sum of gradients replace the gradient that it was added to, if that one is freed.
+        """Let a sum of gradients take the memory of its first gradient, if that gradient is freed at once.
 
-        Where gradients meet, autograd adds to the first one in place if nothing else holds it, but never to
-        a tensor subclass such as a fake tensor. A gradient that is freed at once was held by nothing else.
+        Where gradients meet, autograd adds to the first gradient in place if nothing else holds it, but never
+        to a tensor subclass such as a fake tensor. A gradient that is freed at once was held by nothing else.
         """
         old, total = self._gradient_sum
         self._gradient_sum = (None, None)

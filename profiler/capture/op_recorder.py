@@ -351,7 +351,7 @@ class OpRecorder(RecordingMode):
         return True
 
     def end_forward(self, output: Any) -> list[Tensor]:
-        """Mark the end of a forward that returned `output`; return the tensors on other storages."""
+        """Mark the end of a forward that returned `output`; return its tensors that forward did not make."""
         self.record.forward_ends.append(len(self.record.ops))
         others = []
         for position, tensor in enumerate(batch_tensors([output])):
@@ -403,7 +403,7 @@ class OpRecorder(RecordingMode):
         self.paused = self._compiled_depth > 0
 
     def hold(self, tensors: Iterable[Tensor], reason: str = CROSSES) -> None:
-        """Have the ops saved that made `tensors`."""
+        """Have the ops that made `tensors` saved."""
         for tensor in tensors:
             if self.has_storage(tensor) and (version := self.newest.get(tensor)) is not None:
                 self.force_save(version, reason)

@@ -105,7 +105,7 @@ class SavedTensorRecorder:
         return len(self.versions) - 1
 
     def copy_of(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a saved tensor whose numbers index or decide; no step holds the copy."""
+        """Return a copy of a saved tensor whose numbers index or decide. A real step has no such copy."""
         with _paused(self._recorder):
             content = tensor.detach().clone()
         self.copies.append(RecordedStorage(self._recorder.locate(content.untyped_storage()), self._mark()))
@@ -180,9 +180,10 @@ class SavedTensorRecorder:
         return self._note_unpack_in_forward(ones.conj() if packed.conjugate else ones, packed)
 
     def _note_unpack_in_forward(self, tensor: Tensor, packed: _HollowHandle) -> Tensor:
-        """Return `tensor`. In forward, the ops that read it read the saved version, which must be saved.
+        """Return `tensor`, which was unpacked.
 
-        A plan has no recompute in forward.
+        If forward unpacked it, ops that read it read the saved version, and the op that wrote this version
+        must be saved: a plan has no recompute in forward.
         """
         if not self.forward_over:
             version = self.versions[packed.index]
@@ -191,10 +192,10 @@ class SavedTensorRecorder:
         return tensor
 
     def save_differentiated(self) -> None:
-        """Have saved what a hook of backward differentiates.
+        """Have the ops saved that made what a hook of backward differentiates.
 
-        Such a hook runs graph tasks of its own. The runtime recomputes for each graph task by itself, and the
-        schedule of a plan has one.
+        Such a hook runs graph tasks of its own. The runtime recomputes for each graph task separately, but
+        the schedule of a plan has a single task.
         """
         first = min((event.task for event in self.events if event.task >= 0), default=-1)
         for event in self.events:
@@ -204,9 +205,9 @@ class SavedTensorRecorder:
     def newest_unchanged(self, saved: int, until_op: int) -> int:
         """Return the newest version in which the bytes of saved tensor `saved` are still those it had.
 
-        Writes to other parts of its storage make such versions. So do collectives and Functions, whatever
-        they write: they advance no version counter, and backward gets what they wrote. Only writes before op
-        `until_op` count, where autograd dropped the saved tensor.
+        Writes to other parts of the storage make such versions. So do all writes of collectives and of
+        Functions: they advance no version counter, and backward gets what they wrote. Only writes before op
+        `until_op` count: there autograd dropped the saved tensor.
         """
         version = self.versions[saved]
         record = self._recorder.record
