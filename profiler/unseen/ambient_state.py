@@ -1,6 +1,7 @@
-"""Capture what is around a call, and put it in force again.
+"""Capture the state around a call, and put it in force again.
 
-This is generators, autocast, flags of attention, and whether checkpoints are plain calls.
+The state is generators, autocast, flags of attention, the precision of float32 matmuls, and whether
+checkpoints are plain calls.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class AmbientState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put the state in force inside, and the present one at the end."""
+        """Put the state in force while the body runs; then restore the present state."""
         with ExitStack() as stack:
             for generator in self._generators:
                 stack.enter_context(generator_at(generator))

@@ -19,10 +19,10 @@ class CallArguments:
 
     Attributes:
         tensors: the distinct tensors, in lists and dictionaries too.
-        args, kwargs: the rest.
+        args, kwargs: the arguments, with placeholders.
         needs_grad: for each positional argument, True if it is a tensor that needs a gradient.
-        wrapped: True if a tensor is of a subclass.
-        opaque: True if something else is neither immutable nor a container, so that it may change.
+        wrapped: True if a tensor is of a subclass other than Parameter.
+        opaque: True if an argument is neither a plain tensor nor immutable nor a container: it may change.
     """
 
     __slots__ = ("_requires_grad", "args", "kwargs", "needs_grad", "opaque", "tensors", "wrapped")
@@ -53,7 +53,7 @@ class CallArguments:
         return value
 
     def release(self) -> None:
-        """Forget the tensors; what else the call got stays."""
+        """Forget the tensors, and keep the other arguments."""
         self.tensors = []
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:

@@ -69,7 +69,7 @@ class CheckedCode:
 def _warn(op: str) -> None:
     log.warning(
         "a kernel that PyTorch does not dispatch writes over what %s has written, so checkpoints and regions "
-        "with it compare contents in every step, and wait for the device for each. Call the kernel inside of "
+        "with it compare contents in every step, and wait for the device each time. Call the kernel inside "
         "a torch.autograd.Function or a torch.library.custom_op",
         op,
     )

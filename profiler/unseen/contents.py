@@ -3,9 +3,9 @@
 A version of a storage may be recomputed only if every write to it was recorded. So its fingerprint is taken
 when the op that writes it ends, and again whenever a recorded op reads it or autograd packs it:
 
-    t = x @ w      written: a          aten.mm is recorded
+    t = x @ w      fingerprint 17      aten.mm is recorded
     kernel(t)                          a Triton kernel, which no dispatch mode sees
-    u = t.sin()    read: b, not a      so aten.mm must be saved, and what read `t` before must be, too
+    u = t.sin()    fingerprint 23      so aten.mm must be saved, and so must the ops that read `t` before
 
 Fingerprints stay on the device until `unseen_writes` reads all of them at once.
 """
@@ -64,7 +64,7 @@ class Contents:
         self._add(number, op, tensor)
 
     def forget(self, tensor: Tensor) -> None:
-        """Let a recorded op write the storage of `tensor`, which forward did not make."""
+        """Forget the storage of `tensor`, which forward did not make, since a recorded op writes it."""
         self._outside.drop(tensor)
 
     def note_made_up(self, tensor: Tensor) -> None:

@@ -5,8 +5,9 @@ write, and no version counter moves. So code that relies on contents takes a fin
 has written them and another when they are read. If the two differ, an unseen kernel wrote in between.
 
 On a device, a fingerprint is a sum, modulo 2**64, of the elements times one random odd weight for each
-position. So a permutation, a change of sign and a swapped half all change it, which a plain sum or an
-exclusive or does not see. Elements are the bytes as integers: payloads of NaN and the sign of zero count.
+position. So a permutation, a change of sign and a swap of two halves all change the fingerprint; a plain sum
+or an exclusive or would miss some. Elements are the bytes as integers: payloads of NaN and the sign of zero
+count.
 
 On a device, fingerprints are computed in its current stream. They stay there until they are read, so taking
 one does not synchronize, unless several streams are used. On the CPU, xxHash reads the bytes where they are,
@@ -169,7 +170,7 @@ class KeptWeights:
     def keep(self, value: Fingerprint) -> Fingerprint:
         """Return a fingerprint in a form that takes eight bytes of a device, where a tensor takes 512.
 
-        It is a number with several streams, of which one may not read what another is still writing.
+        With several streams, return a number, since one stream must not read what another is still writing.
         """
         if isinstance(value, int):
             return value

@@ -5,7 +5,7 @@ Theory of operation
 
 Functions are the unit in which kernels come that PyTorch does not dispatch (Triton, pybind, ctypes). What
 such a kernel writes is not an output of a visible op, so the ops inside of a Function must not run again one
-by one. Its `forward` may, as a whole: it is the user's Python, and does what it did.
+by one. Its `forward` may run again as a whole: it is the user's Python, unseen kernels included.
 
 While a recording mode is active, `Function.apply` goes through `run_function` of that mode. The mode makes a
 `FunctionCall`, which watches the call:
@@ -162,7 +162,7 @@ class _Slot:
     __slots__ = ("index", "is_saved", "layout")
 
     def __init__(self, tensor: Tensor, index: int, *, is_saved: bool) -> None:
-        self.is_saved = is_saved  # among what the call saved, in the order of save_for_backward, or returned
+        self.is_saved = is_saved  # True: found among what save_for_backward got, False: in what was returned
         self.index = index
         self.layout = _layout(tensor)
 
@@ -183,11 +183,11 @@ class FunctionCall:
     Attributes:
         facts: of the Function, in the form of those about an op.
         arguments: of the call.
-        reason: why the call must be saved; "" if it may run again. Final after `run`, and for all that the
-            call saves.
-        written: the arguments that an unseen kernel writes, known when `reason` is.
+        reason: why the call must be saved; "" if it may run again. It may be set until autograd packs what
+            the call saves or `run` returns, and for the first call of a kind, by `examine`.
+        written: the arguments that an unseen kernel writes, known once `run` returns.
         made: the storages that visible ops inside have made, by address.
-        rerun: runs the call again; None if it must be saved, which was known before.
+        rerun: runs the call again; None if it was known beforehand that the call must be saved.
     """
 
     def __init__(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -339,7 +339,7 @@ class _Examination:
         self._before = [storage_fingerprint(tensor) for tensor in self._storages]
 
     def written(self) -> list[Tensor]:
-        """Return the arguments that are not as they were when it began; [] from the second time on."""
+        """Return the arguments that were written since `begin`; [] if this was called before."""
         before, self._before = self._before, []
         return [
             tensor
@@ -348,7 +348,7 @@ class _Examination:
         ]
 
     def positions(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """Return which of the storages of the arguments are those of `tensors`."""
+        """Return the positions of `tensors` among the storages of the arguments."""
         written = {id(tensor) for tensor in tensors}
         return tuple(i for i, tensor in enumerate(self._storages) if id(tensor) in written)
 
@@ -359,7 +359,7 @@ def _equal(first: Sequence[Fingerprint], second: Sequence[Fingerprint]) -> bool:
 
 
 def _kind_of(arguments: CallArguments) -> Any:
-    """Return what two calls of one Function have in common if they are expected to do the same to tensors."""
+    """Return a key: calls of one Function with the same key are expected to do the same to their tensors."""
 
     def describe(value: Any) -> Any:
         kind = type(value)
