@@ -59,7 +59,7 @@ class Batch:
 
     Args:
         args, kwargs: as the user passes them.
-        of_input: returns the alias of a tensor, which needs no gradient of its own.
+        of_input: returns the alias of a tensor; the alias need not require a gradient.
         originals: notes the tensors whose memory the model works on.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Call the user's model on aliases of its tensors, as often as needed, without a trace."""
+"""Call the user's model on aliases of its tensors, as often as needed, and leave the model as it was."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from autoac.profiler.torch_facts.inductor import call_as_compiled, is_called_com
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A forward of the model on its batch, as a function. Each call starts from the same state of both."""
+    """A forward of the model as a function. Each call starts from the same state of model and batch."""
 
     entry: Callable[..., Any]  # the model, or what torch.compile made of it
     batch: Batch
     originals: Originals
     before: Callable[[], None]
     hooks: BackwardHooks
-    unplanned: dict[str, None]  # messages on what decides itself what autograd holds
+    unplanned: dict[str, None]  # messages about code that decides itself what autograd holds
 
     def __call__(self) -> Any:
         self.before()
@@ -67,8 +67,8 @@ def isolated_call(
     Args:
         model, args, kwargs: as for `profile`.
         entry: runs the model; by default the model itself.
-        of_parameter, of_buffer, of_input: return the alias of a tensor of the model or the batch. It needs no
-            gradient of its own.
+        of_parameter, of_buffer, of_input: return the alias of a tensor of the model or the batch; the alias
+            need not require a gradient.
         accumulates: True if gradients are added to existing ones.
         excluded: parameters that the caller replaces itself.
         before: called before each call of the model.

@@ -5,8 +5,8 @@ weights normalized in place), or over what the model keeps elsewhere: a teacher 
 object, a memory bank in a dictionary. So the contents of such a tensor are copied before the first op that
 writes it.
 
-Tensors of the batch and of the model are known in advance. The others are found in the first forward: tensors
-that an op writes and no op of that forward made.
+Tensors of the batch and of the model are known in advance. The first forward shows all others: tensors that
+an op writes and that no op of that forward made.
 """
 
 from __future__ import annotations
