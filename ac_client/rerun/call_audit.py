@@ -3,8 +3,8 @@
 A rerun repeats what the module does besides computing its output. So the audited call must not have had a
 side effect that a rerun would repeat, and must have read nothing that may differ when it runs again:
 
-- It read all its tensor arguments, and besides them only its parameters, its buffers and tensors that it
-  made; it wrote only the latter. An argument that no op reads would be held for nothing.
+- It read all its tensor arguments; an argument that no op reads would be held for nothing. It read no other
+  tensors but its parameters, its buffers and tensors that it made, and wrote only to tensors that it made.
 - The Python objects that its modules refer to are unchanged, and so are Python's and numpy's generators.
 - Nothing that it made is alive afterwards except its outputs.
 - Its modules have no hooks but ours, are not compiled and not sharded; no modes or hooks are around it.

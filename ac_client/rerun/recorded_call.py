@@ -4,7 +4,7 @@ Theory of operation
 ===================
 
 While the call runs, the dispatch mode is paused, and the region's pack hook asks `RecordedCall.pack`. It
-gives autograd a handle on a StorageVersion of one CallNode for each tensor that the call makes, and remembers
+gives autograd a handle on a NodeVersion of one CallNode for each tensor that the call makes, and remembers
 the position of the pack. In backward the module's forward runs again under hooks of its own: the pack at the
 same position captures the tensor. Once all needed tensors are captured, an exception ends the rerun.
 
