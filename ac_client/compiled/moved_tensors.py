@@ -11,8 +11,8 @@ NOTE [ Moves in compiled code ]
 Forward returns the token in place of `t`: an empty tensor of the host. Its storage refers to the copy, so
 memory of the host goes back when autograd lets go of the token. The points are those of NOTE [ Moves ] in
 planner/problem/moves.py. `free` and `arrive` return what they are given, so that Inductor keeps their order.
-torch has such ops, too (`ao::offload`); theirs allocate pinned memory for each copy, rounded to a power of
-two, and run on no CPU.
+torch's own ops of this kind (`ao::offload`) allocate pinned memory for each copy, rounded to a power of two,
+and do not run on a CPU.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class PartMove(NamedTuple):
     """A move of the outputs of an op: positions among the ops of forward in a compiled graph."""
 
     op: int
-    free: int  # of the op before which they are freed; the number of ops: where forward ends
-    fetch: int  # of the op of which backward then first reads an output
+    free: int  # the op before which they are freed; the number of ops: where forward ends
+    fetch: int  # the op whose outputs backward is about to read for the first time when it fetches
 
 
 def insert_moves(
@@ -50,8 +50,8 @@ def insert_moves(
         forward, backward: the halves.
         ops: names of the nodes of the ops of forward, in order.
         own: names of the nodes that run in backward alone.
-        moves: without symbols in the sizes of what moves.
-        n_outputs: how many outputs of forward are returned; others are saved for backward.
+        moves: moves of tensors without symbolic sizes.
+        n_outputs: how many outputs of forward are returned; all further outputs are saved for backward.
     """
     made = {node.name: node for node in forward.graph.nodes}
     inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
@@ -98,7 +98,7 @@ def _leave(graph: fx.Graph, tensor: fx.Node, end: fx.Node) -> fx.Node:
 def _come_back(
     graph: fx.Graph, saved: fx.Node, token: fx.Node, trigger: fx.Node, own: Collection[str]
 ) -> None:
-    """Fetch the tensor in whose place `saved` is a token now: for `trigger`, or for its first use."""
+    """Fetch the tensor that the token `saved` stands for: before `trigger`, or its first use if earlier."""
     value = saved.meta["val"]
     first = min(saved.users)
     begin = min(trigger, first)
@@ -115,7 +115,7 @@ def _come_back(
 
 
 def _ends_step(node: fx.Node, own: Collection[str]) -> bool:
-    """Return True if what the next node of `own` needs begins after `node`."""
+    """Return True if the nodes right after `node` are those that the next node of `own` needs."""
     if node.op in ("placeholder", "root"):
         return True
     if node.target is operator.getitem:

@@ -20,7 +20,7 @@ log = logging.getLogger("ac_client")
 
 
 class PolicyFile:
-    """The file of the policy for a profile under some terms. Other terms, or another planner, give another.
+    """The file with the policy for a profile and terms. Other terms, or another planner, have another file.
 
     Args:
         terms: what the plan depends on, other than the profile.

@@ -26,7 +26,7 @@ class PartCall(NamedTuple):
 
 
 class PartCalls:
-    """The calls of compiled graphs in one forward, as earlier forwards under its policy made them."""
+    """The calls of compiled graphs in one forward, as earlier forwards under the same policy made them."""
 
     def __init__(self, decisions: Mapping[str, Decision], moves: Mapping[str, MovePoints]) -> None:
         self.decisions, self.moves = decisions, moves
