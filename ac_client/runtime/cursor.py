@@ -332,7 +332,7 @@ class Cursor:
         return call.begin, self._position
 
     def saves_all(self, span: Span) -> bool:
-        """Return True if every op of `span` is saved, and all its uses are in one use group."""
+        """Return True if every op of `span` is saved, nothing moves in it, and no use group ends in it."""
         return self._route.saves_all(span) and self._route.is_in_one_group(span)
 
     @property
@@ -352,7 +352,7 @@ class Cursor:
 
     @property
     def is_trigger(self) -> bool:
-        """Return True if backward fetches something as it first unpacks what the last op to start made."""
+        """Return True if backward fetches when it first unpacks an output of the op that started last."""
         return self._position - 1 in self._route.triggers
 
     @property

@@ -263,8 +263,8 @@ class PolicyFrame(NamedTuple):
 # runs b and c from a.
 #
 # These are the use groups of a plan, except that nobody knows their positions beforehand. The position of a
-# use at level k is -k; the latest use that the group of level k serves is at -k while its checkpoint is open,
-# and there is none once it is closed. A plan decides alone: under a plan, checkpoints make no groups.
+# use at level k is -k. The group of level k serves uses up to -k while its checkpoint is open, and no use
+# once it is closed. A plan decides alone: under a plan, checkpoints make no groups.
 
 
 class OpenCheckpoints:
@@ -272,7 +272,7 @@ class OpenCheckpoints:
 
     Attributes:
         use_groups: of each open checkpoint, the outermost first.
-        position: of a tensor that is packed now.
+        position: of the use by a tensor that is packed now.
     """
 
     __slots__ = ("position", "use_groups")
@@ -294,7 +294,7 @@ class PolicyStack:
         packing: the innermost packing; None if no frame has one.
         grouping: a plan in which ops have use groups, or several checkpoints; None if ops run once.
         moving: a plan that moves outputs of ops to the host; None if there is none.
-        planned: the decision of the plan for the op decided last; None if it has none, or is not alone.
+        planned: the plan's decision for the op decided last; None if it has none, or other policies apply.
         saves_all: True if every op is saved.
         recomputes_all: True if every op is recomputed, except those with `OpFacts.must_save`.
         forced_by: the policy that said MUST_RECOMPUTE for the op decided last; "" if none did.
@@ -358,7 +358,7 @@ class PolicyStack:
         """Return True if a call of a Function is saved, False if not; None if its ops inside decide.
 
         A plan, "recompute_all" and the like decide about the call. Lists and functions of ops know nothing of
-        Functions: without a plan, they are asked about the visible ops inside, and a call is saved if one is.
+        Functions: without a plan, they decide about the visible ops inside, and a call is saved if one op is.
         """
         if self._cursor is not None or self._constant is not None:
             return self.saves(None, facts, (), None)

@@ -6,24 +6,24 @@ Only ops that may be recomputed are tracked. An op whose outputs are saved has n
 its outputs as they see parameters and inputs: as sources from outside. So saving an op costs only the
 question to the policy, and the recorded graph ends at saved tensors.
 
-    StorageVersion     one version of a storage that a recorded op made; refers to its node
+    NodeVersion        one version of a storage that a recorded op made; refers to its node
     Source             one version of a storage from outside; owned by the nodes that read it
     Node               a recorded op with its arguments. A tensor argument is replaced by
-                         - its StorageVersion, if it is the very tensor that the op returned;
-                         - a VersionView (StorageVersion, recipe), for any other tensor on that storage;
+                         - its NodeVersion, if it is the very tensor that the op returned;
+                         - a VersionView (NodeVersion, recipe), for any other tensor on that storage;
                          - its Source, if it is the first tensor that a node read from that storage;
                          - a SourceView (Source, position), for any other tensor on that storage
-    RecomputedHandle   what autograd holds in place of a tensor: a StorageVersion and a recipe
+    RecomputedHandle   what autograd holds in place of a tensor: a NodeVersion and a recipe
 
-References point from autograd to the past: RecomputedHandle -> StorageVersion -> Node -> StorageVersion or
+References point from autograd to the past: RecomputedHandle -> NodeVersion -> Node -> NodeVersion or
 Source -> ... References to the future are weak. So when autograd drops its last handle, everything behind
 it is freed at once, without the garbage collector. Views need no node, because a recipe rebuilds a tensor
-from its storage. The region's table maps each storage to its StorageVersion or, weakly, to its Source.
+from its storage. The region's table maps each storage to its NodeVersion or, weakly, to its Source.
 
 NOTE [ Uses ] (rules c to f of NOTE [ Rules of the schedule ] in planner/memory/schedule.py)
 
-A StorageVersion has one use for each RecomputedHandle on it, and one for each node that reads it and has an
-output with a use. `StorageVersion.uses` counts over all of autograd's graph; a `Pass` counts down a copy.
+A NodeVersion has one use for each RecomputedHandle on it, and one for each node that reads it and has an
+output with a use. `NodeVersion.uses` counts over all of autograd's graph; a `Pass` counts down a copy.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Source:
         self.tensors: list[Tensor] = []  # as nodes read them: on the storage, without history
         self._first: weakref.ref[Tensor] | None = None  # the tensor that tensors[0] was made from
         self._recipe: Recipe | None = None  # of tensors[0], computed when first needed
-        self._copied: torch.Event | None = None  # after the private copy, if streams must wait for it
+        self._copied: torch.Event | None = None  # end of the private copy, if streams must wait for it
         self.nbytes = tensor.untyped_storage().nbytes()
         self.guard: WriteGuard | None = WriteGuard(without_history(tensor))
 
@@ -178,7 +178,8 @@ class NodeVersion:
         """Return True if an op may have written to the storage since `note_counter`.
 
         Args:
-            view: of the storage. Where the tensor that the op returned is gone, its counter shows writes.
+            view: a tensor on the storage. If the tensor that the op returned is gone, the counter of `view`
+                shows writes.
         """
         tensor = self.tensor_ref()
         return version_counter(tensor if tensor is not None else view) != self.counter
@@ -213,7 +214,7 @@ class NodeVersion:
 
 
 class VersionView(NamedTuple):
-    """A tensor on a StorageVersion, other than the one that the op returned, as an argument of a node."""
+    """A tensor on a NodeVersion, other than the one that the op returned, as an argument of a node."""
 
     version: NodeVersion
     recipe: Recipe
@@ -291,7 +292,7 @@ class CallNode(Node):
         rerun: Callable[[list[Any], list[bool]], list[Tensor | None]],
     ) -> None:
         super().__init__(next_order(), name, rerun, args, {}, reads, None)
-        self.rerun = rerun  # from the tensors of `args`, and which of `outs` are needed, to these
+        self.rerun = rerun  # takes the tensors of `args` and which of `outs` are needed; returns these
 
 
 class FunctionNode(Node):
@@ -394,7 +395,7 @@ def pin_version(version: NodeVersion, tensor: Tensor, order: int) -> Source:
 
 
 def held_version(tensor: Tensor) -> NodeVersion:
-    """Return a version whose contents are those of `tensor`, which it holds, also after unseen writes."""
+    """Return a new version that holds `tensor`, with its present contents and what unseen kernels write."""
     node = _pinned_node(Source(tensor), tensor, next_order())
     version = NodeVersion(node, tensor, raw=True)
     node.outs = (weakref.ref(version),)

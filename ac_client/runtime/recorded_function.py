@@ -1,8 +1,8 @@
 """Record a call of a `torch.autograd.Function` in a region as one op, which backward runs again as a whole.
 
-profiler/unseen/function_calls.py says what a call makes and whether it may run again. Here its slots
-become StorageVersions of one FunctionNode: what it saved for backward and what it returned, if it made it.
-A call that is saved has no node, and its outputs are from outside.
+profiler/unseen/function_calls.py says what a call makes and whether it may run again. Here the call's slots,
+the storages that it made and then saved for backward or returned, become NodeVersions of one FunctionNode. A
+call that is saved has no node, and its outputs are from outside.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class RecordedFunction:
     """One call of a Function, while it runs.
 
     Attributes:
-        call: what the profiler sees of it, too.
+        call: the facts about the call that the profiler collects, too.
         saved: True if the call is saved. Final once `forward` is over.
-        is_known: True if the call is saved whatever it does: then nothing is noted of it.
+        is_known: True if it was known beforehand that the call is saved: then nothing is noted of it.
     """
 
     def __init__(

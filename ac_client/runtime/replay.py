@@ -49,7 +49,7 @@ class Pass:
     the pass through a callback, so the pass ends with the task, also if the task ends by an exception.
 
     Invariant: `cache` holds a tensor for a version only while the version has a remaining use, or during the
-    burst that computes it. A pass keeps no StorageVersion and no Node alive: each is freed with the last
+    burst that computes it. A pass keeps no NodeVersion and no Node alive: each is freed with the last
     handle that needs it, together with the saved tensors that it would have read.
     """
 
@@ -63,7 +63,7 @@ class Pass:
         self.cache: dict[int, Tensor] = {}  # by serial of the version
         self.uses: dict[int, int] = {}  # remaining uses, by serial of the version
         self.executed: set[int] = set()  # orders of the nodes that ran, or that nothing needs any more
-        self.releases = False  # what only recomputes read is released once they ran: `_hold_recomputed`
+        self.releases = False  # see `_hold_recomputed`
         self.uncounted = False  # for one burst: it consumes no uses and leaves nothing behind (rule g)
         # Tensors on cached versions that backward received, with their version counters then, by serial.
         self.handed_out: dict[int, list[tuple[Tensor, int]]] = {}
@@ -118,7 +118,7 @@ class Pass:
     def drop_use(self, version: NodeVersion) -> None:
         """Consume the use of a handle that died without having been unpacked in this pass (rule f).
 
-        Call it before the use is removed from `StorageVersion.uses`.
+        Call it before the use is removed from `NodeVersion.uses`.
         """
         stack = [version]
         while stack:
@@ -133,13 +133,16 @@ class Pass:
 
 
 class EventLog:
-    """The compute and recompute events of a run, in order, as `planner/memory/schedule.py` defines them."""
+    """The compute and recompute events of a run, in order, as `planner/memory/schedule.py` defines them.
+
+    The rerun of a module is a single event.
+    """
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []  # (kind, name of the op in keys)
 
     def add(self, kind: str, name: str) -> None:
-        """Append an event of the op `name`; `kind` is "compute" or "recompute"."""
+        """Append an event of the op or module `name`; `kind` is "compute", "recompute" or "rerun"."""
         self.events.append((kind, name_in_keys(name)))
 
 
@@ -295,7 +298,7 @@ def recompute(target: NodeVersion, running: Pass, graph: RegionGraph) -> Tensor:
             burst.add(version.node)
             stack.extend(version.node.reads)
     if any(node.order in running.executed for node in burst):
-        # Its uses are consumed, and it is needed again: a custom function unpacks late.
+        # An op has consumed its uses and is needed again: a custom function unpacks late.
         counted, running = running, Pass(running.task)
         running.uncounted = True
         running.cache.update(counted.cache)
@@ -314,7 +317,7 @@ def recompute(target: NodeVersion, running: Pass, graph: RegionGraph) -> Tensor:
                 with _BelowAutograd() if kind is Node else _unrecorded():
                     for node in nodes:
                         _replay(node, running, graph, target, flags)
-    if running.uncounted:  # what else it copied from the host is freed now, which must be over
+    if running.uncounted:  # what else was copied from the host is freed now: these copies must be over
         for wait in running.arriving.values():
             wait()
     recomputed = running.cache[target.serial]
@@ -328,7 +331,7 @@ def _order(node: Node) -> int:
 
 
 def _fetch(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion) -> None:
-    """Queue the copies of what `node` made from the host."""
+    """Queue the copies from the host of the outputs of `node`."""
     assert isinstance(node, MovedNode)
     if graph.log is not None:
         graph.log.add("recompute", node.name)
@@ -348,7 +351,7 @@ def _fetch(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion) -
 
 
 def _rerun(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, flags: FlagSwitcher) -> None:
-    """Run the module of `node` again, cache the versions that backward needs, and consume what it read."""
+    """Run the module of `node` again, cache what backward needs, and consume a use of each version read."""
     assert isinstance(node, CallNode)
     cache = running.cache
     for read in node.reads:
@@ -372,7 +375,7 @@ def _rerun(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, f
 
 
 def _replay(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, flags: FlagSwitcher) -> None:
-    """Run `node` again, cache its outputs, and consume the uses that it has of others."""
+    """Run `node` again, cache its outputs, and consume one use of each version that it reads."""
     cache = running.cache
     if running.handed_out:
         for read in node.reads:
@@ -422,7 +425,7 @@ def _hold_recomputed(version: NodeVersion, cache: Mapping[int, Tensor]) -> None:
     """Hold `version` for autograd's handles as if it were saved, and release what its node read.
 
     torch's selective checkpoint releases a saved tensor when the recompute has read it. A backward that does
-    not retain the graph needs it no more, and another one finds `version` saved.
+    not retain the graph no longer needs that tensor, and a later backward finds `version` saved.
     """
     if version.serial in cache:
         pin_version(version, cache[version.serial], next_order())

@@ -116,7 +116,7 @@ class RecomputedHandle:
             self._version = newer
 
     def unpack_writable(self) -> Tensor:
-        """Return the tensor for compiled code, which may overwrite it: a copy if others still need it."""
+        """Return the tensor for compiled code, which may overwrite it: a copy if it is still needed."""
         with self.graph.lock:
             tensor = self.unpack()
             self._last = None

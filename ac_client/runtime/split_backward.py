@@ -36,7 +36,7 @@ class Split:
         self.graphs: weakref.WeakSet[KeepsPass] = weakref.WeakSet()
 
     def close(self) -> None:
-        """End the period and free the passes that are kept."""
+        """End the period, and free the passes that were kept for further parts."""
         self.open = False
         for graph in list(self.graphs):
             graph.discard_suspended()

@@ -109,7 +109,7 @@ class TrackedStorages:
     def note_counters(self) -> bool:
         """Note the version counters of tracked storages before a pause; return False if one is unreadable.
 
-        Those noted before an earlier pause are not read again, so short pauses are cheap.
+        Counters noted before an earlier pause are not read again, so short pauses are cheap.
         """
         self._renew_guards()
         unreadable = []
@@ -140,7 +140,7 @@ class TrackedStorages:
             self.enter(tensor.untyped_storage(), weakref.ref(source))
 
     def before_write(self, tensors: Iterable[Tensor], *, untrack: bool) -> None:
-        """Copy what recorded ops read of the storages of `tensors`, which are about to be written.
+        """Copy what recorded ops have read from outside of `tensors`' storages, before they are written.
 
         With `untrack`, drop their origins: the writer is not recorded, so the new contents are from outside.
         """
@@ -163,8 +163,8 @@ class TrackedStorages:
     def before_silent_write(self, tensors: Sequence[Tensor]) -> None:
         """Prepare for a write to `tensors` that advances no version counter, by a collective or a Function.
 
-        Drop their origins, and let handles see the write: a tensor that autograd saved before reaches
-        backward with what was written. Ops that read the old contents run again on the old contents.
+        Drop their origins, and let handles see the write: backward gets the new contents for a tensor that
+        autograd saved before. Ops that read the old contents run again on the old contents.
         """
         for tensor in tensors:
             origin = self.origin(tensor) if has_storage(tensor) else None
@@ -210,9 +210,9 @@ class TrackedStorages:
             self._last_look.hold(tensor, version)
 
     def look_last(self, *, everything: bool = False) -> None:
-        """Compare storages that the model has let go of with what recorded ops have written, or all storages.
+        """Compare storages that the model has let go of, or all, with what recorded ops have written.
 
-        An unseen kernel may have written what no op reads any more, but backward does.
+        An unseen kernel may have written to a storage that no op reads any more, but that backward reads.
         """
         for tensor, version in self._last_look.released(everything=everything):
             if self._table.get(tensor) is version and version.contents is not None:
@@ -241,7 +241,7 @@ class TrackedStorages:
         return False
 
     def _written_by_others(self, version: NodeVersion, tensor: Tensor) -> None:
-        """Drop `version` as the origin of a storage, which what autograd saved of it reads from now on."""
+        """Drop `version` as the origin of a storage. Its handles read the storage as it is from now on."""
         self.writes += 1
         for run in version.runs:
             if run.handles:
@@ -261,7 +261,7 @@ class TrackedStorages:
     def after_unseen_write(
         self, tensors: Iterable[Tensor], copies: Mapping[int, torch.UntypedStorage]
     ) -> None:
-        """Drop the origins of storages that a kernel may have written; `copies` have them as they were."""
+        """Drop the origins of storages that a kernel may have written; `copies` has the old contents."""
         for tensor in tensors:
             origin = self.origin(tensor) if has_storage(tensor) else None
             if type(origin) is NodeVersion:
@@ -375,7 +375,7 @@ class TrackedStorages:
         """Track the versions that the in-place op of `node` made, and return them.
 
         Args:
-            rewritten: by old version, the tensor that was written.
+            rewritten: pairs of an old version and the tensor that was written.
         """
         made, rewrites = [], []
         for old, tensor in rewritten:

@@ -2,16 +2,16 @@
 
 NOTE [ Order of copies ]
 
-    copy out   waits for what compute has queued, and for all copies in: one may still read the same memory of
-               the host, for another stream of compute
+    copy out   waits for what compute has queued, and for all copies in, since one of these may still read the
+               same memory of the host, for another stream of compute
     free       compute waits for the copy out before anything can be written where the storage was
     copy in    waits for what compute has queued, since its memory may have been used before, and for the
                copy out of the same storage
     use        compute waits for the copy in
 
-The stream of compute is looked up at each of these, before any stream is entered, since it would be that one
-inside. Nothing calls `record_stream`, which would have bytes depend on times. On a CPU copies are over when
-they return.
+The stream of compute is looked up at each of these points, before another stream is entered and becomes the
+current one. Nothing calls `record_stream`, which would make bytes depend on timing. On a CPU, a copy is over
+when its call returns.
 
 Source: races that others published: Megatron-LM#7398, TRL#7195, torchtitan#2581, torchtune#1867, TRL#5700.
 """
@@ -40,7 +40,7 @@ class Departure:
     __slots__ = ("_counter", "_tensor", "_wait", "copy", "free", "storage")
 
     def __init__(self, tensor: Tensor, name: str, free: int) -> None:
-        self._tensor = detached_alias(tensor)  # what comes to be its history must not hang on it
+        self._tensor = detached_alias(tensor)  # `tensor` may get a history, which must not be held
         self._counter = version_counter(self._tensor)
         self.storage, self.free = tensor.untyped_storage(), free
         chunk, copied = _copy_out(self.storage)
@@ -73,7 +73,9 @@ class HostCopy:
         self.written = False
 
     def fetch(self) -> tuple[torch.UntypedStorage, Callable[[], None]]:
-        """Allocate memory of the device and have it filled; return it, and what makes compute wait for that.
+        """Allocate memory of the device, queue the copy into it, and return it with a function to wait.
+
+        The function makes compute wait until the copy is over.
 
         Raises:
             StaleError: the storage was written while it was copied to the host.
@@ -138,7 +140,7 @@ class Stalls:
         self._waits = []
 
     def take(self) -> float:
-        """Stop, let the device finish the waits, and return the time of all in microseconds."""
+        """Stop, let the device finish the waits, and return their total time in microseconds."""
         waits, self._waits = self._waits or [], None
         for _, end in waits:
             end.synchronize()

@@ -71,7 +71,7 @@ class HostMemory:
 
     @property
     def used(self) -> int:
-        """Return the bytes in chunks now, rounded as on the device that they are of."""
+        """Return the bytes in chunks now, rounded as blocks of the device that they are copied from."""
         with self._lock:
             self._take_back()
             return self._used
@@ -131,7 +131,7 @@ class HostMemory:
         self._arenas.append(arena)
 
     def _take_back(self) -> None:
-        """Make free what chunks that have died had. The caller holds the lock."""
+        """Free the ranges of chunks that have died. The caller holds the lock."""
         while self._returned:
             arena, returned = self._returned.popleft()
             self._used -= returned.end - returned.begin
@@ -147,7 +147,7 @@ class HostMemory:
 def _too_much(nbytes: int, reserved: int, why: str) -> str:
     return (
         f"the host must have {format_bytes(nbytes)} for what is moved there, in addition to "
-        f"{format_bytes(reserved)} that it has given: {why}. Pass a smaller host_budget_gb, or raise the "
+        f"{format_bytes(reserved)} in use for that: {why}. Pass a smaller host_budget_gb, or raise the "
         "limit of locked memory (ulimit -l)"
     )
 

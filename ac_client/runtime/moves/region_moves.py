@@ -1,8 +1,9 @@
 """Carry out the moves of a plan in one region: NOTE [ Moves ] in planner/problem/moves.py.
 
 A moved op is recorded as a node that reads nothing and whose run is the copy from the host (`MovedNode`). So
-uses, bursts and handles are those of a recompute. What is here adds when the storage leaves the device and is
-freed, and the fetch before the first use: the first unpack of a tensor that the op `fetch` of the plan made.
+uses, bursts and handles are those of a recompute. This file adds when the storage leaves the device and is
+freed, and the fetch before the first use: at the first unpack of a tensor that the op `fetch` of the plan
+made.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class FetchTrigger:
                 self.fetch(running)
 
     def fetch(self, running: Pass) -> None:
-        """Fetch once in each pass, what the last op made first. The caller holds the lock of the graph."""
+        """Fetch once in each pass, outputs of the last op first. The caller holds the lock of the graph."""
         if self._fired_in == running.first_task or streams_seen.several:
             return
         self._fired_in = running.first_task
@@ -79,7 +80,7 @@ class RegionMoves:
             self._finish([d for d in self._departures.values() if d.free <= self._cursor.position])
 
     def before_write(self, written: Iterable[Tensor]) -> None:
-        """Free those of `written` that leave: they are written now, and their copies must be over."""
+        """Free those of `written` that are being copied out, since their copies must end before the write."""
         if self._departures:
             storages = {tensor.untyped_storage()._cdata for tensor in written if has_storage(tensor)}
             self._finish([d for address, d in self._departures.items() if address in storages])
@@ -90,7 +91,7 @@ class RegionMoves:
         self._made_by.clear()
 
     def leave(self, facts: OpFacts, out: Any, stay: Sequence[Tensor], stream: int) -> None:
-        """Copy the outputs of the op that the cursor is at to the host, where backward then gets them.
+        """Copy the outputs of the op that the cursor is at to the host, for backward to fetch.
 
         Args:
             facts: of the op.
@@ -121,7 +122,7 @@ class RegionMoves:
         node.outs, node.copies = tuple(refs), tuple(copies)
 
     def mark(self, out: Any) -> None:
-        """Have the unpack of an output of the op that the cursor is at fetch what the plan says."""
+        """If the op that the cursor is at triggers fetches, have the unpack of its outputs do them."""
         if self._cursor.is_trigger:
             trigger = self._trigger(self._cursor.position)
             for tensor in outputs_of(out):
