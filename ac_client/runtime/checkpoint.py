@@ -150,7 +150,7 @@ def checkpoint_sequential(
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
     steps = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
     if not 1 <= segments <= len(steps):
-        raise ValueError(f"segments must be from 1 to the {len(steps)} functions, got {segments}")
+        raise ValueError(f"segments must be from 1 to {len(steps)}, the number of functions, got {segments}")
     length = len(steps) // segments
     last = length * (segments - 1)  # the last segment takes the remainder
     for start in range(0, last, length):

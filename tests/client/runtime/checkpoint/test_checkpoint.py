@@ -405,7 +405,7 @@ def test_checkpoint_sequential_runs_a_sequential_module() -> None:
 
 
 def test_checkpoint_sequential_rejects_what_torch_rejects(x: Tensor) -> None:
-    refused = "segments must be from 1 to the 1 functions", "must not be zero"
+    refused = "segments must be from 1 to 1, the number of functions", "must not be zero"
     for how, words in zip((checkpoint_sequential, torchs.checkpoint_sequential), refused, strict=True):
         with pytest.raises(ValueError, match="Unexpected keyword arguments: mode"):
             how([chain], 1, x, use_reentrant=False, mode=1)
