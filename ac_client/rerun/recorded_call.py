@@ -174,7 +174,7 @@ class RecordedCall:
                 version.first_counter = version_counter(leaf)
                 self._out_slots.setdefault(self._slots[version.serial], i)
         self._region = None
-        del self._graph  # backward needs neither
+        del self._graph  # backward needs neither graph nor region
         del self.node  # it refers to this object: a cycle
         node.outs = tuple(self._outs)
         for i, leaf in enumerate(leaves):

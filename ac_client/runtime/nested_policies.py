@@ -388,7 +388,7 @@ def resolve(
         if type(frame.policy) is PlannedPolicy:
             plan_saves = decision in SAVES
         elif plan_saves and decision is CheckpointPolicy.MUST_RECOMPUTE:
-            continue  # the plan knows the pins, and which ops must not run again all the same
+            continue  # the plan has applied the pins, and knows which pinned ops must not run again
         if result in MUSTS:
             if decision in MUSTS and decision is not result:
                 raise PolicyConflict(

@@ -205,8 +205,8 @@ class Region(RecordingMode):
     def pause(self) -> bool:
         """Remove the mode while ops run that are all saved; return False if that is impossible now.
 
-        Nothing is recorded until `resume`. If an op writes in place all the same, the next read of what it
-        wrote detects the write.
+        Nothing is recorded until `resume`. If an op writes in place during the pause, the next read of what
+        it wrote detects the write.
         """
         depth = private.len_dispatch_stack()
         if (

@@ -219,7 +219,7 @@ class TrackedStorages:
                 self.as_written(version, tensor)
 
     def note_blank(self, tensor: Tensor) -> None:
-        """Note that an op has allocated the storage of `tensor` and left it to others to write it."""
+        """Note that an op has allocated the storage of `tensor`, and that other code will write to it."""
         version = self._table.get(tensor)
         if type(version) is NodeVersion and tensor.numel():
             version.suspect = True

@@ -106,7 +106,7 @@ class HostCopy:
 
 
 class _Wait:
-    """Has compute wait for a copy, at the latest when this object dies: its memory may be reused then."""
+    """Has compute wait for a copy, at the latest when this object dies and the memory may be reused."""
 
     __slots__ = ("_device", "_event", "_stream")
 
