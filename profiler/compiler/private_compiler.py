@@ -281,7 +281,7 @@ _OWN = "_autoac_own"  # keyword argument that tells a node from equal ones
 def merge_equal_nodes(module: Any, *, apart: Iterable[Any]) -> None:
     """Compute once what several nodes of a graph compute, as torch's own partitioner does.
 
-    Each layer of BERT makes the same attention mask, for example. Nodes are new objects of the same names.
+    Each layer of BERT makes the same attention mask, for example. The graph gets new nodes of the same names.
 
     Args:
         module: holds the graph.

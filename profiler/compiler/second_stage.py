@@ -10,7 +10,7 @@ what is saved, and compiles both halves. Dynamo has all of its guards after the 
 So a graph is traced once, whatever is planned for it later: another budget, another shape of batch, or
 another layer that shares the code runs the second stage alone. Without a carrier, the second stage follows
 the first at once, as if this file did not exist. Dynamo keeps the code of planned forwards apart from all
-other code (`with_code_of_plans`), so neither replaces the other.
+other code (`with_code_of_plans`), so the two kinds do not replace each other.
 
 NOTE [ Caches of compiled code ]
 AOTAutograd's cache on disk finds a graph before the first stage, by a key of all that its code depends on.
@@ -22,8 +22,8 @@ But that key does not say what a plan saves. So we write two kinds of files, bot
 2. The code is stored under the key followed by a digest of the decisions. Other decisions have another key.
 
 A second process that finds notes makes a CompiledPart that is not traced. It loads the code for a decision,
-and runs the first stage only for a decision without code. Graphs with symbolic sizes have no notes, since
-their guards come from the first stage, and neither have graphs for which it adds guards on aliases.
+and runs the first stage only for a decision without code. Graphs whose guards come from the first stage have
+no notes: those with symbolic sizes, and those for which it adds guards on aliases.
 """
 
 from __future__ import annotations

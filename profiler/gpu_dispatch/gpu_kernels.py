@@ -98,7 +98,7 @@ def _refusal(name: str) -> Callable[..., Any]:
 
     def kernel(*args: Any) -> Any:
         if any(_is_fake(leaf) for leaf in tree_leaves(args)):
-            raise CannotFake(f"aten.{name}", "on a GPU it is one op of cuDNN; a loop over nn.LSTMCell can")
+            raise CannotFake(f"aten.{name}", "on a GPU it is one op of cuDNN; use a loop over nn.LSTMCell")
         return _composite(op, *args)
 
     return kernel
@@ -207,7 +207,7 @@ def _norm_of_library(device: Device, x: Tensor, weight: Tensor, training: bool) 
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return `x`, copied if it is dense neither as it is nor with its channels last."""
+    """Return `x`, or a copy unless it is dense as it is or with its channels last."""
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if channels_last is not None and x.is_contiguous(memory_format=channels_last):
         return x
