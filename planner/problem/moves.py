@@ -16,7 +16,7 @@ So the bytes live on the device depend on the order of work alone; times change 
 For backward, a moved op is one that is not saved and that reads nothing when it runs again: `with_moves`
 says that in a Graph, and schedule.py, simulate.py and the search need no word for it. The step of a fetch
 unpacks one more saved tensor; the outputs are then held to the end of the step, which changes nothing: if no
-later step uses them, this one unpacks one of their own.
+later step uses them, this step unpacks one of their own saved tensors, too.
 
     chain(4, 4, 4), op 0 moved with free=2, fetch=step 1:   op 0 reads nothing, is held up to op 2, and has
     one more saved tensor, which step 1 unpacks: there it runs again, without cost.

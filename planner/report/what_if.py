@@ -44,7 +44,7 @@ class Why:
     fate: Decision  # as planned
     must_save: str  # the reason why the planner had no choice; "" if it had one
     must_recompute: bool  # because the user pinned it
-    follows: str  # key of the op that is saved instead of this one if either is; "" if none
+    follows: str  # key of the op that is saved instead, if one of the two is; "" if none
     at_peak_bytes: int  # more bytes live at the moment of the planned peak; negative: fewer
     peak: int  # of the whole step
     peak_at: str

@@ -1,7 +1,7 @@
 """Find the parts of a graph that are built alike: repeated blocks, by structure and never by name.
 
-Two ops are alike if their outputs have the same sizes and uses, and what they read and what reads them is
-alike, and so on for a few steps around. Run times play no part: they are measured and never repeat.
+Two ops are alike if their outputs have the same sizes and uses, and if the ops that they read from and those
+that read them are alike, for a few steps around. Run times play no part: they are measured and never repeat.
 
 Source: color refinement (B. Weisfeiler, A. Leman, "The reduction of a graph to canonical form", 1968),
 stopped after `ROUNDS` rounds, since blocks at the ends of a model differ from the others in what lies

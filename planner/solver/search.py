@@ -6,9 +6,9 @@ NOTE [ What is proven ]
 
 The program that HiGHS solves is a relaxation (docs/formulation.md): every save set that fits satisfies its
 rows. So its bound holds for every plan, in every round, and the largest one counts. A plan is accepted
-only on the simulator's word. Where the simulator finds a peak above the budget, the row of that moment is
-added, and where the row is there already, that save set alone is ruled out; neither cuts off a plan that
-fits. Merged ops are an exception: docs/formulation.md, section 3, says when.
+only if the simulator finds that it fits. Where the simulator finds a peak above the budget, the program gets
+the row of that moment. If it has the row already, that save set alone is ruled out. No plan that fits is lost
+by this. Merged ops are an exception: docs/formulation.md, section 3, says when.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ a bound that it proves holds for every plan. It counts:
   autograd may drop what the block before saves for recomputes only. The steps that count for later blocks
   all come earlier, so those bytes are live in each of them.
 
-Only the largest ops of a block are decided (menus.py; one_op_at_a_time.py decides more). The others take no
-bytes and no time.
+Only the largest ops of a block are decided (menus.py; one_op_at_a_time.py decides more). All other ops take
+no bytes and no time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BlockVersion:
     extra_from: int  # ALWAYS: saving it takes bytes from the first step of backward on, or before
     held_from: int  # the op of forward from which saving it takes bytes; NEVER: from a step on
     dropped: int  # ALWAYS: before backward
-    last_use: int  # no less than the step before the last one of the blocks after this one
+    last_use: int  # the last step that unpacks it, but at least the step before `Block.later`
     is_decided: bool  # the op itself writes it, and no follower: it is held if the op is saved
     readers: tuple[int, ...]  # other ops of the block
     run: int  # position in `Block.runs` of the run that writes it

@@ -40,7 +40,7 @@ WORK_OF_PAIR = 1.5e-7  # of a label and a save set that may follow; see NOTE [ W
 WORK_OF_BLOCK = 5e-4
 
 # With menus in turn (see `Blockwise.plans`):
-MANY = 0.25  # of all blocks: if so many need menus in turn, these are made
+MANY = 0.25  # of all blocks: if more of them need menus in turn, such menus are made
 ROUNDED_IN_TURN = 0.0005  # as ROUNDED
 THIN = 0.001  # of the budget: labels that differ by less are nearly equal
 FIRST_ABOVE = 0.001  # of the known cost: labels are kept up to this far above the bound, then twice as far

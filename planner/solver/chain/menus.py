@@ -20,9 +20,9 @@ MOST_NUMBERS = 2**26  # save sets x versions x moments: in a block with many of 
 class Menu:
     """The save sets that a block may choose from, and what each costs and holds.
 
-    Each field is an array with an entry, or a row, for each save set. Bytes are counted as in `Block`, from
-    those that are live in any case. The *need* of a save set is the most bytes that are live in the steps of
-    the block, without what earlier blocks hold. NOTE [ A chain of blocks ] in blocks.py has entry and exit.
+    Each field is an array with an entry, or a row, for each save set. Bytes are counted as in `Block`. The
+    *need* of a save set is the most bytes live in the steps of the block, without what earlier blocks hold
+    and what is live under every save set. NOTE [ A chain of blocks ] in blocks.py has entry and exit.
     """
 
     saved: Bools  # by save set and op
