@@ -128,5 +128,7 @@ def test_error_for_a_model_on_meta_names_the_device() -> None:
 
 @pytest.mark.parametrize("segments", [0, 3])
 def test_segments_that_do_not_divide_the_functions_are_refused(segments: int) -> None:
-    with pytest.raises(ValueError, match=f"segments must be from 1 to 1, the number of functions, got {segments}"):
+    with pytest.raises(
+        ValueError, match=f"segments must be from 1 to 1, the number of functions, got {segments}"
+    ):
         ac_client.checkpoint_sequential(nn.Sequential(model()), segments, torch.ones(1, 2))
