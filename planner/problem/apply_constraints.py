@@ -91,7 +91,7 @@ class _Pins:
                 self.by_user.add(op)
 
     def pin_recompute(self, ops: Sequence[OpId], reason: str) -> None:
-        """Pin `ops` to be recomputed, with the ops that must be recomputed with them. Skip saved ones.
+        """Pin `ops` to be recomputed, with the ops that this forces. Skip those that must be saved.
 
         Raises:
             ConflictingPins: the user pinned one of these ops to be saved, or none of `ops` may be recomputed.

@@ -28,9 +28,9 @@ def distant_uses(graph: Graph, gap: float = GAP) -> UseGroups:
     """Return the use groups of `graph`, as `with_use_groups` takes them.
 
     Uses that lie far apart are in different groups. In a network with such uses, large outputs that are cheap
-    to recompute are divided further, at gaps longer than NEAR. Where an op with a price from CHEAP to DEAR
-    runs again for the use before the gap, any gap will do: the planner would rather keep the output of such
-    an op.
+    to recompute are divided further, at gaps longer than NEAR. After a use for which an op of a price from
+    CHEAP to DEAR runs again, any gap will do: the planner would rather keep the output of such an op. After
+    uses with only dearer ops, none will do: these ops never run again.
     """
     far = _groups(graph, gap, [True] * len(graph.ops))
     return _groups(graph, gap, _small(graph)) if far else far

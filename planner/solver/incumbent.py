@@ -46,7 +46,7 @@ class Incumbent:
 
     @property
     def allowed_gap(self) -> float:
-        """Return the gap that is small enough: the goal's gap, or its tolerance as a share of the cost."""
+        """Return the larger of the goal's gap and the goal's tolerance as a share of the cost."""
         goal = self.goal
         return max(goal.gap, min(goal.tolerance / self.cost, 1.0) if self.cost > 0 else 0.0)
 

@@ -6,8 +6,8 @@ A block of 21 ops that have bytes has two million save sets, most of them worse 
 ops are decided in turn, and after each decision the worse save sets are left out. Two save sets of the ops so
 far can be compared if the ops before them cannot tell them apart: each op that reads an earlier op runs again
 in the same state under both, and needs it for as long. These states are their *interface*. If it is the same,
-any decision about the earlier ops adds the same to both save sets. So if one of the two has more of each
-number, it is left out. An example, a block of four ops a - b - c - d:
+any decision about the earlier ops adds the same to both save sets. So if one of the two has at least as much
+of each number, it is left out. An example, a block of four ops a - b - c - d:
 
     decided       d saved, c not        c and d not saved
     interface     c runs in state 2     c runs in state 2
@@ -130,9 +130,9 @@ def at_moments(block: Block, moments: Ints, in_forward: Ints) -> Block:
 def _decided_in_turn(
     block: Block, is_decided: Bools, *, is_demanded: bool, spend: Spend
 ) -> tuple[Bools, Bools]:
-    """Return the save sets of a block that are left, by op and save set, and by op True if it is decided.
+    """Return the save sets of a block that remain, by op and save set, and by op True if it is decided.
 
-    A save set that is left out is matched or beaten in every number by one that is left.
+    Any other save set is matched or beaten in every number by one that remains.
     """
     is_decided = is_decided.copy()
     saved = np.array([[not op.is_pinned] for op in block.ops])

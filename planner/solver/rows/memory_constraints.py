@@ -38,7 +38,7 @@ class MemoryConstraints:
     """Rows for the bytes live at moments, and the columns that they need.
 
     These columns are maxima of other columns: `maxima` says how to compute their values. The *code* of a
-    statement is 1 if it is true, and 0 if not (sparse_rows.py).
+    statement (sparse_rows.py) stands for 1 if the statement is true, and for 0 if not.
     """
 
     def __init__(self, variables: Variables, table: RowTable) -> None:
