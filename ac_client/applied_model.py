@@ -193,8 +193,10 @@ class Applied:
 
     def _reserved(self, bucket: PlannedBucket | None, peak: int) -> int | None:
         """Return the bytes that the allocator reserves for steps with that peak; None if not known."""
-        fragments = self._planning.watch.peaks.fragments
-        if fragments is None and bucket is not None:
+        if bucket is None:
+            return None
+        fragments = bucket.statistics.fragments
+        if fragments is None:
             fragments = bucket.loaded.fragments
         return peak + fragments if fragments is not None else None
 

@@ -64,13 +64,14 @@ def assemble(
     for j, backward_step in enumerate(steps):
         for h in backward_step.drops:
             dropped[h] = n + j + 1
-    other = other.with_late(_returned_as_gradients(step, steps, ends))
+    late = _returned_as_gradients(step, steps, ends)
+    other = other.with_late(late)
     freed = [block.freed_at if block is not None else None for block in blocks]
     released = tuple(
         moments.after(position) if position is not None else n + len(steps) for position in freed
     )
     begins = [at[op.begin_mark] for op in forward.ops] + [s.begin for s in steps]
-    temporaries = _temporaries_in(record, other.positions, begins, at[step.backward_end])
+    temporaries = _block_changes(record, other.positions, late, begins, at[step.backward_end])
     must_save = [op.must_save for op in forward.ops]
     rows = [(position, storage) for position, storage in forward.outputs if blocks[storage] is not None]
     modules = _Names(["."])
@@ -190,30 +191,37 @@ def _returned_as_gradients(
     return list(found.values())
 
 
-def _temporaries_in(
-    record: Allocations, positions: Sequence[int], begins: Sequence[int], end: int
+def _block_changes(
+    record: Allocations,
+    positions: Sequence[int],
+    late: Sequence[tuple[AllocatedBlock, int]],
+    begins: Sequence[int],
+    end: int,
 ) -> Temporaries:
-    """Return the blocks that the changes at these positions allocate and free.
+    """Return the blocks that these changes allocate and free, by moment.
 
     Args:
-        positions: of the changes, ascending.
+        record: all changes.
+        positions: of the changes.
+        late: more blocks, each with the position from which it counts, until it is freed.
         begins: the position at which each moment begins; the first one also has what comes before it.
         end: the position at which the last moment ends.
     """
-    nbytes, at = list[int](), dict[int, int]()  # by the block's identity
+    changes = [(position, 1, record.changes[position].block) for position in positions]
+    for block, begin in late:
+        changes.append((begin, 0, block))
+        if block.freed_at is not None:
+            changes.append((block.freed_at, 1, block))
+    nbytes, indices = list[int](), dict[int, int]()  # by the block's identity
     rows: list[list[int]] = [[] for _ in begins]
-    moment = 0
-    for position in positions:
-        if position >= end or not rows:
+    for position, _, block in sorted(changes, key=lambda change: change[:2]):
+        if position >= end:
             break
-        while moment + 1 < len(begins) and begins[moment + 1] <= position:
-            moment += 1
-        change = record.changes[position]
-        if id(change.block) not in at:
-            at[id(change.block)] = len(nbytes)
-            nbytes.append(change.block.nbytes)
-        rows[moment].append(at[id(change.block)])
-    return Temporaries(nbytes=tuple(nbytes), changes=Ragged.of(rows))
+        if id(block) not in indices:
+            indices[id(block)] = len(nbytes)
+            nbytes.append(block.nbytes)
+        rows[max(0, bisect.bisect_right(begins, position) - 1)].append(indices[id(block)])
+    return Temporaries(nbytes=tuple(nbytes), changes=Ragged.of(rows)) if nbytes else Temporaries()
 
 
 def _temporaries(record: Allocations, begin: int, end: int) -> list[AllocatedBlock]:

@@ -184,7 +184,7 @@ class PolicyChooser:
             with noting_groups() as groups:
                 try:
                     profile = self._planner.profile(call, loop)
-                    need = Need(call.shape, self._options.limit, profile.static.total)
+                    need = Need(call.shape, self._planner.limit_of(profile), profile.static.total)
                 except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
                     need = error
             key = key_of(call.args, call.kwargs)
@@ -231,6 +231,7 @@ class PolicyChooser:
 
         agreed = meet(ranks, need, plan)
         assert profile is not None
+        assert isinstance(need, Need), "meet raises the error of a rank"
         dropped = dropping_all(profile, loop)
         for one in agreed.policies:
             of, its_loop = dropped if one.policy.fingerprint == dropped[0].fingerprint else (profile, loop)
@@ -240,7 +241,7 @@ class PolicyChooser:
             loaded, step = LoadedPolicy(one.policy, found), None
             if found is not None:
                 step = self._planner.profiled_step(call, of, loaded, agreed.static - of.static.total)
-            bucket = PlannedBucket(one.shape, loaded, step, PlannedFor(self._options.limit, loop=its_loop))
+            bucket = PlannedBucket(one.shape, loaded, step, PlannedFor(need.limit, loop=its_loop))
             self._store.add(bucket, serve_all=False)
             log.info("%s: planned by rank %d of %d", self._planner.name, one.planner, ranks.size)
 

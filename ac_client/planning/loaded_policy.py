@@ -200,6 +200,7 @@ class StepStatistics:
     corrections: int = 0  # plans that were made because a measured peak was not as predicted
     compared: int = 0  # steps whose peak was compared with the prediction
     peak: PeakBounds | None = None
+    fragments: int | None = None  # that the allocator had reserved beyond the peak of the last compared step
 
     def add(self, peak: PeakBounds) -> None:
         """Count one more compared step, and combine what is known of its peak with what was known before."""
@@ -208,7 +209,7 @@ class StepStatistics:
 
     def forget_peaks(self) -> None:
         """Start to compare again, since another policy was loaded."""
-        self.compared, self.peak = 0, None
+        self.compared, self.peak, self.fragments = 0, None, None
 
 
 class PlannedBucket:

@@ -91,6 +91,8 @@ class ModelPlanning:
             ShapeNotPlanned: strict, and no bucket covers the batch.
             PlannerError, RemoteError, ProfilerError: planning failed.
         """
+        if not waiting:
+            self.watch.peaks.forward_begins(call.model, self.store.current)
         bucket = self.chooser.for_batch(call, Loop(self.forwards))
         if bucket is None:
             return None
@@ -212,9 +214,11 @@ class ModelPlanning:
                     if action.row == "skipped modules" and len(found.ops) <= len(profile.ops):
                         bucket.planned_for = replace(bucket.planned_for, module_tries=terms.module_tries)
                         return
-                    terms = replace(terms, others_nbytes=self.watch.on_device.others_nbytes())
+                    found = found.with_kept(terms.kept_nbytes)
+                    others, limit = self.watch.on_device.others_nbytes(), self.planner.limit_of(found)
+                    terms = replace(terms, others_nbytes=others, limit=limit)
                     action = replace(action, terms=terms)
-                    step = ProfiledStep(call.shape, found.with_kept(terms.kept_nbytes))
+                    step = ProfiledStep(call.shape, found)
                 else:
                     step = replace(step, profile=_for_terms(profile, bucket.planned_for, terms))
                 self._load(bucket, step, action, call)

@@ -57,9 +57,13 @@ from autoac.profiler.torch_facts.streams import is_capturing
 log = logging.getLogger("ac_client")
 
 MOST_TRIES = 3  # to leave room for a plan's fragments
-SPARE_BYTES, SPARE_SHARE = 20 << 20, 0.005  # of a budget for reserved bytes, for what a replay does not see
 NO_PLAN = InfeasibleBudget, SolverOutOfTime
 WORK_LIMIT = 10.0  # units of work for a plan that a training step waits for: NOTE [ Work ] in highs.py
+
+
+def spare_bytes(reserved: int) -> int:
+    """Return what a plan leaves of a budget for reserved bytes, for what a replay misses."""
+    return min(60 << 20, reserved // 8) + reserved // 200
 
 
 def plan(profile: Profile, **terms: Any) -> Plan:
@@ -94,6 +98,8 @@ class BatchPlanner:
         self._optimizers = optimizers
         self._on_device = on_device
         self._thread = _ThreadState()
+        # The latest plan made here, with profile and terms: `limit_of` tries what `plan` then takes.
+        self._latest: tuple[Profile, tuple[int, int], tuple[Policy, Plan]] | None = None
 
     @property
     def profiling(self) -> bool:
@@ -129,10 +135,8 @@ class BatchPlanner:
                     loop=loop,
                     recall=True,
                 )
-            if allocator is not None:
-                torch.cuda.empty_cache()  # the profile's segments would get holes in the first steps
-                if allocator.allocated_peak() > before:
-                    self._warn_of_peak(allocator.allocated_peak())
+            if allocator is not None and allocator.allocated_peak() > before:
+                self._warn_of_peak(allocator.allocated_peak())
             for message in unplanned_in(profile):
                 self.warn_once(message, message)
             for note in profile.notes:
@@ -153,6 +157,31 @@ class BatchPlanner:
             return profile.model_copy(update={"replay_us": times.replay_us})
         finally:
             self._thread.profiling = False
+            if allocator is not None:
+                torch.cuda.empty_cache()  # the profile's segments would get holes in the first steps
+
+    def limit_of(self, profile: Profile) -> int:
+        """Return the most bytes that a planned peak of this step may have.
+
+        Of a budget for reserved bytes, that is what a plan leaves for its fragments, which are predicted from
+        plans: for the whole budget, then for what those before left.
+
+        Raises:
+            PlannerError, RemoteError: as `plan_within`, if no plan at all was found.
+        """
+        if self.options.budget_of == "allocated":
+            return self.options.limit
+        room = self.options.limit - spare_bytes(self.options.limit)
+        others, limit = self._on_device.others_nbytes(), room
+        for _ in range(MOST_TRIES):
+            _, plan, infeasible = self.plan_or_tightest(profile, limit, others)
+            fragments = fragments_of(plan) or 0
+            if infeasible is None and plan.peak + fragments <= room:
+                break
+            before, limit = limit, max(1, room - fragments)
+            if limit == before:
+                break
+        return limit
 
     def _warn_of_copies(self, call: ModelCall) -> None:
         """Warn if the model fits the budget, but not with the copies of its buffers that profiling makes."""
@@ -184,9 +213,7 @@ class BatchPlanner:
     def plan_within(
         self, profile: Profile, limit: int, extra_static: int = 0, start: SaveSet | None = None
     ) -> tuple[Policy, Plan]:
-        """Plan `profile` for at most `limit` bytes, reserved ones if the budget is for them.
-
-        If no plan that was found leaves room for its fragments, the one with the smallest peak does it.
+        """Plan `profile` for a peak of at most `limit` bytes, by the service if there is one.
 
         Args:
             extra_static: static bytes that are not in the profile.
@@ -197,34 +224,9 @@ class BatchPlanner:
             ServiceUnavailable: the service is away, and is required.
             ServiceRefused: the service refused the request.
         """
-        made = self._plan_for_peak(profile, limit, extra_static, start)
-        if self.options.budget_of == "allocated":
-            return made
-        spare = SPARE_BYTES + int(SPARE_SHARE * limit)
-        for _ in range(MOST_TRIES):
-            over = made[1].peak + (fragments_of(made[1]) or 0) + spare - limit
-            if over <= 0:
-                break
-            try:
-                made = self._plan_for_peak(profile, made[1].peak - over, extra_static)
-            except NO_PLAN as error:
-                if error.smallest_found is None:
-                    break
-                start = error.save_set if isinstance(error, InfeasibleBudget) else None
-                made = self._plan_for_peak(profile, error.smallest_found, extra_static, start)
-                self.warn_once(
-                    "fragments",
-                    f"the smallest peak found, {format_bytes(made[1].peak)}, leaves "
-                    f"{format_bytes(limit - made[1].peak)} of the budget for fragments, where "
-                    f"{format_bytes(fragments_of(made[1]) or 0)} are expected. It runs under that plan",
-                )
-                break
-        return made
-
-    def _plan_for_peak(
-        self, profile: Profile, limit: int, extra_static: int, start: SaveSet | None = None
-    ) -> tuple[Policy, Plan]:
-        """Plan for a peak of at most `limit` bytes, by the service if there is one; see `plan_within`."""
+        latest = self._latest
+        if latest is not None and latest[0] is profile and latest[1] == (limit, extra_static):
+            return latest[2]
         log.info("%s: planning %d ops for %s", self.name, len(profile.ops), format_bytes(limit))
         headroom, service = self.options.headroom_bytes, self.options.service
         budget = limit + headroom
@@ -259,7 +261,8 @@ class BatchPlanner:
             start=() if start is None else (start,),
         )
         stored.write(made.policy())
-        return made.policy(), made
+        self._latest = profile, (limit, extra_static), (made.policy(), made)
+        return self._latest[2]
 
     def plan_or_tightest(
         self, profile: Profile, limit: int, extra_static: int = 0
@@ -312,7 +315,7 @@ class BatchPlanner:
         """
         profile = profile or self.profile(call, loop)
         self._on_device.measure_uncounted(call.args, call.kwargs)
-        others, limit = self._on_device.others_nbytes(), self.options.limit
+        others, limit = self._on_device.others_nbytes(), self.limit_of(profile)
         try:
             made, profile, loop = self.plan_first(profile, loop, others, limit)
         except NO_PLAN as error:
@@ -324,7 +327,15 @@ class BatchPlanner:
             profile, loop = dropping_all(profile, loop)
             policy, plan, infeasible = self.plan_or_tightest(profile, limit, others)
             made, needs = (policy, plan), policy.predicted.peak_bytes
-            if infeasible is not None:
+            if infeasible is not None and limit < needs <= self.options.limit:
+                self.warn_once(
+                    "fragments",
+                    f"the smallest peak found, {format_bytes(needs)}, leaves "
+                    f"{format_bytes(self.options.limit - needs)} of the budget for fragments, where a plan "
+                    f"should leave {format_bytes(self.options.limit - limit)}. The model runs under the plan "
+                    "with that peak",
+                )
+            elif infeasible is not None:
                 self.warn_over_budget(needs, running or of_others(others))
             self._on_device.ask_others_for_room(needs - limit)
         terms = PlannedFor(limit, loop=loop, others_nbytes=others)

@@ -15,6 +15,7 @@ from autoac.planner.memory.caching_allocator import Allocate, Release, replay
 from autoac.planner.memory.schedule import Backward, Compute, Free, OptimizerStep, Recompute, schedule
 from autoac.planner.problem.graph import Graph, Op, SaveSet, StorageId
 
+MOST_COPIES = 4  # of a parameter, in the optimizer's state
 STEPS = 3  # in later ones the allocator finds what it reserved for these
 
 
@@ -23,8 +24,9 @@ def fragment_bytes(
 ) -> int:
     """Return by how much the most reserved bytes exceed the most allocated ones.
 
-    Sizes that the profile does not have are those of its gradients: parameters, the optimizer's state and its
-    temporaries are taken to be blocks of these sizes.
+    Sizes that the profile does not have are taken from the gradients that the step makes: parameters, the
+    optimizer's state and its temporaries have blocks of these sizes. Without such gradients, as where they
+    exist before the step, each sum is one block.
 
     Args:
         profile: of one step, with its temporaries.
@@ -89,9 +91,13 @@ class _Loop:
         self._workspace = self._blocks(profile.optimizer_workspace_nbytes)
 
     def _blocks(self, nbytes: int) -> list[int]:
-        """Return blocks of `nbytes` in all, in the sizes of the parameters, as often as they fit."""
-        times, left = divmod(nbytes, sum(self._parameters)) if self._parameters else (0, nbytes)
+        """Return blocks of `nbytes` in all, in the sizes of the parameters that get gradients.
+
+        Each size is there as often as all of them fit, up to `MOST_COPIES`. What is left is one block.
+        """
+        times = min(MOST_COPIES, nbytes // (sum(self._parameters) or nbytes + 1))
         blocks = [size for size in self._parameters for _ in range(times)]
+        left = nbytes - sum(blocks)
         for size in self._parameters:
             if left >= size:
                 blocks.append(size)

@@ -50,8 +50,8 @@ def batch_on(device: str, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def contents(profile: Profile) -> dict[str, Any]:
-    """Return what a profile says of ops and bytes: all but names of devices, times and workspaces."""
-    found = profile.model_dump(exclude={"environment", "notes"})
+    """Return what a profile says of ops and bytes: all but devices, times and what kernels allocate."""
+    found = profile.model_dump(exclude={"environment", "notes", "temporaries"})
     for column in ("runtime_us", "spread_us", "workspace_nbytes"):
         del found["ops"][column]
     del found["backward"]["runtime_us"]

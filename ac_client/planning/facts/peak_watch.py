@@ -36,17 +36,17 @@ class PeakWatch:
 
     Attributes:
         allocator: of the model's device, once a step was planned here.
-        fragments: bytes that it had reserved beyond the peak of the last compared step; None before one.
     """
 
     def __init__(self, model: nn.Module, options: ApplyOptions, optimizers: ModelOptimizers) -> None:
         self.allocator: AllocatorPeak | None = None
-        self.fragments: int | None = None
         self._options = options
         self._started = False
         self._model = weakref.ref(model)
         self._optimizers = optimizers
         self._readings: _Readings | None = None  # of the step that runs, if it is compared
+        self._reserved: int | None = None  # when it was last read
+        self._reserved_outside = 0  # between steps, for an evaluation say
         self._written_at_first = self.written()
 
     def start(self, model: nn.Module) -> None:
@@ -67,6 +67,15 @@ class PeakWatch:
         """Return True if the step that runs is watched."""
         return self._readings is not None
 
+    def forward_begins(self, model: nn.Module, bucket: PlannedBucket | None) -> None:
+        """Note how much was reserved since the last step, before a profile can reserve more."""
+        allocator = allocator_peak(device_of(model))
+        if allocator is None or (bucket is not None and bucket.statistics.compared >= WATCHED_STEPS):
+            return
+        before = allocator.allocated() if self._reserved is None else self._reserved
+        self._reserved = allocator.reserved()
+        self._reserved_outside += max(0, self._reserved - before)
+
     def begin_step(self, bucket: PlannedBucket, *, compares: bool = False) -> None:
         """Take the first reading of a step under `bucket`, if it is one of the first.
 
@@ -75,6 +84,9 @@ class PeakWatch:
         """
         if self.allocator is None or bucket.statistics.compared >= WATCHED_STEPS:
             return
+        now = self.allocator.reserved()
+        if self._reserved is not None and now < self._reserved:  # a profile gave back what was free
+            self._reserved_outside = max(0, self._reserved_outside - (self._reserved - now))
         counts = None if compares or not self.is_complete(bucket) else [self.allocator.allocated_peak()]
         if counts is not None and bucket.policy.moves and bucket.statistics.compared == WATCHED_STEPS - 1:
             stalls.watch()
@@ -107,17 +119,19 @@ class PeakWatch:
         return bucket, self._with_reserved(facts, bucket)
 
     def _with_reserved(self, facts: StepFacts, bucket: PlannedBucket) -> StepFacts:
-        """Return `facts`, and by how much the step took what is reserved over the budget."""
+        """Return `facts`, and by how much profile and steps took what is reserved over the budget.
+
+        What was reserved outside of them is not the plan's to keep small.
+        """
         budget = self._options.budget_bytes
         if self.allocator is None or budget is None:
             return facts
-        now = self.allocator.reserved()
+        self._reserved = now = self.allocator.reserved()
         if facts.peak is not None and facts.peak.at_most is not None:
             # The counter may show what needed more than a step: a profile, or an evaluation.
-            self.fragments = max(0, now - min(facts.peak.at_most, bucket.planned_for.peak))
-        return facts._replace(
-            reserved_over=max(0, now - budget), of_reserved=self._options.budget_of == "reserved"
-        )
+            bucket.statistics.fragments = max(0, now - min(facts.peak.at_most, bucket.planned_for.peak))
+        over = now - self._reserved_outside - budget
+        return facts._replace(reserved_over=max(0, over), of_reserved=self._options.budget_of == "reserved")
 
     def facts(
         self, bucket: PlannedBucket, peak: PeakBounds | None, written: int, *, last: bool = True
