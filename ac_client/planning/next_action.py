@@ -33,6 +33,7 @@ MOST_CORRECTIONS = 2  # of one policy
 MOST_LOOSENINGS = 3  # of one policy, each by half of what is left
 LAST_MARGIN = 0.02  # of the limit: the error differed from plan to plan, and no correction follows
 FAR_UNDER = 0.03  # of the limit: less is not worth planning again
+SEGMENT = 20 << 20  # bytes that may be reserved for one tensor: by less, any step reserves more than it needs
 MISPREDICTED = 0.01  # of the limit: less is not worth another prediction
 STALLED = 0.01  # of the step: shorter waits for copies, unforeseen, are not worth planning again
 SLOWER = 0.5  # of the rates of a link that turned out to be slower
@@ -213,7 +214,7 @@ def _over_limit(planned: PlannedFor, facts: StepFacts) -> Action | None:
 def _fragments(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Leave room for the fragments that the allocator turned out to hold, if the budget is for them too."""
     over, correction = facts.reserved_over, planned.correction
-    if over <= 0:
+    if over <= (0 if facts.of_reserved else SEGMENT):
         return None
     held = f"the allocator has reserved {format_bytes(over)} more than the budget, for fragments"
     is_tightest = planned.peak > planned.limit - correction.withheld  # of those found: it is over its limit

@@ -1,8 +1,9 @@
 """Switch off one part of the solver at a time: `python -m benchmarks.plans.ablation [NAMES]`.
 
-For each model, at 5, 30 and 60 % of the way from the minimum to the save-all peak, a plan is made with all
-parts and without each. A row has the time lost, and what is not proven, as shares of the step; and CPU
-seconds. docs/formulation.md, "What each part buys", has the rows that tell.
+A name is one of a model, or of a file with a profile. For each, at 5, 30 and 60 % of the way from the minimum
+to the save-all peak (or at `--share`), a plan is made with all parts and without each. A row has the time
+lost, and what is not proven, as shares of the step; and CPU seconds. docs/formulation.md, "What each part
+buys", has the rows that tell.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -83,11 +85,12 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAMES", help=", ".join(CASES))
     parser.add_argument("--work", type=float, default=60.0, help="units of work for a plan")
     parser.add_argument("--part", action="append", choices=[*PARTS, *SWITCHES], help="default: each in turn")
+    parser.add_argument("--share", action="append", type=float, help="default: 0.05, 0.3, 0.6")
     options = parser.parse_args()
     for name in options.names or CASES:
-        profile = load(name)
+        profile = load(name) if name in CASES else Profile.from_json(Path(name).read_bytes())
         low, high = find_minimum_peak(profile, work_limit=FLOOR_WORK).found, bounds(build(profile)).ceiling
-        for share in SHARES:
+        for share in options.share or SHARES:
             budget = int(low + share * (high - low))
             whole, seconds = planned(profile, budget, options.work)
             if whole is None:

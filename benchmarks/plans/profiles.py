@@ -21,7 +21,7 @@ import transformers
 import zstandard
 
 from autoac.planner import Profile, build, simulate
-from autoac.planner.formats.profile import VERSION
+from autoac.planner.formats.profile import VERSION, Temporaries
 from autoac.planner.units import GIB
 from autoac.profiler import DATASHEETS, observe
 from benchmarks.models.large import FEW_LAYERS, MODELS, OVER_MANY_DEVICES
@@ -78,6 +78,7 @@ def sharded(profile: Profile) -> Profile:
             "static": static,
             "gradient_nbytes": 0,
             "optimizer_workspace_nbytes": 0,
+            "temporaries": Temporaries(),  # they have the gradients
             "backward": backward.model_copy(update=less),
         }
     )

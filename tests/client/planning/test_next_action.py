@@ -140,7 +140,8 @@ def test_stalls_that_were_not_foreseen_are_planned_for_with_a_slower_link() -> N
 
 
 def test_reserved_bytes_over_the_budget_are_warned_of_or_planned_for() -> None:
-    action = next_action(PLANNED, StepFacts(reserved_over=80))
+    assert next_action(PLANNED, StepFacts(reserved_over=20 << 20)) == Keep()
+    action = next_action(PLANNED, StepFacts(reserved_over=21 << 20))
     assert isinstance(action, Keep)
     assert action.row == "fragments"
     assert 'pass budget_of="reserved"' in action.warning
