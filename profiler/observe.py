@@ -112,17 +112,18 @@ def observe(
     loop: Loop = ONE_FORWARD,
     recall: bool = False,
 ) -> Profile:
-    """Profile one training step in a loop of any form, with the state and workspace of `optimizer`.
+    """Profile one training step of the loop that `loop` describes, and count the memory of `optimizer`.
 
     Args:
         model, args, kwargs, loss, on, mode, times, autocast: as for `profile`.
-        optimizer: one or several. Their state counts as it is, and as it will be after their first step.
+        optimizer: one or several. The state counts with its present bytes, or with those after two steps if
+            these are more. The workspace is what the optimizer's step allocates for a while.
         accumulates: True if gradients exist before the step, as for every microbatch but the first. By
-            default as for `model` now.
+            default, True if a parameter of `model` has a gradient now.
         loop: how many forwards run before one backward, each on a batch like this one, and which outputs are
             held. With several forwards, `loss` gets a list of their outputs.
-        recall: return the profile that an earlier process stored for the same compiled step (known_step.py),
-            or store it.
+        recall: True to return, for a compiled step, the profile that an earlier process has stored
+            (known_step.py). If there is none, the step is profiled, and its profile is stored.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got a {type(model).__name__}")

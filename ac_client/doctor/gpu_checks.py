@@ -295,7 +295,10 @@ def _ops_finding(check: str, real: Profile, fake: Profile) -> GpuFinding:
 
 
 def _fake_peak_finding(check: str, real: Profile, fake: Profile) -> GpuFinding:
-    """Compare peaks with nothing recomputed. A fake step does not know what kernels allocate inside."""
+    """Compare the save-all peak of a fake step with that of a step on this device.
+
+    A fake step does not know what kernels allocate inside themselves.
+    """
     static = real.static.model_copy(update={"workspaces": fake.static.workspaces})
     same = {"static": static, "optimizer_workspace_nbytes": real.optimizer_workspace_nbytes}
     fake = fake.model_copy(update=same)
@@ -329,7 +332,11 @@ def _kinds_finding(check: str, real: Profile, fake: Profile, sheet: Device) -> G
 
 
 def _peak_finding(check: str, predicted: int, trained: Trained, budget: int | None = None) -> GpuFinding:
-    """Compare peaks. CUDA's allocator leaves up to 1 MiB of a large block unsplit, which no plan foresees."""
+    """Compare the predicted peak of a training with the measured one, and the measured one with `budget`.
+
+    A difference of up to `PEAK_TOLERANCE` is only a note. CUDA's allocator leaves up to 1 MiB of a large
+    block unsplit, which no plan foresees; `slack_bytes` has the sum at the peak.
+    """
     measured, slack = trained.peak_bytes, trained.slack_bytes
     figures: dict[str, int | None] = {"predicted": predicted, "measured": measured, "slack": slack}
     text = f"predicted {predicted}, measured {measured} ({measured - predicted:+d} bytes, "

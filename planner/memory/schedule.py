@@ -150,7 +150,11 @@ def reads_of_span(graph: Graph, span: Span) -> list[VersionId]:
 
 
 def readers_until(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> list[int]:
-    """Return for each version the first moment at which no unsaved reader needs it, or 0 without readers."""
+    """Return for each version the moment until which ops that read it may run again; 0 if there are none.
+
+    An unsaved op may run again until autograd has dropped the saved tensors of its outputs, forward holds
+    these outputs no more, and no op that reads them may run again. Within `reruns`, saved ops run again too.
+    """
     span_of = spans_by_op(reruns)
     n = len(graph.ops)
     until, dropped = [0] * len(graph.versions), _dropped(graph)

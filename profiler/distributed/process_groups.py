@@ -30,7 +30,10 @@ _noted = _Noted()
 
 @contextmanager
 def noting_groups() -> Iterator[Groups]:
-    """Collect the groups of which all ranks take part in a collective that is recorded on this thread."""
+    """Collect the process groups of the collectives that are recorded on this thread.
+
+    Point-to-point ops are left out, because only two ranks of their group take part.
+    """
     before, _noted.groups = _noted.groups, {}
     try:
         yield _noted.groups

@@ -168,9 +168,11 @@ class KeptWeights:
         self._tables.clear()
 
     def keep(self, value: Fingerprint) -> Fingerprint:
-        """Return a fingerprint in a form that takes eight bytes of a device, where a tensor takes 512.
+        """Copy a fingerprint into a shared table on the device, and return the entry.
 
-        With several streams, return a number, since one stream must not read what another is still writing.
+        An entry takes 8 bytes. As a tensor of its own, a fingerprint takes 512, the allocator's smallest
+        block. If several streams are in use, wait for the device and return a Python number instead: a kernel
+        of one stream must not read an entry that another stream is still writing.
         """
         if isinstance(value, int):
             return value

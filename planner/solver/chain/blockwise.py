@@ -54,7 +54,7 @@ MayGoOn = Callable[[float], bool]
 
 
 class OutOfWork(Exception):
-    """Raised if the dynamic program must stop, since its work is used up."""
+    """Raised to end the dynamic program, because `may_go_on` allows no more work."""
 
 
 @dataclass(frozen=True, slots=True)
