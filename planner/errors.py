@@ -61,7 +61,7 @@ class PlannerError(Exception):
 
 
 def from_dict(data: Mapping[str, Any]) -> PlannerError | None:
-    """Return the error that `to_dict` wrote as `data`; None if `data` is not one. Other keys are ignored."""
+    """Return the error that `to_dict` wrote as `data`; None for other data. Additional keys are ignored."""
     for cls in _subclasses(PlannerError):
         if _kind(cls) == data.get("kind"):
             published = {name: _PUBLISHED.get(name, name) for name in _arguments(cls)}
@@ -77,7 +77,7 @@ def from_dict(data: Mapping[str, Any]) -> PlannerError | None:
 
 
 def _arguments(cls: type) -> set[str]:
-    """Return the names of what is published of an error. A save set means nothing without its graph."""
+    """Return the arguments that `to_dict` writes: not a save set, which means nothing without its graph."""
     return set(inspect.signature(cls).parameters) - {"save_set"}
 
 
@@ -264,8 +264,8 @@ class InfeasibleConstraints(InfeasibleBudget):
     """No plan fits in the budget under the constraints, which are to blame.
 
     Args:
-        budget, proven_floor, smallest_found, peak_at, live, save_set: as of InfeasibleBudget. Where forward
-            has a limit of its own, the sizes are budgets at which that limit is raised by as much.
+        budget, proven_floor, smallest_found, peak_at, live, save_set: as of InfeasibleBudget. If forward has
+            a budget of its own, the sizes assume that it is raised by as many bytes as the step's budget.
         culprits: a line for each constraint to blame, with the bytes that it takes.
     """
 

@@ -48,13 +48,14 @@ def find_minimum_peak(
 ) -> MinimumPeak:
     """Find the smallest peak that any save set has, as far as the work allows to find and prove it.
 
-    A `plan` within a budget of `found` starts from the same search, or from `save_set` if it is passed on.
+    `plan` with a budget of `found` begins with the same search, or with `save_set` if that is its `start`.
 
     Args:
         profile: one training step, or the Graph of one.
         constraints: rules that every save set must obey, without a budget of forward.
         work_limit: units of work, each about a second of one core; the same everywhere, unlike seconds.
-        time_limit_s: seconds on `clock`, or else of the solver's own. A safety net: see `stopped`.
+        time_limit_s: seconds on `clock`; on the solver's own clock if that is None. A safety net: see
+            `stopped`.
         clock: such as `time.monotonic`.
         gap: stop once `found` is proven to be within this fraction of the smallest.
         progress: called now and then while solving; returning True stops the solver.
@@ -81,10 +82,10 @@ def search_minimum_peak(problem: SearchProblem, allowance: Allowance, gap: float
 
 
 def search_peak_within(within: Search, allowance: Allowance) -> MinimumPeak:
-    """Search until a save set within the budget of `within` is found or ruled out, if the work is enough.
+    """Search for a save set within the budget of `within`, or for a proof that none exists.
 
-    Blocks are asked first, then the relaxations of `within`: programs with integers take much longer. If none
-    exists, go on to the smallest peak, as evidence of what would fit.
+    The dynamic program over blocks comes first, then the relaxations of `within`. Programs with integers come
+    last, since they take much longer. If no save set fits, go on to the smallest peak: the error names it.
     """
     assert within.budget is not None
     budget = within.budget

@@ -207,7 +207,8 @@ def plan(
         step_gap: once it is proven to be within this fraction of the step's time, whichever comes first.
             None: a tenth of `gap`, so by default 1 % of the recompute or 0.1 % of the step.
         work_limit: units of work over all rounds, each about a second of one core; a count, not a clock.
-        time_limit_s: seconds on `clock`, or else of the solver's own. A safety net: see `stopped`.
+        time_limit_s: seconds on `clock`; on the solver's own clock if that is None. A safety net: see
+            `stopped`.
         clock: such as `time.monotonic`.
         start: save sets that are known already, such as that of a MinimumPeak or of an InfeasibleBudget.
         progress: called now and then while solving; returning True stops the solver.
@@ -218,8 +219,8 @@ def plan(
         InvalidLimit: `gap` is not from 0 to 1, or another limit is negative.
         InvalidConstraints: a pattern matches nothing, pins contradict each other, or the like.
         InfeasibleBudget: no save set fits. InfeasibleConstraints: because of the constraints.
-        SolverOutOfTime: the given work and time gave neither a plan nor a proof that none exists.
-            Never within a budget that `find_minimum_peak` finds a save set for with its defaults.
+        SolverOutOfTime: the given work and time gave neither a plan nor a proof that none exists. Not raised
+            if `find_minimum_peak`, with its defaults, finds a save set that fits the budget.
     """
     budget = _budget(budget_gb, budget_bytes, headroom_bytes)
     check_limits(gap, time_limit_s, work_limit)
@@ -271,10 +272,10 @@ class _Rule:
 def _find_save_set(
     problem: SearchProblem, budget: int, rule: _Rule, allowance: Allowance, start: Iterable[SaveSet]
 ) -> tuple[SearchProblem, SaveSet, Search | None, Stopped]:
-    """Return a save set that fits, with the problem that it is of, its search, and why that stopped.
+    """Return a save set that fits, its problem, its search, and the reason why the search stopped.
 
-    The problem has each op recomputed at most once, unless use groups make the plan faster or make one fit.
-    The search is None if nothing was solved.
+    The problem has use groups if they make the plan faster, or if no plan fits without them. Otherwise each
+    op of the problem is recomputed at most once. The search is None if nothing was solved.
 
     Raises:
         InfeasibleBudget: no save set fits.
@@ -411,7 +412,7 @@ def moving(
 
 
 def _forward_limit(constraints: Constraints, headroom: int) -> int | None:
-    """Return forward's own limit in bytes with the headroom taken off; None if it has none."""
+    """Return the budget of forward less the headroom, in bytes; None if forward has no budget of its own."""
     limit = constraints.forward_budget_bytes
     if limit is not None and limit <= headroom:
         raise InvalidBudget(

@@ -230,7 +230,7 @@ def observe(
 
 
 def _is_distributed() -> bool:
-    """Return True if there are other ranks, which would wait for a rank that recalls its profile."""
+    """Return True in a distributed job: if one rank recalled its profile, other ranks would wait for it."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -321,7 +321,7 @@ def _real_step(
 
 
 def _with_cached_backward(result: Profile, times: Times, here: str) -> Profile:
-    """Return the profile with cached run times of backward, which are added to the cache if it has none."""
+    """Return the profile with the cached run times of backward. If there are none, cache the profile's."""
     cached = times.backward(here, result.fingerprint, len(result.backward))
     if cached is None:
         times.keep_backward(here, result.fingerprint, result.backward.runtime_us)

@@ -99,16 +99,16 @@ _PRODUCTS = tuple(
 
 
 def workspace_bytes(ops: Iterable[str], on: Device) -> int:
-    """Return the bytes that libraries of products keep on a GPU, once for forward and once for backward.
+    """Return the bytes of the workspaces that libraries of matrix products (cuBLAS) keep on a GPU.
 
-    Each thread has its own, and backward runs on another thread.
+    There is one for each thread: one for forward, and one for backward, which runs on another thread.
     """
     multiplies = any(op.startswith(_PRODUCTS) for op in ops)
     return 2 * rounded_bytes(on.workspace_nbytes, on.allocator_rounding) if multiplies else 0
 
 
 def allocator_rounding(device: torch.device) -> int:
-    """Return the bytes of which all sizes on `device` are multiples: 512 on CUDA."""
+    """Return the bytes to a multiple of which the allocator of `device` rounds sizes: 512 on CUDA, else 1."""
     return 512 if device.type == "cuda" else 1
 
 
@@ -119,9 +119,9 @@ def optimizer_bytes(
 ) -> OptimizerBytes:
     """Return state and workspace of `optimizer` on `device`, also before its first step.
 
-    Bytes are rounded as the allocator rounds them. Run two steps of a copy on fake tensors, which allocates
-    nothing. An optimizer that reads a number (Adafactor reads norms) gets a one. Several optimizers step one
-    after another. With `on`, the parameters count as if they were on that device.
+    Two steps of a copy run on fake tensors, which allocates nothing. If an optimizer reads a number, as
+    Adafactor reads norms, the number is 1. Several optimizers step one after another. With `on`, the
+    parameters count as if they were on that device. Bytes are rounded as the allocator rounds them.
     """
     if optimizer is None:
         return OptimizerBytes(0, 0)
@@ -256,7 +256,7 @@ def _one(dtype: torch.dtype) -> bool | int | float:
 
 
 class _Workspace(TorchDispatchMode):
-    """Measure the most bytes live at once of tensors made inside. An unknown number is one."""
+    """Measure the most bytes that tensors made inside take at once. A number read from a fake tensor is 1."""
 
     def __init__(self, device_type: str, rounding: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

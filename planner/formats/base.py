@@ -36,11 +36,11 @@ _FORMATS = {
 
 
 def read(cls: type[Model], text: str | bytes, malformed: type[MalformedProfile | MalformedPolicy]) -> Model:
-    """Return the value that `text`, JSON from anywhere, holds in the format of `cls`.
+    """Parse `text`, JSON that need not be trusted, in the format of `cls`.
 
     Raises:
         UnknownVersion: the format is right, in a version that this release does not read.
-        MalformedProfile, MalformedPolicy: anything else is wrong; names the first few problems.
+        MalformedProfile, MalformedPolicy: the text is invalid otherwise. The error has the first problems.
     """
     try:
         data = json.loads(text)
@@ -50,7 +50,7 @@ def read(cls: type[Model], text: str | bytes, malformed: type[MalformedProfile |
 
 
 def read_data(cls: type[Model], data: Any, malformed: type[MalformedProfile | MalformedPolicy]) -> Model:
-    """Return the value that `data`, as a JSON reader returns it, holds in the format of `cls`.
+    """Check `data`, as a JSON reader returns it, and return it in the format of `cls`.
 
     Raises:
         UnknownVersion, MalformedProfile, MalformedPolicy: as for `read`.

@@ -60,14 +60,14 @@ class Constraints(FrozenModel):
 
     @property
     def beyond_the_graph(self) -> Constraints:
-        """Return the constraints that the graph of `constrained` does not have: the other budgets."""
+        """Return the part that `constrained` does not write into the graph: budgets of forward and host."""
         return Constraints(
             forward_budget_bytes=self.forward_budget_bytes, host_budget_bytes=self.host_budget_bytes
         )
 
 
 def without_forward_budget(constraints: Constraints | None) -> Constraints:
-    """Return `constraints`, empty ones for None, for a question that is not about one budget.
+    """Return `constraints` for a search without one budget, such as a frontier. None becomes empty ones.
 
     Raises:
         InvalidConstraints: forward has a budget, which is defined only together with the step's.

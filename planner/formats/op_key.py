@@ -4,7 +4,8 @@
     ------------ --------------- -
     module       op              occurrence: the second `aten.mm.default` in that module
 
-A run of an op that only backward does ends with "@" and the number of the run: "...mm.default#1@2".
+An op with use groups may run several times in backward. From the second run on, the key ends with "@" and the
+number of the run: "...mm.default#1@2".
 
 Which kernel computes attention or a norm depends on the device and its libraries. Such an op has the name
 that models call it by (`aten.batch_norm.default`), so that a policy holds wherever the op runs.

@@ -159,7 +159,7 @@ class Policy(FrozenModel):
 
 
 def version_for(use_groups: Collection[str], moves: Collection[str] = ()) -> int:
-    """Return the version of a policy with these parts: the oldest, so that older clients can read it."""
+    """Return the oldest format version that has these parts, so that older clients can read the policy."""
     if moves:
         return VERSION_WITH_MOVES
     return VERSION_WITH_USE_GROUPS if use_groups else VERSION
@@ -183,7 +183,7 @@ def tool_versions() -> dict[str, str]:
 
 
 def planned_for(environment: Environment) -> dict[str, str]:
-    """Return the versions of the libraries of a step that choose its ops, for `Policy.tools`."""
+    """Return the versions of the libraries that chose the ops of the profiled step, for `Policy.tools`."""
     cudnn = {"cudnn": cudnn_text(environment.cudnn)} if environment.cudnn else {}
     return {"torch": environment.torch} | cudnn
 

@@ -4,9 +4,10 @@ NOTE [ Other microbatches ]
 
 While a stage works on one microbatch, the n - 1 others in flight wait between their forward and their
 backward. Each holds what the save set keeps past forward, so these bytes count n times:
-`Graph.waiting_microbatches` is n - 1, which the simulator and the rows of the program read. Every schedule
-goes from its fullest forward straight to a backward, so both meet n - 1 others, and the largest peak over
-all microbatches is the simulator's for one of them while n - 1 wait.
+`Graph.waiting_microbatches` is n - 1, which the simulator and the rows of the program read. In every
+schedule, a backward follows directly on the forward that brings the stage to n microbatches. So both run
+while n - 1 others wait. The largest peak of the stage is therefore the simulated peak of one microbatch while
+n - 1 wait.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ class Stages:
 def stage_graph(profile: Profile | Graph, in_flight: int, *, beside_bytes: int = 0) -> Graph:
     """Return the Graph of one microbatch's step on a stage that holds `in_flight` of them.
 
-    Each of the others also holds its own batch, the stage's input. Where the profiled step made the
-    gradients, they exist beforehand for every microbatch but the first: counted as static, and again
-    while the profiled step makes them, so up to their size too much. A profile of a step in which
-    gradients exist (`zero_grad(set_to_none=False)`) is exact.
+    Each waiting microbatch also holds its own batch, the stage's input. If the profiled step allocates the
+    gradients, they exist already when later microbatches run. So they count as static bytes, and again where
+    the profiled step allocates them: the count is too large by up to their size. It is exact for a profile of
+    a step in which gradients exist (`zero_grad(set_to_none=False)`).
     """
     if in_flight < 1:
         raise InvalidPipeline(f"in_flight must be at least 1, got {in_flight}")
@@ -156,11 +157,12 @@ def plan_stages(
         n_microbatches: in one step.
         budget_gb: GiB for each device, or one number for all.
         chunks: of the model for each stage.
-        weight_half_bytes: by stage, what a microbatch holds between its input and its weight half, where
-            the schedule splits them. Without it such a microbatch counts like any other in flight, which
-            is too little where the runtime keeps recomputed values for the weight half.
-        constraints: as for `plan_stage`; one for each stage, or one for all, whose patterns must then stand
-            for something in every stage.
+        weight_half_bytes: by stage, the bytes that a microbatch holds between the input half and the weight
+            half of its backward, if the schedule splits backward. By default it counts like any other
+            microbatch in flight. That is too little if the runtime keeps recomputed values for the weight
+            half.
+        constraints: as for `plan_stage`: one for each stage, or one for all. The patterns of one for all
+            must match in every stage.
         options: as for `plan`, for each stage by itself.
 
     Raises:

@@ -1,12 +1,13 @@
 """Profile models in DistributedDataParallel on one rank, and count its buckets.
 
-DistributedDataParallel reduces gradients in hooks of the parameters, which a profiled step does not call.
-The preparations of its forward for that, and the buffers that its forward sends, are switched off too, so
-that one rank can profile without the others. Its buckets occupy the device.
+DistributedDataParallel reduces gradients in hooks of the parameters, which a profiled step does not call. Its
+forward also prepares the reduction, and sends buffers to other ranks. Both are switched off in a profiled
+step, so that one rank can profile without the others. Its buckets occupy the device, and count.
 
 `torch.distributed._composable.replicate` builds a DistributedDataParallel over the parameters of a module in
-the first forward. In a profiled forward these would be the profile's aliases, whose gradients no optimizer
-reads. So it is built before the profile, and any other that a profiled forward builds is refused.
+the first forward. In a profiled forward, these parameters would be the profile's aliases, whose gradients no
+optimizer reads. So the wrapper is built before the profile. If a profiled forward builds another one, the
+model is refused.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ def buckets_of(model: nn.Module, device: torch.device | None) -> GradientBuckets
 
 
 def build_replicating(model: nn.Module) -> None:
-    """Build what `replicate` builds in the first forward, over the real parameters. All ranks must take part.
+    """Build what `replicate` would build in the first forward, but over the real parameters.
 
-    They do so in any case: this is at the start of their first forward. Modes that record do not see what it
-    runs before a forward, since the second forward runs more than the first.
+    All ranks must take part, and they do: each of them builds at the start of its first forward. What the
+    wrapper runs before a forward is hidden from modes that record, since it is more in the second forward
+    than in the first.
     """
     for _module, state in private.replicate_states(model):
         if state._init_args or state._init_kwargs:
@@ -77,9 +79,9 @@ def replicating(model: nn.Module) -> dict[nn.Module, DistributedDataParallel]:
 
 
 def wrapper_paths(model: nn.Module) -> frozenset[str]:
-    """Return the paths of the wrappers in `model`. Ops that a wrapper itself runs are in no step.
+    """Return the paths of the wrappers in `model`. No profiled step has the ops that a wrapper itself runs.
 
-    It rebuilds its buckets after the first backward, and sends buffers before each forward.
+    A wrapper rebuilds its buckets after the first backward, and sends buffers before each forward.
     """
     return frozenset(
         path or ROOT for path, module in model.named_modules() if isinstance(module, DistributedDataParallel)

@@ -2,15 +2,17 @@
 
 FSDP gathers the parameters of a unit before its forward and before its backward, and frees them after both.
 A profiled step runs under FSDP's own hooks, so every gather, free and reduction is in the allocator's
-record. But the rank communicates with no other: copies of its own shard replace the shards of the other
-ranks, and a "reduced" gradient is its own part of its own gradient. So any rank may profile at any time,
-and none waits.
+record. But this rank communicates with no other: copies of its own shard replace the shards of the other
+ranks, and its part of the gradient that it computed itself replaces the reduced gradient. So any rank may
+profile at any time, and no rank waits.
 
 NOTE [ Units ]
 An op can be recomputed only while the parameters of its unit are gathered: from the moment at which
-backward reaches the unit's outputs until it has reached its inputs. So the inputs and outputs of a unit are
-saved, tensors that an op of another unit reads, and tensors that backward unpacks while the unit is freed.
-The runtime ensures the first by itself, for any policy. The others are in the profile.
+backward reaches the unit's outputs until it has reached its inputs. So these tensors are saved:
+
+- the inputs and outputs of a unit; the runtime saves them by itself, under any policy;
+- tensors that an op of another unit reads, and tensors that backward unpacks while the unit is freed. The
+  profile says that the ops that write them must be saved.
 
 FullyShardedDataParallel (FSDP1) is refused: it swaps flat parameters while a step runs on aliases of them.
 """

@@ -52,7 +52,7 @@ def note_groups(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def note_mesh(tensor: torch.Tensor) -> None:
     """Note the groups of the mesh over which `tensor` is distributed, if it is a DTensor.
 
-    All ranks of a mesh run the same ops on its DTensors. Recorders do not see the collectives in these.
+    All ranks of a mesh run the same ops on its DTensors. Recorders do not see the collectives in these ops.
     """
     mesh = getattr(tensor, "device_mesh", None)
     if _noted.groups is not None and isinstance(mesh, DeviceMesh):

@@ -7,8 +7,8 @@ roofline of a datasheet (roofline.py). Everything after that is shared, so both 
 
 NOTE [ One device ]
 The fake tensors claim to be on the CPU, for every datasheet: torch has autograd engines only for the devices
-of its build, and a planner should get the same profile from every build. Where one call runs other ops on a
-GPU, gpu_dispatch/ runs those.
+of its build, and a planner should get the same profile from every build. If a call would run other ops on a
+GPU than on a CPU, gpu_dispatch/ runs the ops of the GPU.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ For `h = x @ w; y = relu(h); loss = y.sum()` with 32 bytes for each of h and y, 
           MmBackward0 runs               +24 gradient of w, -32 gradient of h
     10    backward ends
 
-From this to_profile.py tells that y is saved by op 1, needed by ReluBackward0 and dropped after it; the
-planner then decides whether y is saved or recomputed.
+From this record, to_profile.py derives that y is saved by op 1, needed by ReluBackward0 and dropped after it.
+The planner then decides if y is saved or recomputed.
 
 What must stay true: a plain step (`plain=True`, everything saved) places the same marks at the same ops,
 which compare_plain.py checks; the user's objects are afterwards as before; every forward starts from the
@@ -250,7 +250,7 @@ def _find_unseen_writes(step: PreparedStep) -> list[tuple[int, OpFacts, str]]:
 
 
 def _save_unseen(record: ForwardRecord, unseen: Sequence[tuple[int, OpFacts, str]]) -> None:
-    """Have the ops of `unseen` saved; if another op runs there now, all calls of the same op."""
+    """Mark the ops of `unseen` as saved. If another op is at the position now, mark all calls of the op."""
     for position, facts, reason in unseen:
         if position < len(record.ops) and record.ops[position].facts is facts:
             record.ops[position].force_save(reason)
@@ -309,7 +309,7 @@ def _trace(
 
 
 def _force_saves_of_units(record: ForwardRecord, shards: Shards, out_of_reach: Set[int]) -> None:
-    """Have ops saved that FSDP keeps from running again. See NOTE [ Units ] in distributed/fsdp.py."""
+    """Mark as saved the ops that cannot run again under FSDP: NOTE [ Units ] in distributed/fsdp.py."""
     units = [shards.unit_of(op.module) for op in record.ops]
     for reader, op in enumerate(record.ops):
         for version in op.reads:
@@ -353,9 +353,9 @@ def _time(
 def take_step(
     step: PreparedStep, recorder: OpRecorder, saved: SavedTensorRecorder, mark: Callable[[], int]
 ) -> tuple[int, int, int]:
-    """Run forward under the recorder, then backward. Return the marks where backward, graph and step end.
+    """Run forward under the recorder, then backward.
 
-    The first of them is where backward begins.
+    Return three marks: where backward begins, where autograd's graph ends, and where the step ends.
     """
     held, roots = _forward(step, recorder, saved)
     if not roots:
@@ -413,10 +413,10 @@ def _leaves_made(step: PreparedStep, recorder: OpRecorder, roots: Sequence[Tenso
 def _forward(
     step: PreparedStep, recorder: OpRecorder, saved: SavedTensorRecorder
 ) -> tuple[list[Any], list[Tensor]]:
-    """Run the forwards of the loop. Return the outputs on storages that they did not make, and the roots.
+    """Run the forwards of the loop. Return the outputs on storages that existed before, and the roots.
 
-    Outputs are let go of, so that the record shows when their storages are free. What holding them changes
-    follows from that: `Profile.with_dropped_outputs`.
+    Other outputs are released, so that the record shows when their storages are free. The effect of a loop
+    that holds them is derived from that (`Profile.with_dropped_outputs`).
     """
     loss, loop, path = step.loss, step.loop, [recorder.module]
     recorder.originals = step.call.originals

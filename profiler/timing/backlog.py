@@ -13,7 +13,7 @@ that waits for the device itself, such as `nonzero`, drains the queue: host and 
 they do in training.
 
 What must stay true: nothing is subtracted from a measured time. A time that the host may have lengthened
-counts only where every time of its kind is such a time. `Backlog.note` gives their number.
+counts only if the kind of op has no other times. `Backlog.note` gives the number of such times.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ COPIES = 64  # in each direction
 
 
 def link_of(device: torch.device | Device) -> LinkRates | None:
-    """Return what the link of a device carries: measured, once in a process, or as its datasheet has it.
+    """Return the rates of a device's link to the host: measured once in a process, or from the datasheet.
 
     A measurement copies in both directions at once, and takes 32 MiB of the host and of the device. The
     latency is assumed (`COPY_US`). None for a device that computes in the memory of the host, or whose

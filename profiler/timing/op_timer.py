@@ -47,9 +47,9 @@ Only on devices without a backlog: with one, the host's time between ops is not 
 def host_clock(device: torch.device) -> Callable[[], int]:
     """Return the host's clock for a step on `device`, in nanoseconds.
 
-    With one thread on the CPU, it is the CPU time of that thread, which other processes do not affect. With
-    several threads it is the time of day, since one thread's time is not all; and for other devices too, for
-    which torch runs backward on threads of its own.
+    On a CPU with one thread, the clock is the CPU time of that thread, which other processes do not affect.
+    Otherwise it is the time of day, since the CPU time of one thread would leave out the other threads. On
+    other devices than a CPU, torch runs backward on such a thread.
     """
     single_thread = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time_ns if single_thread else time.perf_counter_ns
@@ -69,7 +69,7 @@ class HostClock:
     """The host's clock, which stands still from `stop` to `resume`.
 
     Reading a thread's clock is a system call, which can take longer than an op. So only one stop in
-    `CLOCK_READ_EVERY` is measured, and all stops count as long as the median of these.
+    `CLOCK_READ_EVERY` is measured, and every stop is taken to be as long as the median of the measured ones.
     """
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
@@ -133,9 +133,9 @@ def clock_of(device: torch.device, backlog: Backlog | None = None) -> Clock:
 class OpTimer(TorchDispatchMode):
     """Time the ops of a forward: by the clock on the CPU, by events of the device's stream elsewhere.
 
-    On a device, work is queued ahead of each op (backlog.py). Without that, also time the gaps between ops:
-    Python, the dispatcher, freeing memory, a device that waits for its host. A recomputed op takes that time
-    again.
+    On a GPU, work is queued ahead of each op (backlog.py). If no work can be queued, also time the gaps
+    between ops: Python, the dispatcher, freeing memory, a device that waits for its host. A recomputed op
+    takes the time of its gap again.
 
     Attributes:
         generators: the generators that the forward drew from.

@@ -1,9 +1,9 @@
 """Hide Inductor's compiled code from the modes that record: one opaque step, of which only its writes are
 known.
 
-Its kernels write over buffers that no dispatch mode sees, also over outputs of ops that it calls through
-the dispatcher. Recorded one by one, these ops would be recomputed from memory that holds something else by
-then. And only the compiled graph itself knows which of its inputs it writes.
+Inductor's kernels write over buffers that no dispatch mode sees, and over the outputs of ops that Inductor
+calls through the dispatcher. If these ops were recorded one by one, a recompute would read memory that was
+overwritten since. And only the compiled graph itself knows which of its inputs it writes.
 
 FSDP's hooks around a module (distributed/fsdp.py) are hidden in the same way, and write nothing that is
 planned.
@@ -119,7 +119,7 @@ class _PlannedCallback:
 
 
 def with_code_of_plans(callback: Any) -> Any:
-    """Return the callback by which Dynamo compiles here what it would compile by `callback`."""
+    """Return `callback` for Dynamo to use here: as a `_PlannedCallback` in planned forwards, else plain."""
     planned = isinstance(callback, _PlannedCallback)
     if _around.planned and callable(callback) and not planned:
         return _PlannedCallback(callback)
@@ -191,7 +191,7 @@ class RecordingMode(TorchDispatchMode):
         raise NotImplementedError
 
     def hold(self, tensors: Iterable[Tensor], reason: str = CROSSES) -> None:
-        """Have the ops saved that made `tensors`: for another FSDP unit, or another compiled graph."""
+        """Mark as saved the ops that made `tensors`: another FSDP unit or compiled graph reads them."""
         raise NotImplementedError
 
 

@@ -319,7 +319,7 @@ def _must_save(op: OpOverload[Any, Any], collective: bool) -> str:
 
 
 def decides(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
-    """Return True if a call turns floating-point numbers into integers or bools, which may index or decide.
+    """Return True if a call turns floating-point numbers into integers or bools: indices or conditions.
 
     Integers computed from integers are the same a second time, for every kernel.
     """

@@ -141,7 +141,7 @@ def private_use_device() -> str:
 
 
 def current_stream() -> int:
-    """Return what tells the current stream of the current device from others: no object is made on CUDA."""
+    """Return a number that identifies the current stream of the current device. Makes no object on CUDA."""
     if _raw_stream is not None:
         return _raw_stream(_C._cuda_getDevice())
     return _C._accelerator_getStream(-1).stream_id

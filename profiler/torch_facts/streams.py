@@ -8,12 +8,12 @@ streams:
 
 1. A storage version that is read on another stream than the one that made it is saved, in the profile as in
    a region. Each replay then makes its tensors on the stream that reads and frees them.
-2. Replays read the sources that their ops read in forward, for which the stream has waited then. A node may
+2. Replays read the sources that their ops read in forward. The stream waited for these in forward. A node may
    hold the last reference to memory of another stream, so it calls `record_stream` for its own stream.
 3. A private copy of a source (`Source.keep_copy` in ac_client/runtime) is made on the stream of the writer.
    Its readers wait for the copy.
 
-On a single stream this costs one question for each op, on a device that has streams; on the CPU nothing.
+With a single stream, this costs one check for each op on a device that has streams, and nothing on the CPU.
 """
 
 from __future__ import annotations
