@@ -373,7 +373,7 @@ def _time_finding(check: str, predicted_ms: float, trained: Trained, profile: Pr
 def _numbers_finding(
     check: str, plain: Numbers, again: Numbers, planned: Numbers, recomputed: int
 ) -> GpuFinding:
-    """Compare the numbers of a run that recomputed so many ops with those of a plain run.
+    """Compare the numbers of a run that recomputed `recomputed` ops with those of a plain run.
 
     Two plain runs are compared as well: kernels that are not deterministic differ from run to run.
     """

@@ -102,7 +102,7 @@ class Trained:
 
 
 def train(case: Case, budget_bytes: int | None = None, host_bytes: int = 0) -> Trained:
-    """Train for a few steps, planned for `budget_bytes` and so many bytes of the host if they are given.
+    """Train for a few steps. With `budget_bytes` they are planned, and may move `host_bytes` to the host.
 
     Raises:
         InfeasibleBudget: no plan keeps the budget.

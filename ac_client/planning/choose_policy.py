@@ -1,6 +1,6 @@
-"""Choose the policy of a batch: the only one, its bucket's, one that is planned now, or none.
+"""Choose the policy of a batch: the model's single one, that of a bucket that covers it, a new one, or none.
 
-docs/budget.md explains the buckets, docs/integrations.md what several ranks agree on.
+docs/budget.md explains the buckets, and docs/integrations.md says what several ranks agree on.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class PolicyChooser:
             call: of the model, on the batch.
             loop: the form of the loop.
             key: of the batch.
-            profiled: the profile of the step if it was profiled just now, or the error of that.
+            profiled: the profile of the step, or the error of profiling it, if that was done just now.
 
         Raises:
             ShapeNotPlanned: strict, and no bucket covers the batch.

@@ -180,7 +180,7 @@ def corrected(policy: Policy, nbytes: int, total: int) -> Policy:
     """Return `policy` with `nbytes` added to its predictions.
 
     Args:
-        total: of the correction, which the policy states.
+        total: `Correction.total`, which the policy has as `corrected_by_bytes`.
     """
     predicted = policy.predicted
     moved = {
@@ -218,11 +218,11 @@ class PlannedBucket:
     Args:
         shape: of the largest batch that it serves; None if it serves every batch.
         loaded: the policy.
-        step: the step that it was planned for; its profile is None exactly if the plan is.
-        terms: the loop and the bytes that it was planned for.
+        step: the step that the policy was planned for. Profile and plan are both here, or both are None.
+        terms: the loop and the bytes that the policy was planned for.
 
     Attributes:
-        observed: the form of the loop, as steps have shown it; planned for before the next forward.
+        observed: the form of the loop, as steps have shown it. The next forward is planned for it.
         ran_skipped: skipped modules of the step that a forward has run since.
         room_requests: how often other models on the device asked for room.
         room_requested: bytes that they asked for since the policy was planned.

@@ -185,7 +185,7 @@ class ModelPlanning:
         return action
 
     def _backward_begins(self, bucket: PlannedBucket, loaded: LoadedPolicy, backward: BackwardFacts) -> None:
-        """Warn of what the running step does otherwise, and remember the form of the loop to plan for."""
+        """Warn if the running step is not the planned one, and note the loop's form for the next plan."""
         if self.options.budget_bytes is None or bucket.loaded is not loaded:
             return
         facts, planned = self.watch.in_backward(bucket, backward), bucket.planned_for
@@ -277,7 +277,7 @@ class ModelPlanning:
         self._log_plan(bucket, action)
 
     def _load_otherwise(self, bucket: PlannedBucket, action: PlanAgain, terms: PlannedFor) -> None:
-        """Load the plan for other `terms` than those of `action`, which no plan fits.
+        """Load a plan for `terms`, since no plan fits the terms of `action`.
 
         Raises:
             PlannerError, RemoteError: no plan was found; the bucket is as it was.

@@ -10,8 +10,8 @@ the facts that are known then:
     an optimizer stepped    optimizers
     a step is over          peak, whole, reserved_over, stalled_us; or had_nbytes, if memory ran out
 
-Only before a forward and after a step a plan is made. What the other moments show is warned of at once, if
-the step that runs may go over the budget, and is planned for before the next forward.
+A plan is made only before a forward and after a step. For facts from the other moments, the next forward is
+planned again; a warning comes at once if the running step may go over the budget.
 
 `model_planning.py` profiles, plans and logs; nothing here has an effect.
 """
@@ -228,7 +228,7 @@ def _fragments(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _stalls(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Count on a slower link. If that goes on, at last nothing moves."""
+    """Plan for a link of half the rates. If stalls go on, halve the rates again, until nothing moves."""
     if facts.stalled_us - planned.stall_us <= STALLED * planned.step_us:
         return None
     return PlanAgain(
@@ -239,9 +239,9 @@ def _stalls(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _far_under(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Loosen a plan by half of what it leaves: another one may be predicted less well, and go over the limit.
+    """Loosen a plan by half of the bytes that it leaves: the next plan may be predicted less well.
 
-    That is not done after the limit was exceeded once.
+    Do not loosen if an earlier plan was corrected or went over the limit, or if bytes are withheld.
     """
     peak, before = facts.peak, planned.correction
     if peak is None or peak.at_most is None or not facts.whole or not planned.recomputes:
@@ -309,7 +309,10 @@ def _optimizers(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _skipped_modules(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Plan a batch whose forward runs more modules. Which those are may be drawn: only a profile tells."""
+    """Plan a batch whose forward runs more modules than the profiled one.
+
+    A forward may choose its modules at random, so only a profile shows which of them run.
+    """
     if not facts.ran_skipped or planned.fits(1):
         return None
     some = sorted(facts.ran_skipped, key=lambda path: (len(path), path))
@@ -332,7 +335,10 @@ def _skipped_modules(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Count what other models hold if the plan leaves no room for it, or no plan did and they hold less."""
+    """Count what other models hold, if the plan leaves no room for it, or if one of them asks for room.
+
+    Also count it if no plan was found that keeps the limit, and the others hold less now.
+    """
     if facts.others_nbytes is None:
         return None
     more = facts.others_nbytes - planned.others_nbytes
@@ -357,9 +363,10 @@ def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _last_step(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Count what names such as `loss` keep of the last step: they are rebound when forward has ended.
+    """Count what variables such as `loss` keep of the last step: a loop rebinds them after the next forward.
 
-    If the plan has room for it, they must have kept as much of the step before: else it may be garbage.
+    If the plan has room for these bytes, count them only if as many were kept of the step before. Otherwise
+    they may be garbage that Python has not collected yet.
     """
     more = facts.kept_nbytes - planned.kept_nbytes
     fits_no_more = planned.peak <= planned.limit < planned.peak + more
@@ -375,8 +382,8 @@ def _last_step(planned: PlannedFor, facts: StepFacts) -> Action | None:
 def _loop(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Plan for another form of loop.
 
-    As soon as more forwards are in flight than were planned for, this forward is planned again: for twice as
-    many, since more may follow, and from the next step on for as many as there were.
+    If more forwards are in flight than were planned for, plan this forward for twice as many at once, since
+    more may follow. From the next step on, plan for as many as the step had.
     """
     if facts.loop is None:
         return None
@@ -559,5 +566,5 @@ def _may_go_over(planned: PlannedFor, observed: str, advice: str, *, again: bool
 
 
 def _anew(planned: PlannedFor) -> Correction:
-    """Return the correction for a plan of another step: what the device did not have stays withheld."""
+    """Return the correction with which a plan of another step begins: withheld bytes stay withheld."""
     return Correction(withheld=planned.correction.withheld)

@@ -106,7 +106,10 @@ class PlannedForward:
 
     @property
     def raises(self) -> bool:
-        """Return True while an exception leaves the innermost call, other than one that was being handled."""
+        """Return True while an exception leaves the innermost call.
+
+        An exception that was already being handled as the call began does not count.
+        """
         return self._calls[-1][1] != id(sys.exception())
 
     def end(self, *, whole: bool = False) -> PlannedBucket | None:

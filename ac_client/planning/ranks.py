@@ -13,10 +13,10 @@ profiled forward communicates as every forward does, and all ranks of a collecti
 are all in their first forward, and can meet after their profiles.
 
 A group inside of another one does not count. All members of a group agree on that, because they all enter the
-collectives of the larger one. If one group counts for each of its members, they meet in it. On a mesh of two
-dimensions several count for a member, and no group is known that has all ranks. The member says so in each of
-them, and all plan alone. Groups are asked in the order of their ranks, the same on all ranks, so that no two
-ranks wait for each other.
+collectives of the larger one. If only this group counts on each of its members, the members meet in it. On a
+mesh of two dimensions, several groups count on one rank, and no group is known that has all ranks. Such a
+rank says so in each of its groups, and all their members plan alone. Each rank goes through its groups in the
+order of the ranks in them, so that no two ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ AUTO: Final = "auto"
 
 
 class Ranks:
-    """The ranks of a group, of which this process is one. Every rank must enter every call.
+    """The ranks of a process group that this process is in. Every rank of the group must make every call.
 
     Args:
-        group: the group.
-        device: of this rank's model. Messages go over it if the group communicates over devices of its type;
-            the current device, which NCCL would take, may be the same one on all ranks.
+        group: the process group.
+        device: the device of this rank's model. Messages are tensors on it if the group communicates over
+            devices of its type. NCCL would take the current device, which may be the same on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -78,7 +78,7 @@ class Ranks:
         return [_text(one, int(size.item())) for one, size in zip(received, sizes, strict=True)]
 
     def broadcast(self, sender: int, text: str) -> str:
-        """Return the `text` of rank `sender`; that of the others is not sent."""
+        """Return the `text` of rank `sender`. The texts of other ranks are not sent."""
         mine = text.encode() if sender == self.rank else b""
         size = self._numbers(len(mine))
         source = dist.get_global_rank(self._group, sender)

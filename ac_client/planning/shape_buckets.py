@@ -25,9 +25,9 @@ class _Extent(NamedTuple):
 class ShapeBuckets:
     """All policies of a model while one set of its parameters trains.
 
-    The bucket of a batch key that was seen before is one look into `known`. The first half of a new key, what
-    the batch is built of, was mostly seen before: the buckets that are built alike are remembered by it, so
-    only dimensions are left to compare.
+    A key is the structure of a batch, then its dimensions. `known` has the bucket of each key that was seen
+    before. For each structure, the buckets of the same structure are remembered. So for a new key of a known
+    structure, only dimensions are compared.
 
     Attributes:
         all: buckets in the order in which they were planned.

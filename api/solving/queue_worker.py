@@ -5,11 +5,11 @@ Ours begins again, and `_rescue` delivers such jobs once more. See NOTE [ Delive
 
 NOTE [ A deaf worker ]
 
-A worker with a free slot asks the queue for a job every POLL_S, and each worker renews its heartbeat. The
-answers are signs of life, and so is each attempt to reach a database that is away. A worker without one of
-the two for SILENT_LEASES leases is deaf, whatever the cause: no job will reach it, or others take over its
-jobs. `/livez` then answers 503, so that a supervisor restarts the process. While the database is away the
-attempts go on, so an outage restarts nothing.
+A worker shows two signs of life. While it has a free slot, the queue answers its request for a job every
+POLL_S; and the database takes its heartbeat. An attempt to reach a database that is away counts as both. If
+one of the two is missing for SILENT_LEASES leases, the worker is deaf, whatever the cause: no job reaches it,
+or other workers take over its jobs. `/livez` then answers 503, so that a supervisor restarts the process.
+While the database is away the attempts go on, so an outage restarts nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SignsOfLife:
     heartbeat: float = field(default_factory=time.monotonic)  # it was renewed
 
     def show(self) -> None:
-        """Note a sign that stands for both: the worker begins again."""
+        """Note that the worker begins again, which counts as both signs of life."""
         self.fetched = self.heartbeat = time.monotonic()
 
 
@@ -92,8 +92,9 @@ class _WatchedManager(JobManager):
     async def update_heartbeat(self, worker_id: int) -> None:
         """Renew the heartbeat, without which other workers take over this worker's jobs.
 
-        procrastinate's task ends for ever with its first error, and nothing notices: its monitor has ended
-        with the deferrer of periodic tasks, of which there are none. So an error only skips one renewal.
+        procrastinate's own task of heartbeats ends for good at its first error. Nothing notices, since the
+        task's monitor ends with the deferrer of periodic tasks, and we have no periodic tasks. So here an
+        error only skips one renewal.
         """
         try:
             await super().update_heartbeat(worker_id)
@@ -243,7 +244,7 @@ class QueueWorker:
             await asyncio.sleep(lease_s / 3)
 
     async def _rescue_without_entry(self, app: procrastinate.App) -> None:
-        """Deliver the jobs once more whose entry is gone: a worker of another release may have dropped it."""
+        """Deliver jobs without an entry once more: a worker of another release may have dropped the entry."""
         live = await _in_thread(self.runner.runs.live_entries)
         if live:
             entries = await app.job_manager.list_jobs_async(queue=QUEUE, task=TASK)

@@ -97,7 +97,7 @@ def revoke_key(connection: Connection, id: str) -> Row[Any]:
 
 
 def any_key(connection: Connection) -> bool:
-    """Return True if a key was ever created. From then on loopback needs one too."""
+    """Return True if a key was ever created. From then on, requests on loopback need a key too."""
     return bool(connection.scalar(select(func.count()).select_from(keys)))
 
 

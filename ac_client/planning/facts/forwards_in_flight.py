@@ -1,14 +1,14 @@
 """Forwards whose backward has not begun, and what a backward shows of the training loop.
 
-A plan is made for one form of loop (`autoac.profiler.Loop`): so many forwards, then one backward
-through all of them, which frees what it has used; and outputs that are held or dropped. A loop of another
-form needs more memory or less. The outputs of the model show the form, at almost no cost:
+A plan is made for one form of loop (`autoac.profiler.Loop`). The form says how many forwards run before one
+backward goes through all of them, if backward frees what it has used, and which outputs the loop holds. A
+loop of another form needs more memory or less. The outputs of the model show the form, at almost no cost:
 
 - The autograd node of an output holds a prehook of ours. While the hook lives and has not been called, the
   forward is in flight: autograd holds what it saved, even under a plan that recomputes nothing.
-- When the hook is called, a backward has reached the model: for the first time, or over a graph that an
-  earlier one retained; with gradients of gradients to come if grad mode is on. Weak references to the
-  storages of the outputs show which of them are still held.
+- When the hook is called, a backward has reached the model. It is the first one, or an earlier backward has
+  retained the graph. If grad mode is on, gradients of gradients may follow. Weak references to the storages
+  of the outputs show which outputs are still held.
 """
 
 from __future__ import annotations
@@ -79,10 +79,12 @@ class ForwardsInFlight:
         self._forwards.append(self._last)
 
     def kept_nbytes(self, of_graph: int) -> int | None:
-        """Return the bytes that names keep of the last forward; None if its graph is gone.
+        """Return the bytes that the loop's variables keep of the last forward.
+
+        None if its graph is gone, or if no backward has reached it.
 
         Args:
-            of_graph: bytes that the graph and what backward starts from hold after backward.
+            of_graph: bytes that the graph, and the tensors where backward starts, hold after backward.
         """
         forward = self._last() if self._last is not None else None
         return forward.kept_nbytes(of_graph) if forward is not None and forward.begun else None

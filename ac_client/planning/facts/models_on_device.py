@@ -2,11 +2,11 @@
 
 A budget is the device's, so what other planned models hold is static to a plan: parameters, buffers,
 gradients and optimizer state all the time, and what their forwards in flight have saved. Another model counts
-so once it has run a planned forward after `apply` was called for this one. Until then it may never train: on
-a GPU it counts with what it holds now.
+in this way once it has run a planned forward after `apply` was called for this one. Before that, it may be a
+model that never trains: on a GPU it counts with the bytes that it holds now.
 
-Whatever else is on the device counts too, if its allocator counts: a teacher, an average of the weights, the
-next batch, copies that an optimizer keeps. It is looked at before the first steps of each plan.
+On a GPU, all other tensors count too: a teacher, an average of the weights, the next batch, copies that an
+optimizer keeps. Their bytes are measured before the first steps of each plan.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ModelOnDevice:
         _all.add(self)
 
     def close(self) -> None:
-        """Count for others no longer."""
+        """Stop counting in the plans of the neighbors."""
         _all.discard(self)
 
     def forward_begins(self, bucket: PlannedBucket) -> None:
@@ -102,9 +102,9 @@ class ModelOnDevice:
 
         Args:
             args, kwargs: the batch of the step that begins.
-            kept: bytes that names of the step before hold, and that count elsewhere.
-            counts: what the plan counts, workspaces of cuBLAS included, of which a step has run; None before
-                a plan, when they are freed.
+            kept: bytes that variables of the step before hold, and that count elsewhere.
+            counts: the static bytes of the plan, with the workspaces of cuBLAS that its steps have allocated.
+                None before a plan: the workspaces are then freed.
         """
         model = self._model()
         if model is None or device_of(model).type != "cuda" or is_capturing():

@@ -24,8 +24,9 @@ from autoac.profiler.static_memory import innermost, optimizer_state_nbytes
 class ModelOptimizers:
     """The optimizers of one model's parameters, and how often they have stepped.
 
-    Version counters do not show every step: a fused kernel writes and counts nothing. Once one of them
-    has stepped, none is kept alive: one that the user drops or replaces frees its state and counts no longer.
+    Hooks count the steps, since version counters miss some: a fused kernel writes and counts nothing. The
+    optimizer that was passed to `apply` is kept alive until the first step of any of them. If the user then
+    drops or replaces an optimizer, its state is freed and counts no longer.
 
     Attributes:
         steps: number of their steps since the model was planned.
@@ -145,7 +146,7 @@ class UnplannedSteps:
         return self._trains_in_eval
 
     def evaluates(self, needs: int, limit: int) -> None:
-        """Warn of an evaluation whose graph is held, if one that saves everything is over the budget.
+        """Warn of an evaluation with gradients, which saves everything, if that may be over the budget.
 
         Args:
             needs: the peak of a training step in which nothing is recomputed.

@@ -62,10 +62,10 @@ class StepWatch:
 
         Args:
             call: of the model, on the batch.
-            bucket: that runs the forward.
-            forwards: before one backward, for which steps are planned now.
+            bucket: the bucket that runs the forward.
+            forwards: the number of forwards before one backward that steps are planned for now.
             waiting: how many forwards wait for their backward.
-            gradients: exist before the step.
+            gradients: True if gradients exist before the step.
         """
         self._most_forwards = max(self._most_forwards, waiting + 1)
         most = forwards if self._options.forwards_in_flight is not None else self._most_forwards
@@ -105,7 +105,10 @@ class StepWatch:
         )
 
     def _kept_batch(self, call: ModelCall) -> int:
-        """Return the bytes of the last batch that is still held, with gradients, and remember this one."""
+        """Return the bytes that are still held of the last batch and its gradients, and note this batch.
+
+        Only tensors count that require a gradient and are not in this batch too.
+        """
         batch = list(batch_tensors((*call.args, *call.kwargs.values())))
         before, self._last_batch = self._last_batch, [weakref.ref(tensor) for tensor in batch]
         alive = [tensor for ref in before if (tensor := ref()) is not None and has_storage(tensor)]

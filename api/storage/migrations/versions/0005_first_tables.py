@@ -1,7 +1,7 @@
 """Create the tables
 
-The tables are those of `tables.py`, which no migration has changed yet. The first one that does writes the
-tables out here as they were before; a test fails until then.
+The tables are those of `tables.py`, which no migration has changed yet. The first migration that changes them
+must also write out here the tables as they were before; a test fails until it does.
 
 The number is 0005 because five migrations made the same tables before the first release: a database at 0005
 is one of this release, however it came about.
