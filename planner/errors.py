@@ -116,7 +116,7 @@ class MalformedPolicy(PlannerError):
 
 
 class UnknownVersion(PlannerError):
-    """The data is in a format of ours, in a version that this release does not read."""
+    """The data is in one of our formats, but in a version that this release does not read."""
 
     def __init__(self, format: str, version: object, known: int) -> None:
         self.format, self.version, self.known = format, version, known

@@ -20,7 +20,7 @@ _BY_CAPABILITY = {(8, 0): "a100", (8, 9): "rtx4090"}
 
 
 def machine_facts(device: torch.device) -> dict[str, str]:
-    """Return versions, device and driver, by name. What cannot be read says why."""
+    """Return versions, device and driver, by name. A fact that cannot be read is "unknown (ERROR)"."""
     properties = torch.cuda.get_device_properties(device)
     readers: dict[str, Callable[[], str]] = {
         "autoac": lambda: version("autoac"),
@@ -68,7 +68,7 @@ def _driver() -> str:
 def datasheet_like(device: torch.device) -> Device:
     """Return a datasheet with the architecture and cuDNN of `device`, and the rates of the most similar one.
 
-    Which kernels run follows from the former; the rates only serve for a comparison of run times.
+    Architecture and cuDNN decide which kernels run. The rates only serve to compare run times.
     """
     name = torch.cuda.get_device_name(device).lower().replace(" ", "")
     named = next((key for key in DATASHEETS if key in name), None)  # "nvidiageforcertx4090"

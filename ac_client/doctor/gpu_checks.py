@@ -1,6 +1,6 @@
 """Check on a GPU what nothing else can settle, one finding after the other.
 
-Each check is a generator. If one raises an error, what it found so far stays, the error becomes a finding,
+Each check is a generator. If a check raises an error, its earlier findings stay, the error becomes a finding,
 and the next check runs. After an error of the device itself, torch can no longer use the device, so the
 findings that follow name the same error.
 """

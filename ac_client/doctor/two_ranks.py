@@ -97,7 +97,10 @@ def _train(device: torch.device, budget_bytes: int | None) -> tuple[list[Tensor]
 
 
 def _budget(device: torch.device) -> int:
-    """Return a budget that binds: DistributedDataParallel holds the gradients in its buckets all the time."""
+    """Return a budget that a plan must recompute for.
+
+    Gradients exist before the step, since DistributedDataParallel holds them in its buckets all the time.
+    """
     model, batch = SAMPLES[0].make(TINY).train().to(device), SAMPLES[0].batch(TINY)
     profile = observe(model, (), {name: value.to(device) for name, value in batch.items()}, accumulates=True)
     known = bounds(build(profile))

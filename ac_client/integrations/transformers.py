@@ -3,7 +3,7 @@
     trainer = Trainer(..., callbacks=[AutoACCallback(budget_gb=40)])
     trainer.train()
 
-or, to remove the plan even if training raises, and to run before the reporters so that all of them log it:
+To remove the plan even if training raises, and to have every reporter log its metrics, use a with-block:
 
     with planned(trainer, budget_gb=40):
         trainer.train()

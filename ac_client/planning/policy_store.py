@@ -73,7 +73,7 @@ class PolicyStore:
         )
 
     def look_at_parameters(self, model: nn.Module) -> None:
-        """Take the buckets for the mode of `model`, and for its parameters that train now."""
+        """Switch to the buckets for the present mode of `model` and for the parameters that train now."""
         self.parameters.look(model)
         self.buckets = self._buckets_of_parameters()
 

@@ -194,8 +194,8 @@ class Agreement:
 def meet(ranks: Ranks, need: Need | Exception, plan: Callable[[Terms], Policy]) -> Agreement:
     """Return policies for the first batches of all ranks, the same on each rank.
 
-    One rank plans for all ranks whose batches its own covers: that with the largest batch, and of equal ones
-    the lowest. Further ranks plan, at the same time, only if no batch covers all the others.
+    The rank with the largest batch plans for all ranks whose batches its own batch covers; of several largest
+    batches, the lowest rank. If batches are left, further ranks plan for these, at the same time.
 
     Args:
         ranks: all of them, each of which calls this.

@@ -60,7 +60,8 @@ def changed_layers(
 ) -> tuple[ChangedLayer, ...]:
     """Return the modules whose ops or sizes changed. Layers with the same changes share an entry.
 
-    Ops that only read another op than before count if nothing else changed.
+    An op with the same sizes and FLOPs, but with other inputs or saved tensors, counts only if nothing else
+    in the step changed.
     """
     direct = tuple(_changed(before, after, reads=False))
     return direct or tuple(_changed(before, after, reads=True))

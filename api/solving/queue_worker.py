@@ -226,7 +226,7 @@ class QueueWorker:
             raise WorkerStopped from None
 
     async def _rescue(self, app: procrastinate.App) -> None:
-        """Deliver the jobs of dead workers once more: first a new entry, then the old one goes."""
+        """Deliver the jobs of dead workers once more: add a new entry, then delete the old one."""
         lease_s = self.runner.settings.lease_s
         while True:
             try:

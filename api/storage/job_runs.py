@@ -158,7 +158,7 @@ class JobRuns:
             return list(connection.scalars(select(jobs.c.id).where(jobs.c.state == JobState.RUNNING)))
 
     def requeue_interrupted(self, id: str, queue_id: int | None = None) -> bool:
-        """Deliver the job of a runner that died once more, or fail it after too many attempts.
+        """Deliver once more the job of a runner that died, or fail the job after too many attempts.
 
         Args:
             id: the job.

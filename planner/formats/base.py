@@ -39,7 +39,7 @@ def read(cls: type[Model], text: str | bytes, malformed: type[MalformedProfile |
     """Parse `text`, JSON that need not be trusted, in the format of `cls`.
 
     Raises:
-        UnknownVersion: the format is right, in a version that this release does not read.
+        UnknownVersion: the format is right, but this release does not read its version.
         MalformedProfile, MalformedPolicy: the text is invalid otherwise. The error has the first problems.
     """
     try:

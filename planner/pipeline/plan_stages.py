@@ -108,7 +108,7 @@ def plan_stage(
     Args:
         profile: one microbatch's step on the stage, or the Graph of one (whose own batch is not known).
         in_flight: the microbatch at work and those that wait: see `schedules.in_flight`.
-        beside_bytes: other bytes on the device, such as the parameters of its other chunks.
+        beside_bytes: other bytes on the device, such as the parameters of the stage's other chunks.
         constraints: as for `plan`, except that the gradients of a stage exist for all microbatches but
             the first, as `stage_graph` has it.
         budget_gb, budget_bytes, options: as for `plan`.

@@ -239,7 +239,7 @@ def _checked(
 
 
 def _one_by_one(m: int, warmup: int) -> tuple[Action, ...]:
-    """Return `warmup` forwards, then a backward for each forward."""
+    """Return `warmup` forwards, then a backward and a forward in turn, and at last the other backwards."""
     order: list[Action] = []
     forward = min(warmup, m)
     order += [Action(WorkKind.FORWARD, 0, k) for k in range(forward)]
@@ -252,7 +252,7 @@ def _one_by_one(m: int, warmup: int) -> tuple[Action, ...]:
 
 
 def _split(m: int, warmup: int, waiting: int) -> tuple[Action, ...]:
-    """Return the order of `_one_by_one` with up to `waiting` weight halves that wait for the next forward."""
+    """Return the order of `_one_by_one` with each backward split; up to `waiting` weight halves wait."""
     order: list[Action] = []
     forward, weight = min(warmup, m), 0
     order += [Action(WorkKind.FORWARD, 0, k) for k in range(forward)]

@@ -4,7 +4,7 @@
 times, on made-up numbers, so only the inputs and outputs of one op need memory.
 
 On a GPU, work is queued ahead of each timed call (backlog.py). A call that is timed by itself would find its
-operands in the L2 cache, where making them has left them. In a step they are there only by chance, so that
+operands in the L2 cache, since they were just made. In a step they are in the cache only by chance. So the
 cache is overwritten before each call.
 """
 
@@ -112,8 +112,8 @@ def seconds(
 ) -> float:
     """Return the time of one call: by the host's clock on the CPU, by events of the stream elsewhere.
 
-    On a GPU the call runs again, with more work queued ahead, until the host launches all of it in time, or
-    no more can be queued.
+    On a GPU, work is queued ahead of the call. If the device runs out of work before the host has launched
+    the whole call, the call runs again with more work queued ahead, as long as more can be queued.
 
     Args:
         call: what is timed.

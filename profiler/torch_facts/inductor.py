@@ -100,10 +100,10 @@ class _PlannedBackend:
 
 
 class _PlannedCallback:
-    """Compile frames as `callback` does. Dynamo takes code only from calls with an equal backend.
+    """Compile frames as `callback` does, and keep their code apart from that of unplanned calls.
 
-    Dynamo neither guards on what is planned nor on the hooks of a plan, but on the backend, which it finds
-    by following this attribute of the callback.
+    Dynamo reuses code only for calls with an equal backend. It guards neither on what is planned nor on the
+    hooks of a plan. It finds the backend by following `_torchdynamo_orig_backend` of the callback.
     """
 
     def __init__(self, callback: Any) -> None:

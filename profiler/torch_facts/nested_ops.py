@@ -9,8 +9,8 @@ an op. Without a mode they are excluded only if the op has a kernel of its own f
   under autograd, which gives the op its gradient.
 
 `NestedOp` includes these keys again. The keys of the caller are in the snapshot that torch takes when it
-enters the dispatcher. torch takes none for the ops that the Python of a decomposed op calls: if that Python
-switches autocast on or off, they still get the autocast of the caller.
+enters the dispatcher. torch takes no snapshot for ops that the Python of a decomposed op calls. If that
+Python switches autocast on or off, these ops still run under the autocast of the caller.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class NestedOp:
             return self._call(*args, **kwargs)
 
     def rerun(self) -> Callable[..., Any]:
-        """Return a function that calls the op in backward under the autocast of now. Call it in a mode."""
+        """Return a function for backward that calls the op under the present autocast. Use this in a mode."""
         excluded = private.keys_excluded_by_caller()
         casting = self._casting(excluded) if excluded is not None else []
         return _ReplayUnderAutocast(self._call, casting) if casting else self._call

@@ -65,8 +65,8 @@ _LEAVE_BYTES_UNWRITTEN = frozenset({"aten.mkldnn_rnn_layer.default"})
 def leaves_bytes_unwritten(name: str, dtype: torch.dtype) -> bool:
     """Return True if an output of op `name` may have bytes that the op has not written.
 
-    Fused attention returns the seed and offset of its dropout, two integers; without dropout as the
-    allocator left them.
+    Fused attention returns two integers, the seed and the offset of its dropout. Without dropout, it does not
+    write them.
     """
     of_attention = name.startswith("aten.") and "_attention" in name
     return name in _LEAVE_BYTES_UNWRITTEN or (
@@ -196,7 +196,7 @@ class OpFacts:
         object.__setattr__(self, "mutates", writes)
 
     def call_again(self) -> Callable[..., Any]:
-        """Return what calls the op in backward. Call this from the mode that records the op."""
+        """Return a function that calls the op in backward. Call this from the mode that records the op."""
         return self.call.rerun() if isinstance(self.call, NestedOp) else self.call
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -126,7 +126,7 @@ _streams: set[int] = set()  # on which fingerprints were taken in this process
 
 
 def _settled_sum(elements: Tensor) -> Tensor:
-    """Return `_sum`, and with several streams wait for all of them: the tensor may be of another one."""
+    """Return `_sum`. With several streams, wait for all of them: another stream may write the tensor."""
     if has_streams():
         _streams.add(private.current_stream())
     if len(_streams) < 2 and not streams_seen.several:
@@ -150,9 +150,9 @@ def _sum(elements: Tensor) -> Tensor:
 
 
 class KeptWeights:
-    """Keep the weights of all fingerprints that are taken while this object lives, for the next ones.
+    """Keep the weights that fingerprints use, for further fingerprints, while this object lives.
 
-    Without one, weights are made again each time, so that no memory of the device stays in use.
+    Without such an object, weights are made again each time, so that no memory of the device stays in use.
     """
 
     __slots__ = ("__weakref__", "_tables", "tensors")
@@ -163,7 +163,7 @@ class KeptWeights:
         _keepers.add(self)
 
     def release(self) -> None:
-        """Keep no weights, and no memory for fingerprints that nobody has."""
+        """Release the weights, and the tables of fingerprints. An entry in use keeps its table alive."""
         self.tensors.clear()
         self._tables.clear()
 

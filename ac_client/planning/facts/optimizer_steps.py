@@ -125,9 +125,10 @@ def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
 class UnplannedSteps:
     """Notice training that runs without a plan: in `eval()`, or not through the call of the model.
 
-    A forward in `eval()` that could be differentiated is usually an evaluation, and is not planned. If an
-    optimizer steps after it, with no forward in `train()` since its last step, it was training: this is how
-    BatchNorm is frozen. Forwards in `eval()` are then planned, until the model is called in `train()`.
+    A forward in `eval()` that could be differentiated is usually an evaluation, and is not planned. But if an
+    optimizer steps after it, and no forward in `train()` ran since the optimizer's last step, the forward was
+    training: loops freeze BatchNorm in this way. Then forwards in `eval()` are planned, until the model is
+    called in `train()`.
     """
 
     def __init__(self, warn_once: WarnOnce) -> None:
