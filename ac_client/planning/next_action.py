@@ -382,8 +382,9 @@ def _last_step(planned: PlannedFor, facts: StepFacts) -> Action | None:
 def _loop(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Plan for another form of loop.
 
-    If more forwards are in flight than were planned for, plan this forward for twice as many at once, since
-    more may follow. From the next step on, plan for as many as the step had.
+    If more forwards are in flight than were planned for, and the plan has no room for them, plan this forward
+    for twice as many at once, since more may follow, but for at most `MOST_FORWARDS`. From the next step on,
+    plan for as many as the step had.
     """
     if facts.loop is None:
         return None
