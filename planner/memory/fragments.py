@@ -66,6 +66,7 @@ class Log:
         return name
 
     def free(self, names: Sequence[int]) -> None:
+        """Free the blocks of these names."""
         for name in names:
             self.events.append(Release(name))
             self._nbytes -= self._live.pop(name)
@@ -84,13 +85,13 @@ class _Loop:
         gradients = [nbytes for block, nbytes in enumerate(self._nbytes) if times[block] == 1]
         self._parameters = gradients[::-1]  # backward goes from the last to the first
         static = profile.static
-        held = [*self._blocks(static.parameters), *self._blocks(static.gradients)]
+        held = [*self._blocks_of(static.parameters), *self._blocks_of(static.gradients)]
         for nbytes in filter(None, [*held, static.buffers, static.inputs, static.workspaces]):
             log.allocate(nbytes)
-        self._state = self._blocks(static.optimizer_state)
-        self._workspace = self._blocks(profile.optimizer_workspace_nbytes)
+        self._state = self._blocks_of(static.optimizer_state)
+        self._workspace = self._blocks_of(profile.optimizer_workspace_nbytes)
 
-    def _blocks(self, nbytes: int) -> list[int]:
+    def _blocks_of(self, nbytes: int) -> list[int]:
         """Return blocks of `nbytes` in all, in the sizes of the parameters that get gradients.
 
         Each size is there as often as all of them fit, up to `MOST_COPIES`. What is left is one block.
@@ -112,26 +113,26 @@ class _Loop:
         for event in schedule(graph, save_set):
             match event:
                 case Compute(op, nbytes):
-                    self._outputs(graph.ops[op], nbytes, storages)
-                    self._changes(self._rows_of_ops.get(graph.ops[op].name, ()), temporaries)
+                    self._allocate_outputs(graph.ops[op], nbytes, storages)
+                    self._carry_out(self._rows_of_ops.get(graph.ops[op].name, ()), temporaries)
                 case Recompute(op, nbytes, _):
-                    self._outputs(graph.ops[op], nbytes, storages)
+                    self._allocate_outputs(graph.ops[op], nbytes, storages)
                     times = Counter(row := self._rows_of_ops.get(graph.ops[op].name, ()))
-                    self._changes([block for block in row if times[block] == 2], temporaries)
+                    self._carry_out([block for block in row if times[block] == 2], temporaries)
                 case Backward(step):
-                    self._changes(self._rows_of_steps[step], temporaries)
+                    self._carry_out(self._rows_of_steps[step], temporaries)
                 case Free(version, nbytes):
                     if nbytes and (names := storages.get(graph.versions[version].storage)):
                         log.free([names.pop(0)])
                 case OptimizerStep():
                     for nbytes in self._state:
                         log.allocate(nbytes)
-                    self._state = []  # from now on there
+                    self._state = []  # from now on it is there
                     log.free([log.allocate(nbytes) for nbytes in self._workspace])
         for names in (*storages.values(), *temporaries.values()):
             log.free(names)
 
-    def _outputs(self, op: Op, nbytes: int, storages: dict[StorageId, list[int]]) -> None:
+    def _allocate_outputs(self, op: Op, nbytes: int, storages: dict[StorageId, list[int]]) -> None:
         """Allocate `nbytes` for the versions that `op` writes."""
         for version in op.writes:
             size = self._graph.nbytes(version)
@@ -140,7 +141,7 @@ class _Loop:
                 storages.setdefault(storage, []).append(self._log.allocate(size))
                 nbytes -= size
 
-    def _changes(self, row: Sequence[int], temporaries: dict[int, list[int]]) -> None:
+    def _carry_out(self, row: Sequence[int], temporaries: dict[int, list[int]]) -> None:
         """Allocate the blocks of `row` that are not allocated, and free the others."""
         for block in row:
             if block in temporaries:
