@@ -91,8 +91,6 @@ class ModelPlanning:
             ShapeNotPlanned: strict, and no bucket covers the batch.
             PlannerError, RemoteError, ProfilerError: planning failed.
         """
-        if not waiting:
-            self.watch.peaks.forward_begins(call.model, self.store.current)
         bucket = self.chooser.for_batch(call, Loop(self.forwards))
         if bucket is None:
             return None

@@ -163,8 +163,9 @@ class BatchPlanner:
     def limit_of(self, profile: Profile) -> int:
         """Return the most bytes that a planned peak of this step may have.
 
-        Of a budget for reserved bytes, that is what a plan leaves for its fragments, which are predicted from
-        plans: for the whole budget, then for what those before left.
+        A budget for reserved bytes has to hold the fragments of the plan, too, and they depend on the plan.
+        So this plans for the whole budget first. Then it takes off the fragments of the plan before, until a
+        plan fits together with its own.
 
         Raises:
             PlannerError, RemoteError: as `plan_within`, if no plan at all was found.

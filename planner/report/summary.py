@@ -71,12 +71,14 @@ def _plan(plan: Plan, *, table: bool) -> str:
 
 def _reserved(plan: Plan) -> list[str]:
     """Say what the allocator of a GPU takes from the device for the plan, if that is known."""
+    if plan.profile is None or plan.profile.environment.device_type != "cuda":
+        return []
     fragments, expandable = plan.fragment_bytes(), plan.fragment_bytes(expandable_segments=True)
-    if plan.profile is None or plan.profile.environment.device_type != "cuda" or fragments is None:
+    if fragments is None or expandable is None:
         return []
     return [
         f"CUDA's allocator reserves {format_bytes(plan.peak + fragments)} for it, with expandable segments"
-        f" {format_bytes(plan.peak + (expandable or 0))}."
+        f" {format_bytes(plan.peak + expandable)}."
     ]
 
 

@@ -104,7 +104,7 @@ def test_second_model_on_a_full_device_gets_room(gpu: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("mib", [4, 10, 40])
-def test_budget_that_is_hardly_a_segment_gets_the_tightest_plan(gpu: ModuleType, mib: int) -> None:
+def test_budget_of_about_a_segment_is_planned_for(gpu: ModuleType, mib: int) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to("cuda")
     at = ac_client.applied(ac_client.apply(model, mib / 1024, budget_of="reserved"))
     for _ in range(3):

@@ -67,26 +67,19 @@ class PeakWatch:
         """Return True if the step that runs is watched."""
         return self._readings is not None
 
-    def forward_begins(self, model: nn.Module, bucket: PlannedBucket | None) -> None:
-        """Note how much was reserved since the last step, before a profile can reserve more."""
-        allocator = allocator_peak(device_of(model))
-        if allocator is None or (bucket is not None and bucket.statistics.compared >= WATCHED_STEPS):
-            return
-        before = allocator.allocated() if self._reserved is None else self._reserved
-        self._reserved = allocator.reserved()
-        self._reserved_outside += max(0, self._reserved - before)
-
     def begin_step(self, bucket: PlannedBucket, *, compares: bool = False) -> None:
         """Take the first reading of a step under `bucket`, if it is one of the first.
+
+        Note how much was reserved since the last step.
 
         Args:
             compares: backward compares contents in this step, for which it allocates up to 2 MiB more.
         """
         if self.allocator is None or bucket.statistics.compared >= WATCHED_STEPS:
             return
-        now = self.allocator.reserved()
-        if self._reserved is not None and now < self._reserved:  # a profile gave back what was free
-            self._reserved_outside = max(0, self._reserved_outside - (self._reserved - now))
+        before = self.allocator.allocated() if self._reserved is None else self._reserved
+        self._reserved = self.allocator.reserved()  # a profile has given back what it took
+        self._reserved_outside += max(0, self._reserved - before)
         counts = None if compares or not self.is_complete(bucket) else [self.allocator.allocated_peak()]
         if counts is not None and bucket.policy.moves and bucket.statistics.compared == WATCHED_STEPS - 1:
             stalls.watch()
@@ -119,9 +112,9 @@ class PeakWatch:
         return bucket, self._with_reserved(facts, bucket)
 
     def _with_reserved(self, facts: StepFacts, bucket: PlannedBucket) -> StepFacts:
-        """Return `facts`, and by how much profile and steps took what is reserved over the budget.
+        """Return `facts`, and by how much the steps took what is reserved over the budget.
 
-        What was reserved outside of them is not the plan's to keep small.
+        What was reserved between steps is not the plan's to keep small.
         """
         budget = self._options.budget_bytes
         if self.allocator is None or budget is None:
