@@ -23,13 +23,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+import ac_client
 from ac_client.measure.forked_call import run_in_child
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.measure.recording_overhead import host_times
 from autoac.planner import InfeasibleBudget, Plan, find_minimum_peak, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
-from benchmarks.apply_plan import apply_plan
 from benchmarks.results import add_out_argument, markdown_table, write_result
 from benchmarks.step_timing import keep_freed_memory, rotated, standard_error
 from benchmarks.torch_checkpoint import wrap_blocks
@@ -88,7 +88,7 @@ def peak_of(prepare: Callable[[LigerLikeLlama], object]) -> int:
 
 
 def planned(model: nn.Module, made: Plan) -> None:
-    apply_plan(model, made)
+    ac_client.apply(model, policy=made.policy())
 
 
 def measure(rounds: int) -> tuple[str, bool]:

@@ -27,13 +27,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+import ac_client
 from ac_client.measure.forked_call import run_in_child
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.measure.recording_overhead import host_times
 from autoac.planner import plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
-from benchmarks.apply_plan import apply_plan
 from benchmarks.models import medium
 from benchmarks.models.batches import ModelAndBatch
 from benchmarks.results import add_out_argument, markdown_table, write_result
@@ -161,7 +161,7 @@ def measure_model(name: str, samples: int, rounds: int, clock: str) -> list[Row]
         wrap = partial(wrap_in_checkpoint, name, baseline)
         peak = peak_of(name, samples, wrap)
         one_plan = plan(taken, budget_bytes=peak)
-        apply = partial(apply_plan, plan=one_plan)
+        apply = partial(ac_client.apply, policy=one_plan.policy())
         row = Row(
             name,
             baseline,

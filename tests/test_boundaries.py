@@ -82,8 +82,7 @@ ac_client/measure:      base runtime planner planner/base planner/report profile
 ac_client/service_client: planner planner/base planner/formats planner/problem planner/memory planner/plans
 ac_client/compiled:     base runtime planner planner/formats profiler/base profiler/torch_facts
                         profiler/compiler profiler/joint_graph
-ac_client/rerun:        runtime profiler/torch_facts profiler/unseen profiler/restore profiler/checkpoints
-ac_client/planning:     base service_client runtime compiled rerun measure planner planner/base
+ac_client/planning:     base service_client runtime compiled measure planner planner/base
                         planner/formats planner/problem planner/memory profiler profiler/base
                         profiler/torch_facts profiler/unseen profiler/compiler profiler/distributed
                         profiler/restore profiler/static profiler/checkpoints

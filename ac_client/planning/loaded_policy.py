@@ -23,7 +23,6 @@ from torch import nn
 from ac_client.compiled.policy_parts import PartCalls
 from ac_client.planning.facts.peak_counter import PeakBounds
 from ac_client.planning.next_action import Action, CorrectPrediction, PlannedFor
-from ac_client.rerun.recorded_call import CallSite
 from ac_client.runtime.cursor import Route
 from autoac.planner import Plan, Policy, Profile
 from autoac.planner.errors import Holding
@@ -31,7 +30,6 @@ from autoac.planner.formats.policy import Decision, cudnn_text
 from autoac.planner.formats.policy_set import Shape
 from autoac.planner.formats.profile import ESTIMATED
 from autoac.planner.memory.lifetimes import live_at_peak
-from autoac.planner.memory.module_reruns import module_reruns
 from autoac.planner.memory.simulate import waiting_bytes
 from autoac.profiler import Loop, device_name
 from autoac.profiler.static_memory import OptimizerBytes
@@ -50,10 +48,6 @@ class ForwardRoute:
     compiled_calls: PartCalls
     # Module calls that wrote to nothing tracked: (path, first position) -> position after the call.
     quiet_calls: dict[tuple[str, int], int] = field(default_factory=dict)
-    # Calls that may run again as a whole: first position -> position after the call.
-    reruns: dict[int, int] = field(default_factory=dict)
-    # Those of them that an audit has judged, by first position; None: recorded op by op.
-    call_sites: dict[int, CallSite | None] = field(default_factory=dict)
     unrecorded: int = 0  # ops that the last walk ran without the dispatch mode
     compared: bool = False  # what backward recomputes was compared once
 
@@ -77,17 +71,13 @@ class LoadedPolicy:
     @cached_property
     def forwards(self) -> tuple[ForwardRoute, ...]:
         """Return one route for each forward before a backward."""
-        starts = (0, *self.policy.forward_ends)
-        plan = self.plan
-        spans = module_reruns(plan.graph, plan.save_set) if plan is not None and not plan.moves else ()
         return tuple(
             ForwardRoute(
                 decisions,
                 Route(decisions, self.policy.use_groups, self.policy.moves),
                 PartCalls(decisions, self.policy.moves),
-                reruns={b - start: e - start for b, e in spans if start <= b < start + len(decisions)},
             )
-            for start, decisions in zip(starts, self.policy.forwards, strict=False)
+            for decisions in self.policy.forwards
         )
 
     def route(self, waiting: int) -> ForwardRoute:

@@ -20,14 +20,13 @@ from ac_client.planning.model_planning import ModelPlanning
 from ac_client.planning.oom_retry import OomRetry, is_out_of_memory
 from ac_client.planning.planned_forward import ForwardOfThread
 from ac_client.runtime.cursor import OffPath
-from ac_client.runtime.replay import recording_off
 from autoac.profiler.compiler.private_compiler import check_version, is_tested
 from autoac.profiler.distributed.ddp import wrapper_paths
 from autoac.profiler.errors import CannotProfile
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled
-from autoac.profiler.torch_facts.module_paths import ModuleHook, Watch, watch_calls
+from autoac.profiler.torch_facts.module_paths import ModuleHook, Watch, watch_modules
 from autoac.profiler.torch_facts.streams import is_capturing
 from autoac.profiler.unseen.fingerprints import Comparison
 
@@ -106,7 +105,7 @@ class ModelHooks:
             check_version()
         self._compiled_parts = parts
         if not (self._compiled or self._submodule_handles):
-            self._submodule_handles = watch_calls(model, self._enter, self._leave)
+            self._submodule_handles = watch_modules(model, self._enter, self._leave)
 
     def _forward_begins(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         planning, options = self._planning, self._planning.options
@@ -195,15 +194,15 @@ class ModelHooks:
         if not self._planning.planner.profiling:
             self._planning.watch.peaks.read()
 
-    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._measured.marks is not None and not recording_off.reruns:
+    def _enter(self, path: str) -> None:
+        if self._measured.marks is not None:
             self._measured.marks.enter_module(path)
-        self._of_thread.forward.enter(path, module, args, kwargs)
+        self._of_thread.forward.enter(path)
 
-    def _leave(self, path: str, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if self._measured.marks is not None and not recording_off.reruns:
+    def _leave(self, path: str) -> None:
+        if self._measured.marks is not None:
             self._measured.marks.leave_module(path)
-        self._of_thread.forward.leave(path, output)
+        self._of_thread.forward.leave(path)
 
     def _left_policy(self, off: OffPath) -> None:
         if (bucket := self._planning.store.current) is not None:

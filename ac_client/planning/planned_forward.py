@@ -7,25 +7,19 @@ import threading
 import weakref
 from collections.abc import Callable, Set
 from functools import partial
-from typing import Any
 
 from torch import nn
 
 from ac_client.compiled.policy_parts import PolicyParts
 from ac_client.planning.loaded_policy import ForwardRoute, PlannedBucket
 from ac_client.planning.options import ApplyOptions
-from ac_client.rerun.call_audit import CallAudit
-from ac_client.rerun.recorded_call import RecordedCall
 from ac_client.runtime.cursor import Cursor, LeftThePath, OffPath
-from ac_client.runtime.nodes import UnsupportedTensor
 from ac_client.runtime.policy_context import active, save_recompute_policy
-from ac_client.runtime.replay import recording_off
 from ac_client.runtime.saved_tensor_hooks import RegionHooks
 from autoac.profiler.checkpoints.own_checkpoints import plain_checkpoints
 from autoac.profiler.compiler.second_stage import set_carrier
 from autoac.profiler.torch_facts.inductor import keep_dynamo_out
 from autoac.profiler.torch_facts.module_paths import ROOT
-from autoac.profiler.torch_facts.streams import streams_seen
 
 
 class PlannedForward:
@@ -50,8 +44,6 @@ class PlannedForward:
         self._calls = [(ROOT, id(sys.exception()))]
         self._unrecorded_depth = 0  # of nested module calls in which the mode is off
         self._writes_before: list[int] = []  # one for each module call that is recorded
-        self._call: RecordedCall | None = None  # in which the mode is off
-        self._audit: tuple[CallAudit, int] | None = None  # and the position in the route at which it began
         self._closing: list[Callable[[], object]] = []  # to call at the end
 
     def begin(
@@ -123,10 +115,6 @@ class PlannedForward:
         """
         while self._closing:
             self._closing.pop()()
-        self._end_audit()
-        if self._call is not None:  # interrupted
-            self._call.end(None)
-            self._call = None
         region, self._region = self._region, None
         cursor, self._cursor = self._cursor, None
         route, self._route = self._route, None
@@ -139,10 +127,8 @@ class PlannedForward:
             cursor.finish()
         return bucket
 
-    def enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, path: str) -> None:
         """Note a call of the module at `path`. If every op of the call is saved, turn recording off."""
-        if recording_off.reruns:
-            return
         self._calls.append((path, id(sys.exception())))
         if self._bucket is not None and path in self._bucket.step.skipped:
             self._bucket.ran_skipped.add(path)
@@ -162,41 +148,12 @@ class PlannedForward:
                 self._unrecorded_depth = 1
                 self._unrecorded += end - begin
                 self._cursor.jump_to(end)
-            if begin in self._route.reruns and not self._unrecorded_depth:
-                self._enter_rerun(begin, path, module, args, kwargs)
         self._writes_before.append(region.storages.writes)
 
-    def _enter_rerun(
-        self, begin: int, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Record the call of a module as one op if an earlier audit allows it. Audit the first such call."""
-        region, route, cursor = active.region, self._route, self._cursor
-        assert region is not None
-        assert route is not None
-        assert cursor is not None
-        end = route.reruns[begin]
-        if not route.route.is_call(path, (begin, end)) or streams_seen.several:
-            return  # a module around it or in it; or ops wait for other streams
-        site = route.call_sites.get(begin)
-        try:
-            if site is not None:
-                if region.pause():
-                    self._call = RecordedCall(site, region, module, args, kwargs)
-                    self._unrecorded_depth = 1
-                    self._unrecorded += end - begin
-                    cursor.jump_to(end)
-            elif begin not in route.call_sites and self._audit is None:
-                self._audit = CallAudit(path, module, args, kwargs, region), begin
-        except UnsupportedTensor:
-            if site is None:
-                route.call_sites[begin] = None
-            else:
-                region.resume()
-
-    def leave(self, path: str, output: Any) -> None:
+    def leave(self, path: str) -> None:
         """Mark the end of the call of the module at `path`. A route learns from calls that return."""
-        if recording_off.reruns or self._calls[-1][0] != path:
-            return  # the latter: a hook of the user's raised before `enter`
+        if self._calls[-1][0] != path:
+            return  # a hook of the user's raised before `enter`
         raised = self.raises
         if len(self._calls) > 1:
             self._calls.pop()
@@ -207,12 +164,7 @@ class PlannedForward:
             self._unrecorded_depth -= 1
             if self._unrecorded_depth:
                 return
-            if self._call is not None:
-                self._call.end(output)
-                self._call = None
-            else:
-                region.resume()
-        audited = self._end_audit(None if raised else path)
+            region.resume()
         called = self._cursor.leave(path)
         writes = self._writes_before.pop() if self._writes_before else -1
         if raised:  # calls around this one did not run all their ops either
@@ -220,10 +172,6 @@ class PlannedForward:
             return
         if called is not None and writes == region.storages.writes and self._cursor.saves_all(called):
             self._route.quiet_calls[path, called[0]] = called[1]
-        if audited is not None:
-            audit, begin = audited
-            exact = called == (begin, self._route.reruns[begin])
-            self._route.call_sites[begin] = audit.site(output, called[1]) if exact and called else None
 
     def _innermost(self) -> str:
         return self._calls[-1][0]
@@ -244,15 +192,6 @@ class PlannedForward:
         if self._options.strict:
             raise LeftThePath(off)
         self._report(off)
-
-    def _end_audit(self, path: str | None = None) -> tuple[CallAudit, int] | None:
-        """End the audit of the call of the module at `path` and return it, if there is one."""
-        audited = self._audit
-        if audited is None or path not in (None, audited[0].path):
-            return None
-        self._audit = None
-        audited[0].close()
-        return audited
 
 
 class ForwardOfThread(threading.local):

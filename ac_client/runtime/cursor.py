@@ -125,10 +125,6 @@ class Route:
         begin, end = span
         return self._seen[begin] == self._seen[end]
 
-    def is_call(self, path: str, span: Span) -> bool:
-        """Return True if `span` is a span in which the module `path` runs."""
-        return span in self._spans.get(path, ())
-
     def is_in_one_group(self, span: Span) -> bool:
         """Return True if all uses by ops of `span` are in the same use group of every op."""
         begin, end = span

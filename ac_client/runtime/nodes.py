@@ -279,22 +279,6 @@ class Node:
         self.used_outs = 0  # number of outputs with a use
 
 
-class CallNode(Node):
-    """A call of a module, recorded as one op. `func` is not called: `rerun` runs the module again."""
-
-    __slots__ = ("rerun",)
-
-    def __init__(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        reads: tuple[NodeVersion, ...],
-        rerun: Callable[[list[Any], list[bool]], list[Tensor | None]],
-    ) -> None:
-        super().__init__(next_order(), name, rerun, args, {}, reads, None)
-        self.rerun = rerun  # takes the tensors of `args` and which of `outs` are needed; returns these
-
-
 class FunctionNode(Node):
     """A call of a torch.autograd.Function, recorded as one op. `func` runs its forward above autograd."""
 

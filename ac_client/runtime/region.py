@@ -97,7 +97,6 @@ class Region(RecordingMode):
     Attributes:
         storages: the table of storages that recorded ops wrote or read.
         graph: shared by all that the region records.
-        policies_pushed: number of policies pushed so far.
     """
 
     supports_higher_order_operators = True  # each passes as one opaque op
@@ -110,7 +109,6 @@ class Region(RecordingMode):
         self._hooks = RegionHooks(self.storages, self.graph)
         self._frames: list[PolicyFrame] = []
         self._policy = PolicyStack(())
-        self.policies_pushed = 0
         self._compiled_unseen = False  # nothing was compiled in this process when the region was opened
         self._paused = False
         self._moves: RegionMoves | None = None
@@ -183,7 +181,6 @@ class Region(RecordingMode):
             if frame.policy.needs_output and not any(type(f.policy) is PlannedPolicy for f in self._frames):
                 self.graph.selective = True
         self._frames.append(frame)
-        self.policies_pushed += 1
         self._resolve()
 
     def pop_policy(self, frame: PolicyFrame) -> bool:
@@ -225,10 +222,6 @@ class Region(RecordingMode):
         if self._paused:
             self._paused = False
             private.push_on_dispatch_stack(self)
-
-    def set_pack_in_call(self, pack: Callable[[Tensor], Any] | None) -> None:
-        """Let `pack` pack what autograd saves of the tensors of a call that is recorded as one op."""
-        self._hooks.pack_in_call = pack
 
     def enter_compiled(self, written: Sequence[Tensor]) -> None:
         """Stop recording while compiled code runs that writes `written`."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ac_client.runtime.nodes import (
-    CallNode,
     FunctionNode,
     MovedNode,
     Node,
@@ -133,16 +132,13 @@ class Pass:
 
 
 class EventLog:
-    """The compute and recompute events of a run, in order, as `planner/memory/schedule.py` defines them.
-
-    The rerun of a module is a single event.
-    """
+    """The compute and recompute events of a run, in order, as `planner/memory/schedule.py` defines them."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []  # (kind, name of the op in keys)
 
     def add(self, kind: str, name: str) -> None:
-        """Append an event of the op or module `name`; `kind` is "compute", "recompute" or "rerun"."""
+        """Append an event of the op `name`; `kind` is "compute" or "recompute"."""
         self.events.append((kind, name_in_keys(name)))
 
 
@@ -306,10 +302,7 @@ def recompute(target: NodeVersion, running: Pass, graph: RegionGraph) -> Tensor:
         running.arriving.update(counted.arriving)
     with FlagSwitcher() as flags:
         for kind, nodes in itertools.groupby(sorted(burst, key=_order), key=type):
-            if kind is CallNode:
-                for node in nodes:
-                    _rerun(node, running, graph, target, flags)
-            elif kind is MovedNode:
+            if kind is MovedNode:
                 with _BelowAutograd():
                     for node in nodes:
                         _fetch(node, running, graph, target)
@@ -348,30 +341,6 @@ def _fetch(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion) -
             running.arriving[version.serial] = wait
         else:
             wait()
-
-
-def _rerun(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, flags: FlagSwitcher) -> None:
-    """Run the module of `node` again, cache what backward needs, and consume a use of each version read."""
-    assert isinstance(node, CallNode)
-    cache = running.cache
-    for read in node.reads:
-        running.check_handed_out(read, node.name)
-    running.await_arrival(node.reads)
-    with _BelowAutograd():
-        args = [_argument(arg, node, cache, _NO_BUFFERS) for arg in node.args]
-    versions = [ref() if ref is not None else None for ref in node.outs]
-    needed = [version is not None and running.needs(version, target) for version in versions]
-    if graph.log is not None:
-        graph.log.add("rerun", node.name)
-    flags.set(node.flags)
-    for version, tensor in zip(versions, node.rerun(args, needed), strict=True):
-        if version is not None and tensor is not None:
-            cache[version.serial] = tensor
-    del args
-    if not running.uncounted and node.order not in running.executed:
-        running.executed.add(node.order)
-        for version in node.reads:
-            running.consume_use(version)
 
 
 def _replay(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, flags: FlagSwitcher) -> None:
@@ -491,14 +460,9 @@ def _sources(args: Sequence[Any]) -> Iterator[Source]:
 
 
 class _RecordingOff(threading.local):
-    """Number of nested sections of this thread whose ops an open region does not record.
-
-    Attributes:
-        reruns: how many of the sections run a module again.
-    """
+    """Number of nested sections of this thread whose ops an open region does not record."""
 
     depth = 0
-    reruns = 0
 
 
 recording_off = _RecordingOff()

@@ -29,18 +29,14 @@ g. *Unpacked again.* A later step may unpack a saved tensor again after its vers
 h. *Compiled.* A compiled graph holds a saved version that only its own ops read by uses, as in rule d, and
    not as in rule a: it is freed after the last op of backward that reads it, or at the end of the last step
    that unpacks it. If backward has no use for it, it is freed as soon as forward lets go of it.
-i. *Rerun.* A rerun span is one call of a module. Its ops are recorded as one op, which reads what they read
-   from outside. A burst that needs one of their versions runs them in forward order, saved ops too, up to
-   where autograd packed the last saved tensor of a version with a use. Versions with a use are then cached.
-   All other storages live as in forward, but no longer than the rerun.
-j. *Use groups.* An op may be recomputed once for each group of its uses. Each of these runs is an op with
+i. *Use groups.* An op may be recomputed once for each group of its uses. Each of these runs is an op with
    outputs of its own, and rules c to g apply to it. NOTE [ Use groups ] in problem/use_groups.py says which
    uses are in which group. Forward runs the op once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoac.planner.errors import UnknownOp
@@ -51,7 +47,6 @@ from autoac.planner.problem.graph import (
     SavedTensorId,
     SaveSet,
     StepId,
-    StorageId,
     VersionId,
 )
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
@@ -99,15 +94,11 @@ class OptimizerStep:
 
 Event = Compute | Recompute | Backward | Free | OptimizerStep
 
-Span = tuple[OpId, OpId]
-"""The ops [begin, end) of one call of a module."""
 
-
-def schedule(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> Iterator[Event]:
+def schedule(graph: Graph, save_set: SaveSet) -> Iterator[Event]:
     """Yield the events of one step under `save_set`, in order.
 
-    Ops that must be saved are saved whether or not `save_set` names them. `reruns` are spans that
-    `module_reruns` returned for this save set (rule i).
+    Ops that must be saved are saved whether or not `save_set` names them.
 
     Raises:
         UnknownOp: `save_set` names an op that `graph` does not have.
@@ -116,7 +107,7 @@ def schedule(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> It
         if not 0 <= op < len(graph.ops):
             raise UnknownOp(op, len(graph.ops))
     save_set = with_forced_saves(graph, save_set)
-    return _Replay(joined(graph, save_set), save_set, reruns).events()
+    return _Replay(joined(graph, save_set), save_set).events()
 
 
 def held_until(graph: Graph, save_set: SaveSet) -> list[int]:
@@ -137,25 +128,12 @@ def _dropped(graph: Graph) -> list[int]:
     ]
 
 
-def spans_by_op(spans: Sequence[Span]) -> dict[OpId, Span]:
-    """Return a table from each op inside of a span to that span."""
-    return {OpId(op): span for span in spans for op in range(*span)}
-
-
-def reads_of_span(graph: Graph, span: Span) -> list[VersionId]:
-    """Return the versions from before `span` that its ops read."""
-    begin, end = span
-    reads = dict.fromkeys(r for op in graph.ops[begin:end] for r in op.reads)
-    return [r for r in reads if graph.versions[r].op < begin]
-
-
-def readers_until(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> list[int]:
+def readers_until(graph: Graph, save_set: SaveSet) -> list[int]:
     """Return for each version the moment until which ops that read it may run again; 0 if there are none.
 
     An unsaved op may run again until autograd has dropped the saved tensors of its outputs, forward holds
-    these outputs no more, and no op that reads them may run again. Within `reruns`, saved ops run again too.
+    these outputs no more, and no op that reads them may run again.
     """
-    span_of = spans_by_op(reruns)
     n = len(graph.ops)
     until, dropped = [0] * len(graph.versions), _dropped(graph)
     ends = graph.forward_ends[:-1]  # of regions; that of the last may include ops of the loss
@@ -168,18 +146,10 @@ def readers_until(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) 
             in_forward[value.previous] = value.op
     op_until = [0] * n  # until when an unsaved op needs the versions that it reads
     for op in reversed(graph.ops):
-        span = span_of.get(op.id)
         for w in op.writes:
-            readers = (
-                reader
-                for reader in graph.versions[w].readers
-                if (span_of[reader] != span if reader in span_of else reader not in save_set)
-            )
+            readers = (reader for reader in graph.versions[w].readers if reader not in save_set)
             until[w] = max((op_until[reader] for reader in readers), default=0)
         op_until[op.id] = max([op.id, *(max(until[w], dropped[w], in_forward[w]) for w in op.writes)])
-        if span is not None and op.id == span[0]:  # all its ops need what one of them needs
-            unsaved = (op_until[o] for o in range(*span) if o not in save_set)
-            op_until[slice(*span)] = [max(span[1], *unsaved)] * (span[1] - span[0])
     return until
 
 
@@ -195,11 +165,11 @@ class ForwardMemory:
     over_at: dict[int, list[VersionId]]  # versions that are written over without a copy
 
     @classmethod
-    def of(cls, graph: Graph, save_set: SaveSet, reruns: Sequence[Span]) -> ForwardMemory:
+    def of(cls, graph: Graph, save_set: SaveSet) -> ForwardMemory:
         """Return the events of `graph` under `save_set`."""
         memory = cls({}, {}, {})
-        until, dropped = readers_until(graph, save_set, reruns), _dropped(graph)
-        by_uses, uses = held_by_uses(graph, save_set), uses_of(graph, save_set, reruns)
+        until, dropped = readers_until(graph, save_set), _dropped(graph)
+        by_uses, uses = held_by_uses(graph, save_set), uses_of(graph, save_set)
         absent = later_runs(graph)
         for storage in graph.storages:
             last = storage.versions[-1]
@@ -243,36 +213,15 @@ def held_by_uses(graph: Graph, save_set: SaveSet) -> list[bool]:
     ]
 
 
-def uses_of(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> list[int]:
+def uses_of(graph: Graph, save_set: SaveSet) -> list[int]:
     """Return for each version its number of uses by unpacks and recomputed ops (rule d)."""
     n = len(graph.ops)
-    span_of = spans_by_op(reruns)
     uses = [sum(graph.saved_tensors[h].dropped > n for h in value.saved_tensors) for value in graph.versions]
     for op in reversed(graph.ops):
-        span = span_of.get(op.id)
-        if span is None:
-            if op.id not in save_set and any(uses[w] for w in op.writes):
-                for r in op.reads:
-                    uses[r] += 1
-        elif op.id == span[1] - 1 and any(uses[w] for w in unsaved_in(graph, save_set, span)):
-            for r in reads_of_span(graph, span):
+        if op.id not in save_set and any(uses[w] for w in op.writes):
+            for r in op.reads:
                 uses[r] += 1
     return uses
-
-
-def rerun_until(graph: Graph, needed: Sequence[VersionId], span: Span) -> OpId:
-    """Return the op before which a rerun of `span` stops: earlier ops make all of `needed` (rule i)."""
-    end, stop = span[1], span[0]
-    for w in needed:
-        packed = [graph.saved_tensors[h].packed for h in graph.versions[w].saved_tensors]
-        stop = max(stop, max((OpId(p) for p in packed if p < end), default=end))
-    return stop
-
-
-def unsaved_in(graph: Graph, save_set: SaveSet, span: Span) -> list[VersionId]:
-    """Return the versions that unsaved ops of `span` write."""
-    begin, end = span
-    return [w for op in graph.ops[begin:end] if op.id not in save_set for w in op.writes]
 
 
 def recompute_us(graph: Graph, save_set: SaveSet) -> float:
@@ -290,15 +239,12 @@ def recompute_us(graph: Graph, save_set: SaveSet) -> float:
 class _Replay:
     """The state of one replay of the rules. Only this module uses it; callers see the events."""
 
-    def __init__(self, graph: Graph, save_set: SaveSet, reruns: Sequence[Span]) -> None:
+    def __init__(self, graph: Graph, save_set: SaveSet) -> None:
         self.graph = graph
         n = len(graph.ops)
-        self.span_of = spans_by_op(reruns)
         self.by_uses = held_by_uses(graph, save_set)
         self.saved = [value.op in save_set for value in graph.versions]
-        self.uses_left = uses_of(
-            graph, save_set, reruns
-        )  # kept up to date for unsaved versions, and for rule h
+        self.uses_left = uses_of(graph, save_set)  # kept up to date for unsaved versions, and for rule h
         self.cached = [held and uses > 0 for held, uses in zip(self.by_uses, self.uses_left, strict=True)]
         self.reads_consumed = [False] * n  # True if the uses of the op are consumed or removed
         self.in_use: list[VersionId] = []  # cached versions that this step has unpacked
@@ -307,7 +253,7 @@ class _Replay:
         ] = []  # versions that a temporary recompute in this step unpacked (rule g)
         self.unpacked_now: set[SavedTensorId] = set()  # in this step
         self.unpacked_before: set[SavedTensorId] = set()  # in earlier steps
-        self.forward = ForwardMemory.of(graph, save_set, reruns)
+        self.forward = ForwardMemory.of(graph, save_set)
 
     def events(self) -> Iterator[Event]:
         graph, n = self.graph, len(self.graph.ops)
@@ -376,19 +322,9 @@ class _Replay:
             v = stack.pop()
             op = graph.versions[v].op
             if not self.saved[v] and not self.cached[v] and op not in burst:
-                burst.update(self._together(op))
-                stack.extend(self._reads(op))
+                burst.add(op)
+                stack.extend(graph.ops[op].reads)
         return sorted(burst)
-
-    def _together(self, op: OpId) -> Sequence[OpId]:
-        """Return the ops that run when `op` runs again."""
-        span = self.span_of.get(op)
-        return (op,) if span is None else [OpId(o) for o in range(*span)]
-
-    def _reads(self, op: OpId) -> Sequence[VersionId]:
-        """Return the versions that must be there before `op` runs again."""
-        span = self.span_of.get(op)
-        return self.graph.ops[op].reads if span is None else reads_of_span(self.graph, span)
 
     def _recompute_temporarily(self, burst: list[OpId], target: VersionId, step: StepId) -> Iterator[Event]:
         """Recompute `target` without consuming uses, and free everything else (rule g)."""
@@ -403,10 +339,6 @@ class _Replay:
     def _recompute(self, burst: list[OpId], step: StepId) -> Iterator[Event]:
         graph = self.graph
         for op_id in burst:
-            if (span := self.span_of.get(op_id)) is not None:
-                if op_id == span[0]:
-                    yield from self._rerun(span, step)
-                continue
             op = graph.ops[op_id]
             overwritten = [
                 p
@@ -427,32 +359,6 @@ class _Replay:
                 if not self.uses_left[w]:
                     yield self._free(w)
 
-    def _rerun(self, span: Span, step: StepId) -> Iterator[Event]:
-        """Run the ops of `span` again, and cache the versions that have a use (rule i)."""
-        graph, (begin, end) = self.graph, span
-        written = [w for op in graph.ops[begin:end] for w in op.writes]
-        needed = [w for w in written if not self.saved[w] and self.uses_left[w]]
-        cached = {graph.versions[w].storage for w in needed}
-        stop = rerun_until(graph, needed, span)
-        ends: dict[int, list[StorageId]] = {}
-        live: dict[StorageId, VersionId] = {}
-        for op in graph.ops[begin:stop]:
-            yield from (Free(live[s], graph.storages[s].nbytes) for s in ends.pop(op.id, ()))
-            over = [p for w in op.writes if (p := graph.versions[w].previous) is not None]
-            fresh = [w for w in op.writes if graph.versions[w].previous is None]
-            yield Recompute(op.id, sum(map(graph.nbytes, fresh)), step, tuple(over))
-            live |= {graph.versions[w].storage: w for w in op.writes}
-            for s in {graph.versions[w].storage for w in fresh} - cached:
-                released = max(graph.storages[s].released, op.id + 1)
-                ends.setdefault(min(released, stop), []).append(s)
-        yield from (Free(live[s], graph.storages[s].nbytes) for late in ends.values() for s in late)
-        for w in needed:
-            self.cached[w] = True
-        if not self.reads_consumed[begin]:
-            self.reads_consumed[begin:end] = [True] * (end - begin)
-            for r in reads_of_span(graph, span):
-                yield from self._consume_use(r)
-
     def _may_write_into(self, p: VersionId) -> bool:
         """Return True if a recomputed in-place op may write into the memory of version `p` (rule e)."""
         return self.cached[p] and self.uses_left[p] == 1 and not self.graph.versions[p].saved_tensors
@@ -472,12 +378,8 @@ class _Replay:
             yield from self._consume_use(v)
             if self.saved[v]:
                 continue
-            op = self.graph.versions[v].op
-            together = self._together(op)
-            if self.reads_consumed[op] or any(
-                self.uses_left[w] for o in together for w in self.graph.ops[o].writes if not self.saved[w]
-            ):
+            op = self.graph.ops[self.graph.versions[v].op]
+            if self.reads_consumed[op.id] or any(self.uses_left[w] for w in op.writes):
                 continue
-            for o in together:
-                self.reads_consumed[o] = True
-            stack.extend(self._reads(op))
+            self.reads_consumed[op.id] = True
+            stack.extend(op.reads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoac.planner.memory.schedule import (
@@ -12,7 +12,6 @@ from autoac.planner.memory.schedule import (
     Free,
     OptimizerStep,
     Recompute,
-    Span,
     schedule,
 )
 from autoac.planner.problem.graph import Graph, Moment, SaveSet
@@ -39,7 +38,7 @@ class Timeline:
         return max(self.instants, key=lambda instant: instant.live_bytes)
 
 
-def simulate(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> Timeline:
+def simulate(graph: Graph, save_set: SaveSet) -> Timeline:
     """Replay one training step and count the bytes live at every event.
 
     Counted: static bytes; what waiting microbatches hold, except at the optimizer step; every storage that
@@ -49,7 +48,6 @@ def simulate(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> Ti
     Args:
         graph: one step.
         save_set: ops whose outputs are saved; ops that must be saved are added.
-        reruns: calls of modules that are run again as a whole (`module_reruns`).
 
     Returns:
         One instant for each event, in order.
@@ -61,22 +59,16 @@ def simulate(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> Ti
     >>> simulate(chain(1, 8, 1, 8, 0), frozenset({0, 2})).peak.live_bytes
     10
     """
-    return Timeline(tuple(Instant(*instant) for instant in _instants(graph, save_set, reruns)))
+    return Timeline(tuple(Instant(*instant) for instant in _instants(graph, save_set)))
 
 
-def _instants(
-    graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()
-) -> Iterator[tuple[Event, int, Moment]]:
+def _instants(graph: Graph, save_set: SaveSet) -> Iterator[tuple[Event, int, Moment]]:
     """Yield (event, live bytes, moment), as in Instant."""
     n = len(graph.ops)
-    waiting = (
-        graph.waiting_microbatches * waiting_bytes(graph, save_set, reruns)
-        if graph.waiting_microbatches
-        else 0
-    )
+    waiting = graph.waiting_microbatches * waiting_bytes(graph, save_set) if graph.waiting_microbatches else 0
     live = graph.static_bytes + waiting
     moment = Moment(0)
-    for event in schedule(graph, save_set, reruns):
+    for event in schedule(graph, save_set):
         match event:
             case Free(_, nbytes):
                 live -= nbytes
@@ -109,14 +101,14 @@ def extra_bytes(graph: Graph, event: Event) -> int:
             return graph.closing_bytes
 
 
-def waiting_bytes(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> int:
+def waiting_bytes(graph: Graph, save_set: SaveSet) -> int:
     """Return the bytes that a microbatch holds from the end of its forward until its backward begins.
 
     Those are saved tensors that backward may need, and storages that Python holds beyond forward (the
     outputs). Each of `graph.waiting_microbatches` holds as many while this one runs (docs/pipelines.md).
     """
     live = 0
-    for event in schedule(graph, save_set, reruns):
+    for event in schedule(graph, save_set):
         match event:
             case Compute(_, nbytes):
                 live += nbytes
@@ -132,9 +124,9 @@ def peak_of(graph: Graph, save_set: SaveSet) -> Instant:
     return Instant(*max(_instants(graph, save_set), key=lambda instant: instant[1]))
 
 
-def peak_bytes(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> int:
+def peak_bytes(graph: Graph, save_set: SaveSet) -> int:
     """Return the most bytes live at any event of the step."""
-    return max(live for _, live, _ in _instants(graph, save_set, reruns))
+    return max(live for _, live, _ in _instants(graph, save_set))
 
 
 def fits(graph: Graph, save_set: SaveSet, budget: int) -> bool:

@@ -41,8 +41,6 @@ from autoac.profiler.restore.object_holders import (
     FixedParts,
     Holder,
     NumpyArray,
-    PythonArray,
-    RandomState,
     Slots,
     Treatment,
     attributes_of,
@@ -162,21 +160,6 @@ class ModuleState:
                 self._add(ClassAttributes(base), None, None)
         return slots
 
-    def equals(self, other: ModuleState) -> bool:
-        """Return True if `other`, a later state of the same modules, has the same references.
-
-        Return False if there are contents that references do not show: arrays, generators, iterators.
-        """
-        hidden = any(isinstance(holder, (NumpyArray, PythonArray, RandomState)) for holder in self._holders)
-        if hidden or self._iterators or len(self._holders) != len(other._holders):
-            return False
-        if any(tensor._version != version for tensor, _, version in self._tensors):
-            return False
-        return all(
-            _same_items(list(before.items()), list(after.items()))
-            for before, after in zip(self._holders, other._holders, strict=True)
-        )
-
     def restore(self) -> None:
         """Put back the references and tensors that were there when this object was made."""
         for holder in self._holders:
@@ -216,13 +199,6 @@ class ModuleState:
                     self._name,
                     owner.path(key),
                 )
-
-
-def _same_items(before: Sequence[tuple[Any, Any]], after: Sequence[tuple[Any, Any]]) -> bool:
-    return len(before) == len(after) and all(
-        (a is c or (type(a) is int and a == c)) and b is d
-        for (a, b), (c, d) in zip(before, after, strict=True)
-    )
 
 
 class _IteratorGuard:

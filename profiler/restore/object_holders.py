@@ -180,7 +180,7 @@ class _List(Holder):
         return True
 
 
-class PythonArray(Holder):
+class _PythonArray(Holder):
     """A bytearray, or an array of Python's."""
 
     def __init__(self, value: Any, base: Any) -> None:
@@ -276,7 +276,7 @@ class FixedParts(Holder):
         return enumerate(self._parts)
 
 
-class RandomState(Holder):
+class _RandomState(Holder):
     """A generator of random numbers, which can restore its own state."""
 
     def __init__(self, restore: Callable[[], None]) -> None:
@@ -322,8 +322,8 @@ _PLAIN = (int, float, complex, str, bytes, type, types.ModuleType, enum.Enum, Te
 _CONTAINERS: tuple[tuple[type, Callable[[Any], Holder]], ...] = (
     (list, lambda value: _List(value, list)),
     (deque, lambda value: _List(value, deque)),
-    (bytearray, lambda value: PythonArray(value, bytearray)),
-    (array, lambda value: PythonArray(value, array)),
+    (bytearray, lambda value: _PythonArray(value, bytearray)),
+    (array, lambda value: _PythonArray(value, array)),
     (dict, _Dict),
     (set, _Set),
     (tuple, lambda value: FixedParts(tuple(tuple.__iter__(value)))),
@@ -334,16 +334,16 @@ _CONTAINERS: tuple[tuple[type, Callable[[Any], Holder]], ...] = (
     ((staticmethod, classmethod), lambda value: FixedParts((value.__func__,))),  # type: ignore[assignment]
     (property, lambda value: FixedParts((value.fget, value.fset))),
     (types.MappingProxyType, lambda value: FixedParts(tuple(value.values()))),
-    (numpy.random.RandomState, lambda value: RandomState(partial(value.set_state, value.get_state()))),
+    (numpy.random.RandomState, lambda value: _RandomState(partial(value.set_state, value.get_state()))),
     (numpy.random.Generator, lambda value: _bit_generator(value.bit_generator)),
     (numpy.random.BitGenerator, lambda value: _bit_generator(value)),
-    (random.Random, lambda value: RandomState(partial(value.setstate, value.getstate()))),
+    (random.Random, lambda value: _RandomState(partial(value.setstate, value.getstate()))),
     (numpy.ndarray, NumpyArray),
 )
 
 
 def _bit_generator(generator: Any) -> Holder:
-    return RandomState(partial(setattr, generator, "state", generator.state))
+    return _RandomState(partial(setattr, generator, "state", generator.state))
 
 
 NOT_FOLLOWED = (sys.stdlib_module_names - {"types", "argparse", "collections"}) | {

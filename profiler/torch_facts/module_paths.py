@@ -60,13 +60,11 @@ class WatchedCompiledCall:
         module._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        out = None
-        self._before(self._module, args, kwargs)
+        self._before()
         try:
-            out = self._call(*args, **kwargs)
+            return self._call(*args, **kwargs)
         finally:
-            self._after(self._module, args, out)
-        return out
+            self._after()
 
     def remove(self) -> None:
         """Put the compiled call back, unless the module was compiled again."""
@@ -83,32 +81,19 @@ def watch_modules(
 ) -> list[Watch]:
     """Call `enter(path)` and `leave(path)` around the forward of each submodule, also when it raises.
 
-    See `watch_calls`.
-    """
-
-    def before(path: str, *_: Any) -> None:
-        enter(path)
-
-    def after(path: str, *_: Any) -> None:
-        leave(path)
-
-    return watch_calls(model, before, after)
-
-
-def watch_calls(
-    model: nn.Module,
-    enter: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], None],
-    leave: Callable[[str, nn.Module, Any, Any], None],
-) -> list[Watch]:
-    """Call `enter(path, module, args, kwargs)` and `leave(path, module, args, output)` for each submodule.
-
-    The calls are before and after its forward. If the forward raises, `leave` gets None as the output. A
-    module with several paths is called by the first one. Submodules of compiled modules are skipped, since
+    A module with several paths is called by the first one. Submodules of compiled modules are skipped, since
     the compiler would trace the calls.
 
     Returns:
         Handles that remove the hooks.
     """
+
+    def call_before(path: str, *_: Any) -> None:
+        enter(path)
+
+    def call_after(path: str, *_: Any) -> None:
+        leave(path)
+
     handles: list[Watch] = []
     compiled: set[nn.Module] = set()
     for path, module in model.named_modules():
@@ -116,10 +101,10 @@ def watch_calls(
             continue
         if is_compiled(module):
             compiled.update(module.modules())
-        before, after = partial(enter, path), partial(leave, path)
+        before, after = partial(call_before, path), partial(call_after, path)
         if module in compiled and not is_optimized(module):  # the compiler would trace the hooks
             handles.append(WatchedCompiledCall(module, before, after))
             continue
-        handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
         handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
     return handles

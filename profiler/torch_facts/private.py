@@ -155,7 +155,6 @@ get_mem_efficient_sdp_enabled = _C._get_mem_efficient_sdp_enabled
 set_mem_efficient_sdp_enabled = _C._set_sdp_use_mem_efficient
 get_math_sdp_enabled, set_math_sdp_enabled = _C._get_math_sdp_enabled, _C._set_sdp_use_math
 get_cudnn_sdp_enabled, set_cudnn_sdp_enabled = _C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn
-len_torch_function_stack = _C._len_torch_function_stack  # modes such as `with torch.device(...)`
 
 # Tensors.
 neg_view = torch._neg_view  # a stand-in is lazily negated where the saved tensor is
@@ -178,10 +177,6 @@ HookMixin = _function._HookMixin  # C++ registers hooks of nodes through it
 reparametrize_module = _stateless._reparametrize_module  # functional_call ends before backward
 foreach_supported_types = _optimizer._foreach_supported_types  # which tensors an optimizer updates at once
 get_foreach_kernels_supported_devices = _foreach_utils._get_foreach_kernels_supported_devices  # and where
-FORWARD_HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
-    _modules._global_forward_hooks,
-    _modules._global_forward_pre_hooks,
-)
 HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
     _modules._global_backward_hooks,  # `register_module_full_backward_hook`
     _modules._global_backward_pre_hooks,

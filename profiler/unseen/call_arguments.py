@@ -9,10 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_IMMUTABLE = frozenset(
-    {type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, type(...)}
-)
-
 
 class CallArguments:
     """The arguments of a call: distinct tensors, and everything else with placeholders for tensors.
@@ -22,14 +18,13 @@ class CallArguments:
         args, kwargs: the arguments, with placeholders.
         needs_grad: for each positional argument, True if it is a tensor that needs a gradient.
         wrapped: True if a tensor is of a subclass other than Parameter.
-        opaque: True if an argument is neither a plain tensor nor immutable nor a container: it may change.
     """
 
-    __slots__ = ("_requires_grad", "args", "kwargs", "needs_grad", "opaque", "tensors", "wrapped")
+    __slots__ = ("_requires_grad", "args", "kwargs", "needs_grad", "tensors", "wrapped")
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.tensors: list[Tensor] = []
-        self.wrapped = self.opaque = False
+        self.wrapped = False
         positions: dict[int, int] = {}
         self.args = [self._without_tensors(arg, positions) for arg in args]
         self.kwargs = {name: self._without_tensors(arg, positions) for name, arg in kwargs.items()}
@@ -49,7 +44,6 @@ class CallArguments:
         if kind is dict:
             return {key: self._without_tensors(item, positions) for key, item in value.items()}
         self.wrapped |= isinstance(value, Tensor)
-        self.opaque |= kind not in _IMMUTABLE
         return value
 
     def release(self) -> None:

@@ -294,7 +294,7 @@ def test_torch_is_restored_after_a_forward_that_raises() -> None:
     assert not checkpoints_are_plain()
 
 
-def test_module_that_runs_again_as_a_whole_takes_checkpoints_over() -> None:
+def test_function_that_runs_again_takes_checkpoints_over() -> None:
     with plain_checkpoints():
         state = AmbientState(torch.device("cpu"))
     assert not checkpoints_are_plain()
