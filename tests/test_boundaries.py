@@ -64,13 +64,13 @@ profiler/distributed:   base torch_facts
 profiler/checkpoints:   torch_facts
 profiler/restore:       base torch_facts checkpoints
 profiler/timing:        torch_facts unseen restore planner/formats
-profiler/capture:       base torch_facts unseen distributed restore timing planner/base
+profiler/capture:       base torch_facts unseen checkpoints distributed restore timing planner/base
                         planner/formats
 profiler/static:        base torch_facts distributed timing planner/base planner/formats
 profiler/joint_graph:   torch_facts compiler capture
 profiler/gpu_dispatch:  base torch_facts timing
-profiler/steps:         base torch_facts unseen compiler distributed restore timing capture joint_graph
-                        gpu_dispatch planner/formats
+profiler/steps:         base torch_facts unseen checkpoints compiler distributed restore timing capture
+                        joint_graph gpu_dispatch planner/formats
 profiler/entry:         base torch_facts checkpoints compiler distributed timing capture static steps
                         planner/base planner/formats
 profiler:               base timing static entry

@@ -16,7 +16,7 @@ from ac_client.planning.options import ApplyOptions
 from ac_client.runtime.cursor import Cursor, LeftThePath, OffPath
 from ac_client.runtime.policy_context import active, save_recompute_policy
 from ac_client.runtime.saved_tensor_hooks import RegionHooks
-from autoac.profiler.checkpoints.own_checkpoints import plain_checkpoints
+from autoac.profiler.checkpoints.own_checkpoints import NEEDED, checkpoints_left_alone, plain_checkpoints
 from autoac.profiler.compiler.second_stage import set_carrier
 from autoac.profiler.torch_facts.inductor import keep_dynamo_out
 from autoac.profiler.torch_facts.module_paths import ROOT
@@ -73,7 +73,9 @@ class PlannedForward:
             self._closing.append(partial(set_carrier, None))
             set_carrier(PolicyParts(route.compiled_calls, self._innermost, self._part_ran, self._part_left))
         if self._options.take_over_checkpoints and not compiled:
-            checkpoints = plain_checkpoints()
+            profile = bucket.profile
+            needed = profile is not None and NEEDED in profile.notes
+            checkpoints = checkpoints_left_alone(needed=True) if needed else plain_checkpoints()
             checkpoints.__enter__()
             self._closing.append(checkpoints.__exit__)
         if compiled:

@@ -21,7 +21,11 @@ from torch.utils import checkpoint as torchs
 from ac_client.runtime.cursor import UseGroup
 from ac_client.runtime.nested_policies import TorchFunctionPolicy
 from ac_client.runtime.policy_context import save_recompute_policy
-from autoac.profiler.checkpoints.own_checkpoints import checkpoints_are_plain
+from autoac.profiler.checkpoints.own_checkpoints import (
+    call_plainly,
+    checkpoints_are_needed,
+    checkpoints_are_plain,
+)
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import dynamo_is_active
 from autoac.profiler.torch_facts.private import tree_leaves
@@ -48,6 +52,7 @@ def checkpoint(
     Inside another region the policy is pushed like any other, so "must_save_all" around it still saves.
 
     These calls go to `torch.utils.checkpoint.checkpoint` with all its rules: `use_reentrant=True` or None;
+    calls in a planned model that needs its checkpoints (NOTE [ Needed checkpoints ] in own_checkpoints.py);
     calls that torch.compile, `make_fx` or fake tensors trace; a compiled `function`, whose ops a region does
     not see; arguments or parameters that wrap other tensors (DTensor) or are nested, whose ops cannot be
     replayed one by one; and a `context_fn` whose second context is neither selective nor a nullcontext,
@@ -92,6 +97,7 @@ def checkpoint(
     if (
         use_reentrant is None
         or use_reentrant
+        or checkpoints_are_needed()
         or _traced(function, args)
         or _takes_wrapped(function, args, kwargs)
     ):
@@ -99,7 +105,7 @@ def checkpoint(
     _check(context_fn, determinism_check, debug)
     first, second = context_fn()
     if not torch.is_grad_enabled() or (context_fn is torchs.noop_context_fn and checkpoints_are_plain()):
-        return function(*args, **kwargs)
+        return call_plainly(function, *args, **kwargs)
     selective = _selective_policy(first, second)
     site = site_of_function(function)
     if selective is not None:

@@ -195,6 +195,7 @@ class Region(RecordingMode):
     def _resolve(self) -> None:
         self._policy = PolicyStack(self._frames)
         self._hooks.packing = self._policy.packing
+        self._hooks.in_checkpoint = any(frame.checkpoint is not None for frame in self._frames)
         self._hooks.grouping = self._grouping = self._policy.grouping
         if self._policy.moving is not None and self._moves is None:
             self._hooks.moves = self._moves = RegionMoves(self._policy.moving, self.storages, self.graph)

@@ -225,12 +225,12 @@ class RegionGraph:
         return running
 
     def _start(self, running: Pass) -> None:
-        self.code.confirm()
         self.passes[running.task] = running
         private.execution_engine.queue_callback(_PassOwner(running, self))
 
     def suspend(self, ended: Pass) -> None:
         """Keep a pass whose graph task ended if it was a part of a split backward; else free its tensors."""
+        self.code.confirm()
         with self.lock:
             split = ended.split
             if split is not None and split.open and self.passes.get(ended.task) is ended:

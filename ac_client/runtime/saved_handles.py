@@ -15,8 +15,16 @@ from ac_client.runtime.replay import RegionGraph, handle_of_key, recompute, reco
 from ac_client.runtime.split_backward import leaves_gradients
 from ac_client.runtime.view_recipes import Recipe
 from ac_client.runtime.write_guard import ContentsDiffer, WriteGuard, detached_alias, without_history
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.op_facts import leaves_bytes_unwritten
-from autoac.profiler.unseen.fingerprints import Fingerprint, can_compare, fingerprint, same_contents
+from autoac.profiler.torch_facts.storage_table import has_storage
+from autoac.profiler.unseen.fingerprints import (
+    Fingerprint,
+    KeptWeights,
+    can_compare,
+    fingerprint,
+    same_contents,
+)
 
 
 class RecomputedHandle:
@@ -151,23 +159,34 @@ def handle_for(tensor: Tensor, version: NodeVersion, recipe: Recipe, graph: Regi
 class SavedHandle(WriteGuard):
     """A handle in place of a tensor that stays saved."""
 
-    __slots__ = ("__weakref__", "_registry", "key", "trigger")
+    __slots__ = ("__weakref__", "_contents", "_registry", "key", "trigger")
 
     def __init__(self, tensor: Tensor, graph: RegionGraph) -> None:
         WriteGuard.__init__(self, without_history(tensor))
         self.trigger: FetchTrigger | None = None
+        self._contents: Fingerprint | None = None
         self._registry = graph.registry
         self.key = self._registry.register(self)
+
+    def note_contents(self, weights: KeptWeights) -> None:
+        """Have `unpack` compare the contents: NOTE [ Needed checkpoints ] in own_checkpoints.py."""
+        if has_storage(self.tensor) and can_compare(self.tensor):
+            self._contents = weights.keep(fingerprint(self.tensor))
 
     def unpack(self) -> Tensor:
         """Return the tensor.
 
         Raises:
             StaleError: the tensor was written after forward.
+            ContentsDiffer: a checkpoint saved it, and it has other contents than in forward.
         """
         if self.trigger is not None:
             self.trigger.unpacked()
         self.check("backward")
+        if self._contents is not None and not same_contents(fingerprint(self.tensor), self._contents):
+            node = private.current_autograd_node()
+            if node is None or "BatchNorm" not in node.name():  # its statistics are saved, and not read
+                raise ContentsDiffer("", "", f"{self.tensor.dtype} {list(self.tensor.shape)}")
         return self.tensor
 
     def unpack_writable(self) -> Tensor:

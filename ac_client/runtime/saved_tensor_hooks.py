@@ -16,6 +16,7 @@ from ac_client.runtime.replay import RegionGraph
 from ac_client.runtime.saved_handles import OuterHookHandle, RecomputedHandle, SavedHandle, handle_for, unpack
 from ac_client.runtime.tracked_storages import TrackedStorages
 from ac_client.runtime.view_recipes import recipe_of
+from autoac.profiler.checkpoints.own_checkpoints import running_call
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.storage_table import has_storage
 from autoac.profiler.torch_facts.streams import streams_seen
@@ -31,6 +32,7 @@ class RegionHooks:
         pack_in_call: set while a call is recorded as one op; returns None for a tensor from outside of it.
         grouping: says which run of an op serves a tensor that is packed now; None if ops run once.
         moves: of a plan that moves outputs of ops to the host.
+        in_checkpoint: a checkpoint of `ac_client` runs.
     """
 
     def __init__(self, storages: TrackedStorages, graph: RegionGraph) -> None:
@@ -38,6 +40,7 @@ class RegionHooks:
         self.pack_in_call: Callable[[Tensor], Any] | None = None
         self.grouping: Grouping | None = None
         self.moves: RegionMoves | None = None
+        self.in_checkpoint = False
         self._storages = storages
         self._key = storages.key
         self._graph = graph
@@ -96,6 +99,8 @@ class RegionHooks:
             if packing is not None:
                 return OuterHookHandle(tensor, *packing)
             handle = SavedHandle(tensor, self._graph)
+            if self._graph.weights is not None and (self.in_checkpoint or running_call()):
+                handle.note_contents(self._graph.weights)
         if self.moves is not None:
             handle.trigger = self.moves.trigger_of(tensor)
         return handle

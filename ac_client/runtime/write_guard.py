@@ -15,17 +15,27 @@ class StaleError(RuntimeError):
 class ContentsDiffer(RuntimeError):
     """Raised in backward if a recomputed tensor does not have the contents that it had in forward.
 
-    Backward compares in the first step and where `verify` asks for it, and has not used the tensor.
+    Backward compares in the first step and where `verify` asks for it, and has not used the tensor. `op` is
+    empty for a tensor that autograd saved in a checkpoint: NOTE [ Needed checkpoints ] in own_checkpoints.py.
     """
 
     def __init__(self, op: str, module: str, tensor: str) -> None:
         self.op, self.module, self.tensor = op, module, tensor
         where = f" of the module {module}" if module else ""
         pin = f'ac_client.pin(model.get_submodule("{module}"), "must_save")' if module else "ac_client.pin"
+        if not op:
+            super().__init__(
+                f"a {tensor} that autograd saved inside of a checkpoint must have in backward the contents "
+                "that it had in forward, got others: the model wrote to it after the checkpoint, as to a "
+                "buffer that several parts share. Use torch.utils.checkpoint for these parts, with "
+                "take_over_checkpoints=False in a planned model, or give each part memory of its own"
+            )
+            return
         super().__init__(
             f"{op}{where} must make in backward what it made in forward, a {tensor}, got other contents. "
-            "Either a kernel that PyTorch does not dispatch wrote to it or to what it reads, or the op is "
-            f"not deterministic. Save it, with {pin} before the step"
+            "Either something wrote to it or to what it reads that no op shows (a kernel that PyTorch does "
+            "not dispatch, a write through another tensor's .data), or the op is not deterministic. Save it, "
+            f"with {pin} before the step"
         )
 
     def __reduce__(self) -> tuple[type[ContentsDiffer], tuple[str, ...]]:

@@ -6,6 +6,7 @@ make (a parameter, the batch) has no version: the record calls it *external*.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autoac.planner.formats.profile import ANOTHER_GRAPH, CROSSES, DECIDES, OVERWRITTEN, PINNED, UNSEEN
+from autoac.profiler.checkpoints.own_checkpoints import running_call
 from autoac.profiler.distributed.process_groups import note_groups, note_mesh
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts import private
@@ -125,6 +127,7 @@ class OpRecorder(RecordingMode):
         compiled: True if torch.compile runs the model as a whole.
         contents: compares what ops read with what ops wrote, if set.
         function: the call of a Function that is running.
+        needs_checkpoints: True if checkpoints must not run as plain calls: NOTE [ Needed checkpoints ].
     """
 
     supports_higher_order_operators = True  # each passes as one opaque op
@@ -148,7 +151,12 @@ class OpRecorder(RecordingMode):
         self.compiled = False
         self.contents: Contents | None = None
         self.function: FunctionCall | None = None
+        self.needs_checkpoints = False
         self._readers: StorageTable[list[int]] = StorageTable()  # ops that read an external storage
+        # By storage: the checkpoint, run as a plain call, in which autograd saved it last.
+        self._saved_in: StorageTable[int] = StorageTable()
+        # What checkpoints, run as plain calls, read from outside, and the address of its storage then.
+        self._read_in_calls: list[tuple[weakref.ref[Tensor], int]] = []
         self._compiled_depth = 0  # compiled parts that are running, nested
         self._graph_begins = False  # the next op is the first one of a compiled graph
         self._in_loss = False
@@ -342,17 +350,21 @@ class OpRecorder(RecordingMode):
     def note_pack(self, tensor: Tensor) -> bool:
         """Note that autograd packs `tensor`; return False if it is for a graph inside of a Function."""
         call = self.function
-        if call is None:
-            return True
-        if not call.is_forward_over(2):
-            return False
-        if call.saved_slot(tensor) is not None:
-            self._new_output(tensor, len(self.record.ops) - 1, (), {})
+        if call is not None:
+            if not call.is_forward_over(2):
+                return False
+            if call.saved_slot(tensor) is not None:
+                self._new_output(tensor, len(self.record.ops) - 1, (), {})
+        if (plain_call := running_call()) and self.has_storage(tensor):
+            self._saved_in.set(tensor, plain_call)
         return True
 
     def end_forward(self, output: Any) -> list[Tensor]:
         """Mark the end of a forward that returned `output`; return its tensors that forward did not make."""
         self.record.forward_ends.append(len(self.record.ops))
+        for ref, address in self._read_in_calls:  # `tensor.data = ...` runs no op
+            if (tensor := ref()) is not None and tensor.untyped_storage()._cdata != address:
+                self.needs_checkpoints = True
         others = []
         for position, tensor in enumerate(batch_tensors([output])):
             version = self.newest.get(tensor) if self.has_storage(tensor) else None
@@ -417,6 +429,9 @@ class OpRecorder(RecordingMode):
     def _new_version(self, tensor: Tensor, op: int, *, only_write: bool) -> None:
         if not self.has_storage(tensor):
             return
+        saved_in = self._saved_in.get(tensor)
+        if saved_in not in (None, running_call()) and not self.record.ops[op].facts.statistics:
+            self.needs_checkpoints = True
         previous = self.newest.get(tensor)
         if previous is None:
             self._note_overwrite(tensor, by=op)
@@ -457,6 +472,8 @@ class OpRecorder(RecordingMode):
             self.contents.note_written(len(self.record.versions) - 1, tensor)
 
     def _note_reader(self, tensor: Tensor, op: int) -> None:
+        if running_call():
+            self._read_in_calls.append((weakref.ref(tensor), tensor.untyped_storage()._cdata))
         if (readers := self._readers.get(tensor)) is None:
             self._readers.set(tensor, readers := [])
         readers.append(op)

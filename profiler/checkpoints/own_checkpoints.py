@@ -8,17 +8,26 @@ threads that opened one. torch.compile knows `checkpoint` itself and looks up ne
 
 Calls that cannot run plainly go to torch and are noted: those with contexts or `debug`, which do more than
 recompute. Saved-tensor hooks that a model enters, such as `save_on_cpu`, are noted as well.
+
+NOTE [ Needed checkpoints ]
+Some models need their checkpoints for more than memory: parts of the model write to memory that they share,
+such as one buffer for the weights of all layers. The function of a checkpoint fills the memory again in
+backward. A plain call would leave its saved tensors with what a later part has written. So the profiler
+notes the storages that autograd saves in each plain call (`running_call`). If they are written later, it
+profiles again with all checkpoints of the model left to torch. Without such a profile, the first planned
+step compares the contents of these tensors, and backward raises an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Generator
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint as torchs
@@ -29,6 +38,22 @@ from autoac.profiler.torch_facts import private
 UNPLANNED = "not planned: "
 """How the message on something that could not be taken over begins."""
 
+
+def _message(what: str, next_move: str) -> str:
+    return (
+        f"{UNPLANNED}{what}, used inside the model, decides what autograd holds, so no plan frees these "
+        f"tensors. To have them planned, {next_move}"
+    )
+
+
+NEEDED = _message(
+    "torch.utils.checkpoint around parts that write to memory that they share",
+    "give each part memory of its own",
+)
+"""The message on checkpoints that a model needs: NOTE [ Needed checkpoints ]."""
+
+R = TypeVar("R")
+
 _CONTEXTS_OF_REMAT = "torch_remat"  # mark what its checkpoint recomputes; without them it runs plainly
 
 _OWN_PACKAGES = ("ac_client", "autoac")
@@ -37,11 +62,14 @@ _OWN_PACKAGES = ("ac_client", "autoac")
 class _ThreadCalls(threading.local):
     depth = 0  # of nested `plain_checkpoints`
     left_alone = 0  # of nested `checkpoints_left_alone`
+    needed = 0  # those of them in which the model needs its checkpoints
+    call = 0  # number of the innermost plain call that runs; 0: none
     unplanned: dict[str, None] | None = None  # messages on what could not be taken over
 
 
 _thread = _ThreadCalls()
 _lock = threading.Lock()
+_numbers = itertools.count(1)
 _open = 0  # `plain_checkpoints` on all threads
 _replaced: list[tuple[Any, str, Any]] = []  # owner, name and original of what is replaced now
 
@@ -49,6 +77,16 @@ _replaced: list[tuple[Any, str, Any]] = []  # owner, name and original of what i
 def checkpoints_are_plain() -> bool:
     """Return True if checkpoints run as plain calls on this thread now."""
     return _thread.depth > 0 and not _thread.left_alone and not torch.compiler.is_compiling()
+
+
+def checkpoints_are_needed() -> bool:
+    """Return True if the model that runs on this thread needs its checkpoints."""
+    return _thread.needed > 0
+
+
+def running_call() -> int:
+    """Return the number of the innermost checkpoint that runs as a plain call; 0 if there is none."""
+    return _thread.call
 
 
 class plain_checkpoints:
@@ -73,7 +111,7 @@ class plain_checkpoints:
                 _replace()
             _open += 1
         _thread.depth += 1
-        self._before = _thread.unplanned
+        self._before = _thread.unplanned, _thread.call
         _thread.unplanned = self._unplanned
 
     def __exit__(self, *_: Any) -> None:
@@ -81,7 +119,7 @@ class plain_checkpoints:
         if not self._entered:
             return
         _thread.depth -= 1
-        _thread.unplanned = self._before
+        _thread.unplanned, _thread.call = self._before
         with _lock:
             _open -= 1
             if _open == 0:
@@ -91,15 +129,24 @@ class plain_checkpoints:
 
 
 class checkpoints_left_alone:
-    """Leave checkpoints to torch inside the body, on this thread, also inside `plain_checkpoints`."""
+    """Leave checkpoints to torch inside the body, on this thread, also inside `plain_checkpoints`.
 
-    __slots__ = ()
+    Args:
+        needed: the model needs them, so those of `ac_client` go to torch, too.
+    """
+
+    __slots__ = ("_needed",)
+
+    def __init__(self, *, needed: bool = False) -> None:
+        self._needed = needed
 
     def __enter__(self) -> None:
         _thread.left_alone += 1
+        _thread.needed += self._needed
 
     def __exit__(self, *_: Any) -> None:
         _thread.left_alone -= 1
+        _thread.needed -= self._needed
 
 
 def _replace() -> None:
@@ -152,7 +199,19 @@ def _checkpoint_generator(
 
 
 def _plain_call() -> Generator[None]:
+    # No `finally`: after an exception in the call, Python ends this generator at any later time.
+    outer, _thread.call = _thread.call, next(_numbers)
     yield
+    _thread.call = outer
+
+
+def call_plainly(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    """Call the function of a checkpoint."""
+    call = _plain_call()
+    next(call)
+    out = function(*args, **kwargs)
+    next(call, None)
+    return out
 
 
 def _left_to_torch(generator: Generator[None]) -> Generator[None]:
@@ -169,7 +228,7 @@ class _CheckpointFunction(_function):  # type: ignore[misc]
         if not checkpoints_are_plain():
             return _function.apply(function, preserve_rng_state, *args)
         if any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-            return function(*args)
+            return call_plainly(function, *args)
         torchs.check_backward_validity(args)  # warns: torch gives such a call no gradient at all
         with torch.no_grad():
             return function(*args)
@@ -193,7 +252,4 @@ def _enter_hooks(hooks: Any) -> None:
 
 def _note(what: str, next_move: str) -> None:
     if _thread.unplanned is not None:
-        _thread.unplanned[
-            f"{UNPLANNED}{what}, used inside the model, decides what autograd holds, so no plan frees "
-            f"these tensors. To have them planned, {next_move}"
-        ] = None
+        _thread.unplanned[_message(what, next_move)] = None

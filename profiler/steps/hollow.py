@@ -55,6 +55,7 @@ from autoac.planner.formats.profile import CROSSES
 from autoac.profiler.capture.allocations import AllocatedBlock, AllocationRecord, Allocations
 from autoac.profiler.capture.op_recorder import ForwardRecord, OpRecorder
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
+from autoac.profiler.checkpoints.own_checkpoints import NEEDED, checkpoints_left_alone
 from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.distributed.ddp import without_ddp_sync
 from autoac.profiler.distributed.fsdp import Shards, parameters_of, single_rank_fsdp, watch_sharding
@@ -203,13 +204,18 @@ def run(
             traced = _trace(step, shards, recorder, saved, allocations)
             _save_unseen(traced.forward, unseen)
             op_times = _time(step, traced, warm_up, known, time_ops)
-            return replace(
+            traced = replace(
                 traced, op_times=op_times, timing_note=backlog.note(), unplanned=tuple(call.unplanned)
             )
         finally:
             saved.closed = True
             torch.clear_autocast_cache()
             recorder.generators.restore()
+    if NEEDED not in traced.unplanned:
+        return traced
+    with checkpoints_left_alone(needed=True):
+        again = run(subject, device, plain=plain, known=known, time_ops=time_ops, watch=watch)
+    return replace(again, unplanned=(NEEDED, *again.unplanned))
 
 
 def _prepare(step: PreparedStep, shards: Shards) -> _WarmUp:
@@ -459,6 +465,8 @@ def _forward(
                 roots = [loss_of(loss, outputs if loop.forwards > 1 else outputs[0])]
                 del outputs
         saved.forward_over = True
+        if recorder.needs_checkpoints:
+            step.call.unplanned[NEEDED] = None
     finally:
         for handle in handles:
             handle.remove()
