@@ -95,8 +95,10 @@ class PlannedForward:
         region = save_recompute_policy(self._cursor)
         region.__enter__()
         self._region = region
-        if active.region is not None and compares:
-            active.region.compare(self._innermost)
+        if active.region is not None:
+            active.region.module = self._innermost
+            if compares:
+                active.region.graph.compare()
 
     @property
     def raises(self) -> bool:

@@ -97,6 +97,7 @@ class Region(RecordingMode):
     Attributes:
         storages: the table of storages that recorded ops wrote or read.
         graph: shared by all that the region records.
+        module: in a plan, returns the path of the module that runs.
     """
 
     supports_higher_order_operators = True  # each passes as one opaque op
@@ -113,8 +114,7 @@ class Region(RecordingMode):
         self._paused = False
         self._moves: RegionMoves | None = None
         self._function: RecordedFunction | None = None  # the call of a Function that is running
-        # Returns the path of the module that runs, where contents are compared.
-        self._module: Callable[[], str] | None = None
+        self.module: Callable[[], str] | None = None
         self._asks_inside = False  # policies are asked about the ops inside of that call
         self._has_streams = has_streams()
         self._stream = private.current_stream() if self._has_streams else 0  # that the last op ran on
@@ -164,11 +164,6 @@ class Region(RecordingMode):
                 "did not see the writes of the compiled code: run the step again, or compile the model "
                 "before the region begins"
             )
-
-    def compare(self, module: Callable[[], str]) -> None:
-        """Have backward compare what it recomputes; `module` returns the path of the module that runs."""
-        self.graph.compare()
-        self._module = module
 
     def push_policy(self, frame: PolicyFrame) -> None:
         """Push a policy; it becomes the innermost."""
@@ -340,6 +335,9 @@ class Region(RecordingMode):
             )
         finally:
             recording_off.depth -= 1
+        if not function.saved and call.rerun is not None:
+            where = self.module() if self.module is not None else tuple(f.site for f in self._frames)
+            self.graph.compare_rerun(call.rerun, where)
         self._function, self._asks_inside = function, decided is None
         self._hooks.pack_in_call = function.pack
         try:
@@ -446,8 +444,8 @@ class Region(RecordingMode):
             rng_state = capture_generator(generator_of(args, kwargs or {}))
         call = facts.call_again() if facts.nested else facts.call
         node = Node(next_order(), facts.name, call, stand_ins, named, reads, rng_state, self._stream)
-        if self._module is not None:
-            self.graph.modules[node.order] = self._module()
+        if self.graph.weights is not None and self.module is not None:
+            self.graph.modules[node.order] = self.module()
         written: Sequence[Tensor] = ()
         rewritten: Sequence[tuple[NodeVersion, Tensor]] = ()
         if facts.mutates and replayed_args is args:

@@ -38,6 +38,7 @@ from autoac.profiler.torch_facts.nested_ops import AUTOCAST
 from autoac.profiler.torch_facts.op_signature import outputs_of
 from autoac.profiler.unseen.checked_code import CheckedCode
 from autoac.profiler.unseen.fingerprints import Comparison, KeptWeights
+from autoac.profiler.unseen.function_calls import FunctionRerun
 from autoac.profiler.unseen.global_flags import FlagSwitcher
 
 
@@ -181,6 +182,7 @@ class RegionGraph:
         self.weights: KeptWeights | None = None  # set where backward compares what it recomputes
         self.code = CheckedCode()  # outside of plans
         self.modules: dict[int, str] = {}  # where backward compares under a plan: module by order of a node
+        self._uncompared: list[tuple[FunctionRerun, Any]] = []  # until backward runs them; module or code
 
     @property
     def compares(self) -> bool:
@@ -191,6 +193,12 @@ class RegionGraph:
         """Have backward compare what it recomputes with what forward saves from here on."""
         if Comparison.enabled and self.weights is None:
             self.weights = KeptWeights()
+
+    def compare_rerun(self, rerun: FunctionRerun, where: Any) -> None:
+        """Have backward compare from here on if no backward has compared calls of this kind in `where`."""
+        if Comparison.enabled and not rerun.is_compared(where):
+            self.compare()
+            self._uncompared.append((rerun, where))
 
     def current_pass(self) -> tuple[Pass, bool]:
         """Return the pass of the running graph task, and True if unpacking may consume its uses.
@@ -231,6 +239,10 @@ class RegionGraph:
     def suspend(self, ended: Pass) -> None:
         """Keep a pass whose graph task ended if it was a part of a split backward; else free its tensors."""
         self.code.confirm()
+        for rerun, where in self._uncompared:
+            if rerun.has_run:
+                rerun.note_compared(where)
+        self._uncompared = [pair for pair in self._uncompared if not pair[0].has_run]
         with self.lock:
             split = ended.split
             if split is not None and split.open and self.passes.get(ended.task) is ended:
@@ -281,6 +293,20 @@ def _shows(version: NodeVersion, recomputed: Tensor, recipe: Recipe) -> bool:
     return matches_recipe(recomputed, recipe) and (
         (recipe is version.recipe and not version.raw) or recomputed.is_neg() is recipe[5]
     )
+
+
+def save_functions_before(node: Node) -> None:
+    """Have the Function of `node` saved from now on; if it is an op, the Functions whose outputs it needs."""
+    stack, seen = [node], {node.order}
+    while stack:
+        node = stack.pop()
+        if type(node) is FunctionNode:
+            node.func.note_difference()  # type: ignore[attr-defined]
+            continue
+        for version in node.reads:
+            if version.node.order not in seen:
+                seen.add(version.node.order)
+                stack.append(version.node)
 
 
 def recompute(target: NodeVersion, running: Pass, graph: RegionGraph) -> Tensor:

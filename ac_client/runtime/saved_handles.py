@@ -11,7 +11,14 @@ from torch import Tensor
 
 from ac_client.runtime.moves.region_moves import FetchTrigger
 from ac_client.runtime.nodes import NodeVersion, add_use, remove_use
-from ac_client.runtime.replay import RegionGraph, handle_of_key, recompute, recording_off, view_of
+from ac_client.runtime.replay import (
+    RegionGraph,
+    handle_of_key,
+    recompute,
+    recording_off,
+    save_functions_before,
+    view_of,
+)
 from ac_client.runtime.split_backward import leaves_gradients
 from ac_client.runtime.view_recipes import Recipe
 from ac_client.runtime.write_guard import ContentsDiffer, WriteGuard, detached_alias, without_history
@@ -102,6 +109,7 @@ class RecomputedHandle:
             tensor = view_of(version, recomputed, self.recipe)
             if self.contents is not None and not same_contents(fingerprint(tensor), self.contents):
                 node = version.node
+                save_functions_before(node)
                 shape = f"{tensor.dtype} {list(tensor.shape)}"
                 raise ContentsDiffer(node.name, self.graph.modules.get(node.order, ""), shape)
             if consumes:

@@ -20,6 +20,10 @@ The first call of a kind (Function, types of its arguments) is examined: argumen
 and after, and `forward` runs a second time and must make the same contents. A kind that writes its arguments,
 or that makes other numbers the second time, is saved from then on (`reason`). The kinds are remembered for
 the life of the process, like the facts about ops.
+
+In backward, `forward` may read other Python state than it did in forward. So the first backward that runs
+calls of a kind again, by module or code (`FunctionRerun.is_compared`), compares contents. If they differ,
+the kind is saved from then on.
 """
 
 from __future__ import annotations
@@ -67,6 +71,8 @@ class _Kind(NamedTuple):
 
 
 _known: weakref.WeakKeyDictionary[type, dict[Any, _Kind]] = weakref.WeakKeyDictionary()
+# Kinds whose contents a backward has compared, each with the module or the code that calls the Function.
+_compared: weakref.WeakKeyDictionary[type, set[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 _facts: weakref.WeakKeyDictionary[type, OpFacts] = weakref.WeakKeyDictionary()
 
 
@@ -109,15 +115,22 @@ def facts_of_function(cls: type) -> OpFacts:
 
 
 class FunctionRerun:
-    """Runs the forward of a recorded call again, and returns the contents of its slots, in order."""
+    """Runs the forward of a recorded call again, and returns the contents of its slots, in order.
 
-    __slots__ = ("_ambient", "_arguments", "_cls", "slots")
+    Attributes:
+        slots: of the call.
+        has_run: True if backward ran the call again.
+    """
 
-    def __init__(self, cls: type, arguments: CallArguments, ambient: AmbientState) -> None:
+    __slots__ = ("_ambient", "_arguments", "_cls", "_kind", "has_run", "slots")
+
+    def __init__(self, cls: type, kind: Any, arguments: CallArguments, ambient: AmbientState) -> None:
         self._cls = cls
+        self._kind = kind
         self._arguments = arguments
         self._ambient = ambient
         self.slots: list[_Slot] = []
+        self.has_run = False
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run forward on `tensors`, which take the place of the tensors of the call.
@@ -126,6 +139,7 @@ class FunctionRerun:
             RuntimeError: forward did not make what it made the first time.
         """
         cls: Any = self._cls
+        self.has_run = True
         args, kwargs = self._arguments.with_tensors(tensors)
         context = cls._backward_cls()
         context.needs_input_grad = self._arguments.needs_grad
@@ -146,7 +160,22 @@ class FunctionRerun:
             contents.append(tensor.detach())
         return tuple(contents)
 
+    def is_compared(self, where: Any) -> bool:
+        """Return True if a backward has compared calls of this kind in `where`, a module or code."""
+        return (self._kind, where) in _compared.get(self._cls, ())
+
+    def note_compared(self, where: Any) -> None:
+        """Note that a backward has compared calls of this kind in `where`."""
+        _compared.setdefault(self._cls, set()).add((self._kind, where))
+
+    def note_difference(self) -> None:
+        """Have calls of this kind saved from now on."""
+        known = _known[self._cls]
+        written = known[self._kind].written if self._kind in known else ()
+        known[self._kind] = _Kind(DIFFERS, written)
+
     def _mismatch(self, slot: _Slot, tensor: Tensor | None) -> RuntimeError:
+        self.note_difference()
         what = f"{'saved tensor' if slot.is_saved else 'output'} {slot.index}"
         return RuntimeError(
             f"{self._cls.__name__}.forward must make in backward what it made in forward, got for {what}: "
@@ -213,7 +242,7 @@ class FunctionCall:
         self.rerun: FunctionRerun | None = None
         if not self.reason:
             device = plain[0].device if plain else torch.device("cpu")
-            self.rerun = FunctionRerun(cls, self.arguments, AmbientState(device))
+            self.rerun = FunctionRerun(cls, kind, self.arguments, AmbientState(device))
         self._slots: dict[int, int] = {}
         self._n_saved = 0
 
@@ -304,6 +333,7 @@ class FunctionCall:
                 same = _equal([fingerprint(t) for t in first.contents], [fingerprint(t) for t in again])
             except RuntimeError:  # what it makes has another shape, or it cannot run twice
                 same = False
+            self.rerun.has_run = False  # in backward
             if not same:
                 self.reason = DIFFERS
         _known[self._cls][first.kind] = _Kind(self.reason, first.positions(self.written))
