@@ -289,23 +289,21 @@ class SolverOutOfTime(PlannerError):
 
     Args:
         budget: in bytes.
-        time_limit_s: the limit that the caller set.
+        time_limit_s: the limit that the caller set; None: only work was limited.
         proven_floor, smallest_found: as of InfeasibleBudget; None where a service planned that does not say.
     """
 
     def __init__(
         self,
         budget: int,
-        time_limit_s: float,
+        time_limit_s: float | None,
         proven_floor: int | None = None,
         smallest_found: int | None = None,
     ) -> None:
         self.budget, self.time_limit_s = budget, time_limit_s
         self.proven_floor, self.smallest_found = proven_floor, smallest_found
-        tried = (
-            f"no plan within {format_bytes(budget)} was found within the limits on work and time "
-            f"({time_limit_s:g} s), and none was ruled out"
-        )
+        limits = "limit on work" if time_limit_s is None else f"limits on work and time ({time_limit_s:g} s)"
+        tried = f"no plan within {format_bytes(budget)} was found within the {limits}, and none was ruled out"
         if smallest_found is None or proven_floor is None:
             super().__init__(f"{tried}; pass a larger budget")
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -41,7 +42,7 @@ def find_minimum_peak(
     *,
     constraints: Constraints | None = None,
     work_limit: float = WORK_LIMIT,
-    time_limit_s: float = 120.0,
+    time_limit_s: float = math.inf,
     clock: Clock | None = None,
     gap: float = GAP,
     progress: OnProgress | None = None,
@@ -54,8 +55,8 @@ def find_minimum_peak(
         profile: one training step, or the Graph of one.
         constraints: rules that every save set must obey, without a budget of forward.
         work_limit: units of work, each about a second of one core; the same everywhere, unlike seconds.
-        time_limit_s: seconds on `clock`; on the solver's own clock if that is None. A safety net: see
-            `stopped`.
+        time_limit_s: seconds on `clock`; on the solver's own clock if that is None. By default there is no
+            limit on time.
         clock: such as `time.monotonic`.
         gap: stop once `found` is proven to be within this fraction of the smallest.
         progress: called now and then while solving; returning True stops the solver.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -47,12 +48,11 @@ from autoac.planner.units import format_bytes
 
 DEFAULT_GAP = 0.01
 DEFAULT_WORK_LIMIT = 60.0  # see NOTE [ Work ] in highs.py
-DEFAULT_TIME_LIMIT_S = 600.0
+DEFAULT_TIME_LIMIT_S = math.inf  # work alone is limited, so that a busy machine finds the same plan
 """Defaults of a plan, also for requests to the service."""
 STEP_SHARE = 0.1  # of the gap: the share of the step's time within which a plan is good enough, too
 GROUPS_GAIN = 0.001  # of the step: use groups are tried where they may save more than this,
-GROUPS_WORK = 1e-4  # with so much work for each pair of an op and a state, of which there are about as many,
-MOST_GROUPS_WORK = 1.4  # and at most so much
+GROUPS_WORK = 1.0  # with so much work, or with as much as the search without groups took, if that is more
 SHARED_WORK = 3.0  # if blocks share compiled code: the best plan has more variants than is allowed
 EVIDENCE_WORK = 10.0  # to find what would fit, once the budget is proven not to
 
@@ -194,8 +194,8 @@ def plan(
 ) -> Plan:
     """Find the save set that fits in the budget at the least recompute time.
 
-    The same input gives the same plan on every machine, idle or busy, unless `time_limit_s` is reached; then
-    `stopped` says so. If everything fits, nothing is solved.
+    The same input gives the same plan on every machine, idle or busy, unless a `time_limit_s` is given and
+    reached; then `stopped` says so. If everything fits, nothing is solved.
 
     Args:
         profile: one training step, or the Graph of one.
@@ -207,8 +207,8 @@ def plan(
         step_gap: once it is proven to be within this fraction of the step's time, whichever comes first.
             None: a tenth of `gap`, so by default 1 % of the recompute or 0.1 % of the step.
         work_limit: units of work over all rounds, each about a second of one core; a count, not a clock.
-        time_limit_s: seconds on `clock`; on the solver's own clock if that is None. A safety net: see
-            `stopped`.
+        time_limit_s: seconds on `clock`; on the solver's own clock if that is None. By default there is no
+            limit on time.
         clock: such as `time.monotonic`.
         start: save sets that are known already, such as that of a MinimumPeak or of an InfeasibleBudget.
         progress: called now and then while solving; returning True stops the solver.
@@ -293,28 +293,33 @@ def _find_save_set(
     search = Search(once, budget, goal=goal, allowance=allowance, start=of_step)
     if search.best.save_set is None:
         return _search(problem, budget, rule, allowance, starts)
+    work_before = allowance.work_left
     stopped = search.run()
+    spent = work_before - allowance.work_left
     assert search.best.save_set is not None
     same = problem.from_step(once.to_step(search.best.save_set))
-    if search.best.cost <= rule.worth_groups_us or allowance.over:
+    if search.best.cost <= rule.worth_groups_us:
         return once, search.best.save_set, search, stopped
+    if allowance.over:
+        return once, search.best.save_set, search, allowance.stopped
     enough = search.best.cost - rule.worth_groups_us
     grouped = Search(
         problem,
         budget,
         goal=Goal(rule.gap, enough=enough),
-        allowance=allowance.with_work_up_to(min(GROUPS_WORK * len(once.graph.ops) ** 2, MOST_GROUPS_WORK)),
+        allowance=allowance.with_work_up_to(max(GROUPS_WORK, spent)),
         start=(*starts, same),
     )
-    grouped.run()
-    if grouped.best.bound <= enough and not grouped.allowance.over:
+    stopped_grouped = grouped.run()
+    is_worth_it = grouped.best.bound <= enough  # as far as is proven
+    if is_worth_it and not grouped.allowance.over:
         grouped.best.goal = goal
         stopped_grouped = grouped.run()
-    else:
-        stopped_grouped = grouped.allowance.stopped
     if grouped.best.cost < search.best.cost - rule.tolerance_us:
         assert grouped.best.save_set is not None
         return problem, grouped.best.save_set, grouped, stopped_grouped
+    if is_worth_it and stopped is Stopped.OPTIMAL:
+        stopped = stopped_grouped
     return once, search.best.save_set, search, stopped
 
 
@@ -338,7 +343,8 @@ def _search(
     if stopped is Stopped.INFEASIBLE:
         evidence = replace(smallest, proven=max(smallest.proven, budget + 1))
         raise infeasible(problem.graph, budget, evidence)
-    raise SolverOutOfTime(budget, allowance.time_limit_s, smallest.proven, smallest.found)
+    limit_s = None if math.isinf(allowance.time_limit_s) else allowance.time_limit_s
+    raise SolverOutOfTime(budget, limit_s, smallest.proven, smallest.found)
 
 
 def plan_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -65,7 +66,7 @@ def explain(
         ),
     ] = None,
     host_budget_gb: HostBudget = 0.0,
-    time_limit_s: TimeLimit = 600.0,
+    time_limit_s: TimeLimit = math.inf,
     as_json: Json = False,
 ) -> None:
     """Explain what a policy saves and recomputes.

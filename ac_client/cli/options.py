@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -25,7 +26,10 @@ Gap = Annotated[
 TimeLimit = Annotated[
     float,
     typer.Option(
-        "--time-limit", help="Seconds for each plan. A safety net: the solver's work is limited too."
+        "--time-limit",
+        show_default=False,
+        help="Seconds for each plan. By default only the solver's work is limited, which gives the same plan "
+        "on a busy machine.",
     ),
 ]
 
@@ -91,7 +95,7 @@ class PlanningOptions:
         float, typer.Option(help="GiB that are live over the whole step and not in the profile.")
     ] = 0.0
     gap: Gap = 0.01
-    time_limit_s: TimeLimit = 600.0
+    time_limit_s: TimeLimit = math.inf
 
     @property
     def headroom_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -294,7 +295,7 @@ def frontier_command(
     profile_file: ProfileFile,
     points: Annotated[int, typer.Option(min=2, help="Number of budgets, both ends included.")] = 16,
     gap: Gap = 0.01,
-    time_limit_s: TimeLimit = 600.0,
+    time_limit_s: TimeLimit = math.inf,
     as_json: Json = False,
 ) -> None:
     """Show the extra time for many budgets.

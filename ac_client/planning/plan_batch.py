@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -258,7 +257,6 @@ class BatchPlanner:
             budget_bytes=budget,
             headroom_bytes=headroom,
             constraints=constraints,
-            clock=time.monotonic,
             start=() if start is None else (start,),
         )
         stored.write(made.policy())

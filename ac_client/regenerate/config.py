@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -81,7 +82,7 @@ class ModelTable(ConfigTable):
     autocast: Literal["bfloat16", "float16"] | None = None
     headroom_gb: Gb = 0.0
     gap: Annotated[Number, Field(ge=0, lt=1)] = 0.01
-    time_limit_s: Annotated[Number, Field(gt=0)] = 600.0  # for each plan
+    time_limit_s: Annotated[Number, Field(gt=0)] = math.inf  # for each plan
     constraints: ConstraintsTable = ConstraintsTable()
 
     @field_validator("inputs")

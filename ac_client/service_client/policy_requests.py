@@ -31,7 +31,7 @@ from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from autoac.planner.plan import DEFAULT_GAP
 from autoac.planner.problem.apply_constraints import with_forward_limit
 
 URN = "urn:autoac:problem:"
@@ -74,7 +74,8 @@ def request_policy(
         budget_bytes: the most bytes live on the device over the whole step.
         headroom_bytes: kept free below the budget.
         constraints: what must hold in addition to the budget.
-        gap, time_limit_s: as for `plan`.
+        gap: as for `plan`.
+        time_limit_s: of the solver; by default the service's own limit.
         token: the service's key; by default the environment's AUTOAC_TOKEN. White space around it is dropped.
         transport: what carries the requests; by default the network.
         timeout_s: for everything, the service's queue included. Connecting may take 5 s of it.
@@ -92,7 +93,7 @@ def request_policy(
         headroom_bytes,
         None if constraints == Constraints() else constraints,
         DEFAULT_GAP if gap is None else gap,
-        DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s,
+        {} if time_limit_s is None else {"time_limit_s": time_limit_s},
     )
     with ServiceConnection(url, token, transport, timeout_s) as connection:
         return _stored_policy(connection, request) or _new_policy(connection, request)
@@ -138,7 +139,7 @@ class _Request:
     headroom_bytes: int
     constraints: Constraints | None
     gap: float
-    time_limit_s: float
+    time_limit: dict[str, float]  # "time_limit_s"; empty if the service's own limit holds
 
     def accepts(self, policy: Policy) -> bool:
         """Return True if `policy` was made for this request, and fits on its profile."""
@@ -164,10 +165,10 @@ def _stored_policy(connection: ServiceConnection, request: _Request) -> Policy |
             "budget_bytes": str(request.budget_bytes),
             "headroom_bytes": str(request.headroom_bytes),
             "gap": repr(request.gap),
-            "time_limit_s": repr(request.time_limit_s),
             "constraints_digest": "" if rules is None else rules.digest,
             "limit": str(MOST_CANDIDATES),
-        },
+        }
+        | {name: repr(seconds) for name, seconds in request.time_limit.items()},
     )
     if response.status_code == 422:  # a refusal to plan explains better what is wrong
         return None
@@ -207,8 +208,7 @@ def _new_policy(connection: ServiceConnection, request: _Request) -> Policy:
         "budget_bytes": request.budget_bytes,
         "headroom_bytes": request.headroom_bytes,
         "gap": request.gap,
-        "time_limit_s": request.time_limit_s,
-    }
+    } | request.time_limit
     if request.constraints is not None:
         options["constraints"] = request.constraints.model_dump(mode="json")
     body = json.dumps(options)[:-1] + ', "profile": ' + profile.to_json() + "}"

@@ -42,7 +42,7 @@ class PolicySet(FrozenModel):
     """The policies of one model by the shape of its batch, in the form that is stored and carried out."""
 
     format: Literal["autoac.policy-set"] = SET_FORMAT
-    version: Literal[1, 2] = SET_VERSION  # that of its newest policy
+    version: Literal[1, 2, 4] = SET_VERSION  # that of its newest policy
     buckets: tuple[Bucket, ...]
 
     def bucket(self, shape: Shape) -> Bucket | None:

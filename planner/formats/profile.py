@@ -295,6 +295,12 @@ class Profile(FrozenModel):
     # The first op of a loss that is not in the model's forward; left out if there is none.
     loss_begins: Annotated[Index | None, Field(exclude_if=lambda op: op is None)] = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _packable_is_dropped(cls, data: Any) -> Any:
+        """Drop a table of version 1 that no plan needs any more: values that can be held in fewer bytes."""
+        return {key: data[key] for key in data if key != "packable"} if isinstance(data, dict) else data
+
     @model_validator(mode="after")
     def _references_exist(self) -> Self:
         n, end = len(self.ops), len(self.ops) + len(self.backward)

@@ -141,13 +141,13 @@ def _moves(
 def _proof(recompute_us: float, bound_us: float, step_us: float, stopped: str) -> str:
     """Return what is proven of the schedules that the planner considers (docs/formulation.md)."""
     gap = relative_gap(recompute_us, bound_us)
-    if gap == 0:
-        return "No plan considered recomputes less within this budget (proven)."
     of_step = f" and {(recompute_us - bound_us) / step_us:.2%} of the step" if step_us > 0 else ""
-    proven = (
-        f"No plan considered within this budget recomputes less than {format_us(bound_us)} (proven): "
-        f"a gap of {gap:.1%} of the recompute{of_step}"
-    )
+    proven = "No plan considered recomputes less within this budget (proven)"
+    if gap > 0:
+        proven = (
+            f"No plan considered within this budget recomputes less than {format_us(bound_us)} (proven): "
+            f"a gap of {gap:.1%} of the recompute{of_step}"
+        )
     if stopped != Stopped.OPTIMAL.value:
         proven = f"{proven}; the solver stopped early: {stopped}"
         if gap > LARGE_GAP:

@@ -71,7 +71,7 @@ class Stopped(StrEnum):
     TARGET = "target"  # a candidate as good as requested
     INFEASIBLE = "infeasible"  # proven
     WORK_LIMIT = "work limit"  # a count: the same on every machine
-    TIME_LIMIT = "time limit"  # seconds: another machine may get further
+    TIME_LIMIT = "time limit"  # of the caller, in seconds: another machine may get further
     FEW_VARIANTS = (
         "few variants"  # blocks that share compiled code may not differ more: planner/shared_code.py
     )

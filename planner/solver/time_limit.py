@@ -56,8 +56,8 @@ class Stopwatch:
 class Allowance:
     """Solve one program after another until the work or the time is used up, or `progress` stops it.
 
-    As a rule the work limits a search: the same input then gives the same plan on every machine. Seconds
-    are a safety net, and `stopped` says if it was needed.
+    By default the work alone limits a search: the same input then gives the same plan on every machine. If
+    a caller limits the seconds too, `stopped` says if they ended the search.
     """
 
     def __init__(self, work_limit: float, stopwatch: Stopwatch, progress: OnProgress | None) -> None:

@@ -17,6 +17,7 @@ from autoac.planner import (
     InfeasibleBudget,
     MalformedPolicy,
     Policy,
+    PolicySet,
     Profile,
     as_planned,
     build,
@@ -27,6 +28,7 @@ from autoac.planner import (
     why,
     why_in_words,
 )
+from autoac.planner.formats.policy_set import Bucket
 from autoac.planner.memory.clocks import timing
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.offload import OffloadPlan, plan_offload
@@ -222,6 +224,15 @@ def test_policy_names_points_that_exist() -> None:
         text = policy.model_copy(update={"moves": moves}).to_json()
         with pytest.raises(MalformedPolicy):
             Policy.from_json(text)
+
+
+def test_set_with_a_policy_that_moves_is_read_again() -> None:
+    profile = moving_profile()
+    graph = build(profile)
+    budget = peak_bytes(graph, graph.everything) * 6 // 10
+    policy = plan_offload(profile, budget_bytes=budget, link=FAST).plan.policy()
+    made = PolicySet(buckets=(Bucket(shape={"0": "float32[4]"}, policy=policy),))
+    assert PolicySet.from_json(made.to_json()).buckets[0].policy.moves == policy.moves
 
 
 def test_what_the_user_pins_stays_on_the_device() -> None:

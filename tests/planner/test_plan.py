@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import random
 import sys
@@ -34,6 +35,7 @@ from autoac.planner import (
     find_frontier,
     find_minimum_peak,
     plan,
+    plan_with_host,
 )
 from autoac.planner.formats.profile import OpFlag, Ops
 from autoac.planner.memory.schedule import recompute_us
@@ -429,6 +431,14 @@ def test_the_time_limit_counts_on_the_callers_clock() -> None:
     made = plan(graph, budget_bytes=_between(graph, 0.2), gap=0.0, time_limit_s=8.0, clock=clock)
     assert made.stopped is Stopped.TIME_LIMIT
     assert len(reads) < 20  # a second each
+
+
+@pytest.mark.parametrize("search", [plan, find_minimum_peak, find_frontier, plan_with_host])
+def test_no_clock_is_too_slow_without_a_time_limit(search: Callable[..., object]) -> None:
+    graph = build(graphs.gpt2(2))
+    budget = {"budget_bytes": _between(graph, 0.3)} if search in (plan, plan_with_host) else {}
+    busy = itertools.count(0, 10**6).__next__  # eleven days between two looks
+    assert search(graph, clock=busy, **budget) == search(graph, **budget)
 
 
 def test_budget_of_a_known_save_set_is_always_planned() -> None:

@@ -49,6 +49,11 @@ class MemoryConstraints:
         self._needed: dict[tuple[VersionId, int], int] = {}  # codes of (9)
         self._both_of: dict[tuple[int, int], int] = {}  # codes of `_both`
         self._first_run = {run: row[0] for row in self.graph.runs for run in row}
+        self._versions_of_runs = {  # of an output, by that of the first run
+            versions[0]: versions
+            for row in self.graph.runs
+            for versions in zip(*(self.graph.ops[run].writes for run in row), strict=True)
+        }
         self._kept_runs: dict[int, int] = {}  # codes of (17), by run
         self._waiting: LinearSum | None = None  # bytes of one waiting microbatch
 
@@ -125,7 +130,10 @@ class MemoryConstraints:
         codes: list[int] = []
         nbytes: list[int] = []
         for v in np.flatnonzero(live & (fixed | free) & ~certain & ~dropped_later).tolist():
-            code = self._is_needed_at(VersionId(v), moment)
+            # A saved op has the uses of all its runs.
+            of_runs = self._versions_of_runs.get(VersionId(v), (VersionId(v),))
+            needs = {self._is_needed_at(w, moment) for w in of_runs}
+            code = needs.pop() if len(needs) == 1 else self._maximum([[(n, 1.0)] for n in sorted(needs)], 0.0)
             if free[v] and code != ZERO:
                 code = self._both(int(s_of_op[arrays.op[v]]), code)
             codes.append(code)

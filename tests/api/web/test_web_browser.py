@@ -26,7 +26,7 @@ from autoac.api.solving.child_process import OnJobProgress
 from autoac.planner import plan
 from autoac.planner.formats.profile import Profile
 from autoac.planner.offload import plan_with_host
-from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from autoac.planner.plan import DEFAULT_GAP
 from autoac.planner.units import GIB, bytes_from_gb, format_bytes
 
 TOKEN = "a token of more than sixteen"
@@ -305,7 +305,6 @@ def newest_for(live: Live, profile: Profile, budget_bytes: int) -> list[str]:
         "budget_bytes": budget_bytes,
         "headroom_bytes": 0,
         "gap": DEFAULT_GAP,
-        "time_limit_s": DEFAULT_TIME_LIMIT_S,
         "constraints_digest": "",
         "limit": 1,
     }

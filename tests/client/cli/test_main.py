@@ -1,14 +1,17 @@
 """The `autoac` command: its output, its errors and its exit codes."""
 
 import io
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ac_client import model_loader
+from ac_client.cli import explain_commands, plan_commands
 from ac_client.cli.exit_codes import ERROR, INTERRUPTED, OK, USAGE
 from ac_client.cli.main import main
 from autoac.planner import Policy, PolicySet, Profile
@@ -70,6 +73,21 @@ def gb_of(profile_file, share):
     profile = Profile.from_json(profile_file.read_text())
     low, high = find_minimum_peak(profile).found, bounds(build(profile)).ceiling
     return (low + share * (high - low)) / 2**30
+
+
+def test_plans_of_a_busy_machine_are_the_same(profiled, capsys, monkeypatch):
+    budget = gb_of(profiled / "profile.json", 0.3)
+    commands = [
+        ["plan", "profile.json", "--budget-gb", budget, "--json"],
+        ["explain", "profile.json", "--budget-gb", budget, "--json"],
+        ["frontier", "profile.json", "--points", 3, "--json"],
+    ]
+    idle = [run(capsys, *command) for command in commands]
+    busy = SimpleNamespace(monotonic=itertools.count(0, 10**6).__next__)  # eleven days between two looks
+    monkeypatch.setattr(plan_commands, "time", busy)
+    monkeypatch.setattr(explain_commands, "time", busy)
+    assert [run(capsys, *command) for command in commands] == idle
+    assert {code for code, _, _ in idle} == {OK}
 
 
 def test_profile_plan_and_explain_a_model(profiled, capsys):

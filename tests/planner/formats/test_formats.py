@@ -183,6 +183,18 @@ def test_policy_that_packs_is_of_an_unknown_version() -> None:
         Policy.from_json(json.dumps(older))
 
 
+def test_error_at_the_limit_on_work_names_no_seconds() -> None:
+    assert "within the limit on work, and" in str(SolverOutOfTime(10, None, 5, 20))
+
+
+def test_profile_with_packable_values_is_read_without_them() -> None:
+    profile = graphs.dropout()
+    packable = {"value": [0], "nbytes": [512], "pack_us": [1.0], "unpack_us": [1.0]}
+    older = json.loads(profile.to_json()) | {"packable": packable}
+    assert Profile.from_data(older) == profile
+    assert Profile.from_json(json.dumps(older)).digest == profile.digest
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -196,6 +208,7 @@ def test_policy_that_packs_is_of_an_unknown_version() -> None:
         SolverOutOfTime(10, 2.0),
         InfeasibleConstraints(10, 20, 30, "here", [Holding(5, "x", "saved")], ["pins"]),
         SolverOutOfTime(10, 2.0, 5, 20),
+        SolverOutOfTime(10, None, 5, 20),
         InvalidLimit("gap", -1, "from 0 to 1"),
         UnknownKey("x", ["y"], 3),
         OtherProfile("a", "b", "key"),

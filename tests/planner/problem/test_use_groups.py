@@ -27,6 +27,8 @@ from autoac.planner.problem.graph import (
 )
 from autoac.planner.problem.use_groups import joined, later_runs, with_use_groups
 from autoac.planner.problem.validate import broken_graph_rules
+from autoac.planner.report.summary import explain
+from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.recompute_windows import canonical, find_windows
 from autoac.planner.solver.variables import Options
 
@@ -102,12 +104,37 @@ def test_nothing_is_kept_of_a_run_that_nothing_needs(
         assert peak_bytes(graph, plain) <= peak_bytes(graph, save_set)
 
 
-def test_plan_recomputes_a_skip_connection_twice_where_once_does_not_fit() -> None:
-    base, middle = skip(12), 6
+def narrow_in_the_middle(n: int) -> Graph:
+    """Return a skip connection around a step of backward that leaves no room for it."""
+    base = skip(n)
     ops = (*base.ops[:-1], replace(base.ops[-1], must_recompute=True))  # so that its step needs op 1
     steps = list(base.steps)
-    steps[middle] = replace(steps[middle], extra_bytes_peak=40)
-    graph = replace(base, ops=ops, steps=tuple(steps))
+    steps[n // 2] = replace(steps[n // 2], extra_bytes_peak=40)
+    return replace(base, ops=ops, steps=tuple(steps))
+
+
+def test_search_with_use_groups_has_a_unit_of_work_at_least() -> None:
+    graph = narrow_in_the_middle(30)  # the search without them takes a hundredth of it
+    budget = peak_bytes(graph, graph.everything) - 2
+    made = plan(graph, budget_bytes=budget)
+    assert (made.recompute_us, made.stopped) == (
+        2 * 1.0 + 1.0,
+        Stopped.OPTIMAL,
+    )  # op 1 twice, and the last op
+
+
+@pytest.mark.parametrize("work", [0.005, 0.0116, 0.02, 0.05, 0.1, 0.3])
+def test_plan_is_optimal_only_if_the_search_with_use_groups_was_not_cut_short(work: float) -> None:
+    graph = narrow_in_the_middle(30)
+    budget = peak_bytes(graph, graph.everything) - 2
+    made = plan(graph, budget_bytes=budget, work_limit=work)
+    best_us = plan(graph, budget_bytes=budget).recompute_us
+    assert (made.stopped is Stopped.OPTIMAL) == (made.recompute_us == best_us)
+    assert made.stopped is not Stopped.OPTIMAL or "stopped early" not in explain(made)
+
+
+def test_plan_recomputes_a_skip_connection_twice_where_once_does_not_fit() -> None:
+    graph = narrow_in_the_middle(12)
     assert distant_uses(graph) == {OpId(1): (OpId(11), OpId(2), OpId(1))}
     once = frozenset(OpId(i) for i in range(11) if i != 1)
     budget = peak_bytes(graph, once) - 8
