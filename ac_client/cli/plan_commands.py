@@ -322,6 +322,7 @@ def frontier_command(
             "peak_bytes": plan.peak,
             "recompute_us": plan.recompute_us,
             "gap": plan.gap,
+            "stopped": plan.stopped.value,
             "step_us": plan.step_us,
             "kink": plan.peak in kinks,
         }
