@@ -129,8 +129,8 @@ def _with_point(progress: OnProgress, point: int, points: int) -> OnProgress:
 def _monotone(plans: list[Plan]) -> tuple[Plan, ...]:
     """Return `plans` from small budgets to large, without those that another beats in memory and time.
 
-    The search for a plan may have been stopped where its peak was far below its budget. Its budget is then its
-    peak, so that the plan is still the fastest within its budget. A bound of any larger budget holds for it.
+    A search may have been stopped when its plan's peak was far below its budget. The budget is then the peak,
+    so that no other plan is faster within it. A bound for any larger budget holds too.
     """
     undominated: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: (plan.peak, plan.recompute_us, plan.budget)):

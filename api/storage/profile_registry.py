@@ -88,9 +88,9 @@ def list_models(
     if fingerprint is not None:
         newest = newest.where(profiles.c.fingerprint == fingerprint)
     numbers = newest.subquery()
-    of_model = profiles.alias()
-    frontier = (
-        select(jobs.c.result)
+    of_model, frontier = profiles.alias(), jobs.alias()
+    newest_frontier = (
+        select(jobs.c.number)
         .join(of_model, of_model.c.digest == jobs.c.profile_digest)
         .where(
             of_model.c.fingerprint == profiles.c.fingerprint,
@@ -112,10 +112,12 @@ def list_models(
             model_names.c.name,
             model_names.c.named_at,
             model_names.c.named_by,
-            frontier.label("frontier"),
+            frontier.c.result.label("frontier"),
+            frontier.c.id.label("frontier_job"),
         )
         .join(numbers, numbers.c.number == profiles.c.number)
         .outerjoin(model_names, model_names.c.fingerprint == profiles.c.fingerprint)
+        .outerjoin(frontier, frontier.c.number == newest_frontier)
         .order_by(profiles.c.number.desc())
         .limit(limit)
     )

@@ -19,10 +19,10 @@ from autoac.planner import (
     build,
     find_frontier,
     find_minimum_peak,
-    plan,
 )
 from autoac.planner.frontier import _monotone
 from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.plan import plan as planned
 from autoac.planner.solver.highs import Stopped
 
 few = settings(max_examples=25, derandomize=True, deadline=None)
@@ -59,7 +59,7 @@ def test_budget_of_a_stopped_point_selects_that_point(seed: int) -> None:
 def test_plan_far_below_its_budget_gets_its_peak_as_budget_and_the_bound_of_its_neighbor() -> None:
     graph = build(graphs.gpt2(2))
     low, high = find_minimum_peak(graph).found, bounds(graph).ceiling
-    small, middle, large = (plan(graph, budget_bytes=low + (high - low) * n // 10) for n in (0, 3, 6))
+    small, middle, large = (planned(graph, budget_bytes=low + (high - low) * n // 10) for n in (0, 3, 6))
     stopped = replace(small, budget=large.budget + 1, bound_us=0.0, stopped=Stopped.TIME_LIMIT)
     first, *rest = _monotone([large, stopped, middle])
     assert (first.budget, first.bound_us, first.stopped) == (small.peak, middle.bound_us, Stopped.TIME_LIMIT)
