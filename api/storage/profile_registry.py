@@ -88,9 +88,10 @@ def list_models(
     if fingerprint is not None:
         newest = newest.where(profiles.c.fingerprint == fingerprint)
     numbers = newest.subquery()
-    of_model, frontier = profiles.alias(), jobs.alias()
-    newest_frontier = (
-        select(jobs.c.number)
+    of_model = profiles.alias()
+    frontier = (
+        select()
+        .select_from(jobs)
         .join(of_model, of_model.c.digest == jobs.c.profile_digest)
         .where(
             of_model.c.fingerprint == profiles.c.fingerprint,
@@ -100,7 +101,6 @@ def list_models(
         .order_by(jobs.c.number.desc())
         .limit(1)
         .correlate(profiles)
-        .scalar_subquery()
     )
     query: Select[Any] = (
         select(
@@ -112,12 +112,11 @@ def list_models(
             model_names.c.name,
             model_names.c.named_at,
             model_names.c.named_by,
-            frontier.c.result.label("frontier"),
-            frontier.c.id.label("frontier_job"),
+            frontier.add_columns(jobs.c.result).scalar_subquery().label("frontier"),
+            frontier.add_columns(jobs.c.id).scalar_subquery().label("frontier_job"),
         )
         .join(numbers, numbers.c.number == profiles.c.number)
         .outerjoin(model_names, model_names.c.fingerprint == profiles.c.fingerprint)
-        .outerjoin(frontier, frontier.c.number == newest_frontier)
         .order_by(profiles.c.number.desc())
         .limit(limit)
     )
