@@ -82,7 +82,7 @@ def list_models(
 ) -> Sequence[Row[Any]]:
     """Return models, newest first, starting below the number `before`.
 
-    A row has the newest profile, the name that a person gave the model, and its newest frontier (JSON, zstd).
+    A row has the newest profile, the name that a person gave the model, and its newest frontier with its job.
     """
     newest = select(func.max(profiles.c.number).label("number")).group_by(profiles.c.fingerprint)
     if fingerprint is not None:
