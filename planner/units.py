@@ -69,7 +69,7 @@ def format_us(us: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text`, which may have names from a file or the network, as a terminal can show it safely.
+    r"""Return `text`, which may have names from a file or the network, as a terminal can show it safely.
 
     Lines and tabs stay. Other characters that are not printable become escapes.
 
