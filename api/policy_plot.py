@@ -18,7 +18,7 @@ from autoac.planner.frontier import Frontier
 from autoac.planner.memory.simulate import simulate
 from autoac.planner.plan import Plan
 from autoac.planner.report.align_measured import KernelTimes, thin_out
-from autoac.planner.report.by_module import Decision, OpDecision, op_decisions
+from autoac.planner.report.by_module import Decision, OpDecision, op_decisions, runs_added_up
 from autoac.planner.report.timeline import picture
 from autoac.planner.report.what_if import as_planned
 
@@ -121,20 +121,14 @@ def _compressed(data: dict[str, Any]) -> bytes:
 
 def became(drawing: bytes, policy: Policy) -> list[OpDecision]:
     """Return the decision on each op of `policy`, read from its plot, in forward order."""
-    fates = json.loads(gzip.decompress(drawing))["fates"]
-    return [
-        OpDecision(
-            key,
-            fate,
-            nbytes if fate is not Decision.RECOMPUTED else 0,
-            nbytes if fate is Decision.RECOMPUTED else 0,
-            us,
-        )
-        for key, fate, nbytes, us in zip(
-            policy.decisions,
-            (_OF_FATES[number] for number in fates["fate"]),
-            fates["nbytes"],
-            fates["runtime_us"],
-            strict=True,
-        )
-    ]
+    drawn = json.loads(gzip.decompress(drawing))
+    fates, keys, found = drawn["fates"], iter(policy.decisions), list[OpDecision]()
+    for label, number, nbytes, us in zip(
+        drawn["ops"]["label"], fates["fate"], fates["nbytes"], fates["runtime_us"], strict=True
+    ):
+        _, later, run = drawn["labels"][label].partition("@")  # a later run of the op before
+        key = f"{found[-1].key}@{run}" if later else next(keys)
+        fate = _OF_FATES[number]
+        again = fate is Decision.RECOMPUTED
+        found.append(OpDecision(key, fate, 0 if again else nbytes, nbytes if again else 0, us))
+    return runs_added_up(found)

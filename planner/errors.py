@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autoac.planner.units import GIB, exact_bytes, format_bytes, gb_from_bytes
+from autoac.planner.units import GIB, exact_bytes, format_bytes, gb_from_bytes, printable
 
 _PUBLISHED = {  # names in `to_dict`, where they differ from the argument's
     "message": "detail",
@@ -45,6 +45,9 @@ class PlannerError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
+
+    def __str__(self) -> str:
+        return printable(super().__str__())  # names in it may be from a file
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_unpickled, (type(self), self.args, self.__dict__))

@@ -11,7 +11,7 @@ from autoac.planner.minimum_peak import MinimumPeak, search_minimum_peak
 from autoac.planner.plan import DEFAULT_TIME_LIMIT_S, DEFAULT_WORK_LIMIT, Plan, plan_of
 from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.graph import Graph
-from autoac.planner.solver.highs import OnProgress
+from autoac.planner.solver.highs import OnProgress, Stopped
 from autoac.planner.solver.incumbent import Goal
 from autoac.planner.solver.search import Search
 from autoac.planner.solver.start.search_problem import SearchProblem
@@ -127,12 +127,21 @@ def _with_point(progress: OnProgress, point: int, points: int) -> OnProgress:
 
 
 def _monotone(plans: list[Plan]) -> tuple[Plan, ...]:
-    """Return `plans` from small budgets to large, without those that another beats in memory and time."""
+    """Return `plans` from small budgets to large, without those that another beats in memory and time.
+
+    A search may have been stopped when its plan's peak was far below its budget. The budget is then the peak,
+    so that no other plan is faster within it. A bound for any larger budget holds too.
+    """
     undominated: list[Plan] = []
-    for plan in sorted(plans, key=lambda plan: (plan.peak, plan.recompute_us)):
+    for plan in sorted(plans, key=lambda plan: (plan.peak, plan.recompute_us, plan.budget)):
         if not undominated or plan.recompute_us < undominated[-1].recompute_us:
             undominated.append(plan)
-    return tuple(undominated)
+    found = []
+    for plan, larger in zip(undominated, (*undominated[1:], None), strict=True):
+        budget = plan.budget if larger is None or plan.budget < larger.peak else plan.peak
+        bound_us = max(other.bound_us for other in plans if other.budget >= budget)
+        found.append(replace(plan, budget=budget, bound_us=min(bound_us, plan.recompute_us)))
+    return tuple(found)
 
 
 def _slope(less: Plan, more: Plan) -> float:
@@ -141,7 +150,7 @@ def _slope(less: Plan, more: Plan) -> float:
 
 
 def frontier_in_words(frontier: Frontier) -> str:
-    """Write a line for each plan, and mark the budgets that are worth choosing."""
+    """Write a line for each plan. Mark the budgets worth choosing, and the limit that stopped a solver."""
     kinks = {kink.plan.peak for kink in frontier.kinks}
     lines = [
         f"smallest peak {format_bytes(frontier.floor.found)}, proven {format_bytes(frontier.floor.proven)}",
@@ -149,7 +158,8 @@ def frontier_in_words(frontier: Frontier) -> str:
     ]
     for plan in frontier.plans:
         share = plan.recompute_us / plan.step_us if plan.step_us else 0.0
-        mark = "  less memory costs much more from here" if plan.peak in kinks else ""
+        mark = "" if plan.stopped is Stopped.OPTIMAL else f"  {plan.stopped}"
+        mark += "  less memory costs much more from here" if plan.peak in kinks else ""
         lines.append(
             f"{format_bytes(plan.peak):>12}  {format_us(plan.recompute_us):>12}  {share:>11.1%}  "
             f"{plan.gap:>5.1%}{mark}"

@@ -1,4 +1,4 @@
-"""Convert bytes and microseconds, and format them for people."""
+"""Convert bytes and microseconds, and format numbers and names for people."""
 
 from __future__ import annotations
 
@@ -66,3 +66,16 @@ def format_us(us: float) -> str:
     if us >= 1e3:
         return f"{us / 1e3:.1f} ms"
     return f"{us:.0f} us"
+
+
+def printable(text: str) -> str:
+    r"""Return `text`, which may have names from a file or the network, as a terminal can show it safely.
+
+    Lines and tabs stay. Other characters that are not printable become escapes.
+
+    >>> printable("Net\x1b[31m")
+    'Net\\x1b[31m'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

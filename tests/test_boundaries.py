@@ -88,7 +88,7 @@ ac_client/planning:     base service_client runtime compiled measure planner pla
                         profiler/restore profiler/static profiler/checkpoints
 ac_client/entry:        base service_client runtime measure planning planner planner/base planner/formats
                         profiler profiler/base profiler/torch_facts profiler/compiler profiler/static
-ac_client:              base entry
+ac_client:              base entry planner/base
 ac_client/integrations: base planning entry planner ac_client
 ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler
 ac_client/demo:         measure planner planner/report ac_client
@@ -110,7 +110,7 @@ api/routes:             base telemetry plot storage service web planner/base
 api/app:                base telemetry storage error_mapping solving service routes planner/base
                         planner/formats
 api:                    app cli
-api/cli:                base telemetry storage solving app
+api/cli:                base telemetry storage solving app planner/base
 """
 
 

@@ -9,7 +9,7 @@ import typer
 
 from ac_client.cli.exit_codes import ERROR
 from ac_client.cli.options import Json
-from ac_client.cli.output import show_progress
+from ac_client.cli.output import say, show_progress
 from ac_client.files import check_writable
 from autoac.api.cli import commands as service_commands
 
@@ -56,7 +56,7 @@ def doctor(
             out,
             only or (),
         )
-    print(report.to_json() if as_json else report.to_markdown(), end="")
+    say((report.to_json() if as_json else report.to_markdown()).removesuffix("\n"))
     if not as_json:
         print(f"\nreport: {out} and {out.with_suffix('.json')}")
     if report.failed:

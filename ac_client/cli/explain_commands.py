@@ -19,6 +19,7 @@ from ac_client.cli.output import (
     read,
     read_policy,
     read_profile,
+    say,
     show_progress,
 )
 from ac_client.files import check_writable, write_whole
@@ -185,7 +186,7 @@ def explain(
     if as_json:
         print(json.dumps(answer | {"text": "\n\n".join(words)}, indent=1))
     else:
-        print("\n\n".join(words))
+        say("\n\n".join(words))
 
 
 def _explain_set(policies: PolicySet, *, as_json: bool) -> None:
@@ -204,7 +205,7 @@ def _explain_set(policies: PolicySet, *, as_json: bool) -> None:
         heads = [{"shape": bucket.shape} | policy_header(bucket.policy) for bucket in buckets]
         print(json.dumps({"buckets": heads, "text": text}, indent=1))
     else:
-        print(text)
+        say(text)
 
 
 def diff(
@@ -234,4 +235,4 @@ def diff(
     if as_json:
         print(json.dumps(as_json_types(changes) | {"same": changes.same, "text": text}, indent=1))
     else:
-        print(text)
+        say(text)

@@ -12,14 +12,20 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ac_client.files import check_writable, named, write_whole
+from autoac.planner.units import printable
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from autoac.planner import InfeasibleBudget, Policy, Profile, Progress
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print `text`, which may have names from a file or the network; on stdout by default."""
+    print(printable(text), file=file, flush=file is not None)
 
 
 def read(path: Path) -> bytes:
@@ -75,14 +81,16 @@ def deliver(output: Path, text: str, facts: dict[str, Any], line: str, as_json: 
         sys.stdout.write(text)
         return
     write_whole(output, text)
-    print(json.dumps(facts, indent=1) if as_json else line)
+    say(json.dumps(facts, indent=1) if as_json else line)
 
 
 def format_of(text: bytes) -> object:
     """Return the `format` field of a JSON text; None if the text is not a JSON object."""
+    from autoac.planner.formats.base import read_json
+
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
+        data = read_json(text)
+    except ValueError:
         return None
     return data.get("format") if isinstance(data, dict) else None
 
@@ -115,10 +123,10 @@ class _ProgressLines:
 
     def __init__(self, task: str) -> None:
         if task:
-            print(f"{task} ...", file=sys.stderr, flush=True)
+            say(f"{task} ...", file=sys.stderr)
 
     def start(self, task: str, done: int, total: int) -> None:
-        print(task, file=sys.stderr, flush=True)
+        say(task, file=sys.stderr)
 
     def solving(self, progress: Progress) -> None:
         pass
@@ -128,10 +136,10 @@ class _ProgressBar:
     """Show progress on a terminal: one bar on stderr, which disappears at the end."""
 
     def __init__(self, bar: Any, bar_id: TaskID, task: str) -> None:
-        self._bar, self._bar_id, self._task = bar, bar_id, task
+        self._bar, self._bar_id, self._task = bar, bar_id, printable(task)
 
     def start(self, task: str, done: int, total: int) -> None:
-        self._bar.update(self._bar_id, description=task, completed=done, total=total)
+        self._bar.update(self._bar_id, description=printable(task), completed=done, total=total)
 
     def solving(self, progress: Progress) -> None:
         gap = f", gap {progress.gap:.1%}" if progress.gap < 10 else ""
@@ -148,9 +156,9 @@ def show_progress(task: str = "") -> Iterator[_ProgressLines | _ProgressBar]:
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as RichProgress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield _ProgressBar(bar, bar.add_task(task, total=None), task)
+        yield _ProgressBar(bar, bar.add_task(printable(task), total=None), task)
 
 
 def one_line(error: BaseException) -> str:
@@ -176,7 +184,7 @@ def one_line(error: BaseException) -> str:
             from ac_client.errors import CommandError
 
             text = str(error) if isinstance(error, CommandError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
 
 
 def _infeasible(error: InfeasibleBudget) -> str:

@@ -27,6 +27,7 @@ from ac_client.cli.output import (
     one_line,
     policy_header,
     read_profile,
+    say,
     show_progress,
 )
 from ac_client.files import check_writable, write_whole
@@ -288,7 +289,7 @@ def stages(
         }
         print(json.dumps(facts | {"stages": stage_facts}, indent=1))
     else:
-        print("\n".join([*_stage_table(planned), f"policies: {files[0]} to {files[-1].name}"]))
+        say("\n".join([*_stage_table(planned), f"policies: {files[0]} to {files[-1].name}"]))
 
 
 def frontier_command(
@@ -315,7 +316,7 @@ def frontier_command(
             progress=progress.solving,
         )
     if not as_json:
-        print(frontier_in_words(frontier))
+        say(frontier_in_words(frontier))
         return
     kinks = [kink.plan.peak for kink in frontier.kinks]
     plans = [
@@ -323,6 +324,7 @@ def frontier_command(
             "peak_bytes": plan.peak,
             "recompute_us": plan.recompute_us,
             "gap": plan.gap,
+            "stopped": plan.stopped.value,
             "step_us": plan.step_us,
             "kink": plan.peak in kinks,
         }

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from ac_client.cli.exit_codes import DRIFT, ERROR
-from ac_client.cli.output import show_progress
+from ac_client.cli.output import say, show_progress
 
 
 def regenerate(
@@ -59,7 +59,7 @@ def regenerate(
         ) from None
     except InvalidConfig as error:
         if output_format == "github":
-            print(formats.config_as_annotation(error))
+            say(formats.config_as_annotation(error))
         raise
     for name in only or []:
         if name not in listed.models:
@@ -79,11 +79,11 @@ def regenerate(
         case "json":
             print(json.dumps(formats.as_data(outcome), indent=1))
         case "github":
-            print(formats.as_annotations(outcome))
+            say(formats.as_annotations(outcome))
             _append_to("GITHUB_STEP_SUMMARY", f"```text\n{formats.as_text(outcome)}\n```")
             _append_to("GITHUB_OUTPUT", f"drifted={str(outcome.out_of_date).lower()}")
         case "text":
-            print(formats.as_text(outcome))
+            say(formats.as_text(outcome))
     if outcome.failed:
         raise typer.Exit(ERROR)
     if outcome.drifted:

@@ -19,7 +19,7 @@ import typer
 
 from ac_client.cli.exit_codes import ERROR
 from ac_client.cli.options import Json
-from ac_client.cli.output import read, read_profile
+from ac_client.cli.output import read, read_profile, say
 
 if TYPE_CHECKING:
     from autoac.planner import Policy, Profile
@@ -55,9 +55,9 @@ def validate(
     else:
         for one in invalid:
             for problem in one.problems[:MAX_PROBLEMS]:
-                print(f"{one.file}: {problem}", file=sys.stderr)
+                say(f"{one.file}: {problem}", file=sys.stderr)
             if len(one.problems) > MAX_PROBLEMS:
-                print(f"{one.file}: and {len(one.problems) - MAX_PROBLEMS} more", file=sys.stderr)
+                say(f"{one.file}: and {len(one.problems) - MAX_PROBLEMS} more", file=sys.stderr)
         if invalid:
             print(
                 f"autoac: {len(invalid)} of {len(files)} files invalid; write valid ones with "
@@ -70,16 +70,14 @@ def validate(
 
 def check_file(file: Path, profile: Profile | None = None) -> CheckedFile:
     """List the problems of one file; `-` is stdin. Check a policy against the profile it was planned from."""
+    from autoac.planner.formats.base import read_json
+
     try:
         text = read(file)
     except OSError as error:
         return CheckedFile(str(file), "", [str(error.strerror)])
     try:
-        data = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
-    except RecursionError:
-        return CheckedFile(str(file), "", ["not JSON: nested too deeply"])
-    except _InvalidObject as error:
-        return CheckedFile(str(file), "", [str(error)])
+        data = read_json(text)
     except ValueError as error:
         return CheckedFile(str(file), "", [f"not JSON: {error}"])
     kind = data.get("format") if isinstance(data, dict) else None
@@ -87,23 +85,6 @@ def check_file(file: Path, profile: Profile | None = None) -> CheckedFile:
     if not problems and str(file) != "-":  # stdin has no lock next to it
         problems = list(_lock_problems(file, text, data))
     return CheckedFile(str(file), kind if isinstance(kind, str) else "", problems)
-
-
-class _InvalidObject(ValueError):
-    """The text is JSON to Python's lenient parser, but two readers may disagree about its meaning."""
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in data:
-            raise _InvalidObject(f"key {json.dumps(key)} occurs twice: is a merge unfinished?")
-        data[key] = value
-    return data
-
-
-def _reject_constant(name: str) -> Any:
-    raise _InvalidObject(f"{name} is not a JSON number")
 
 
 def _format_problems(kind: object, text: bytes, profile: Profile | None) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from autoac.planner.formats.base import Count, Name, complaints
+from autoac.planner.formats.base import Count, Name, complaints, read_json
 from autoac.planner.formats.profile import Environment, Profile, StaticBytes
 
 FORMAT: Final = "autoac.lock"
@@ -102,10 +102,10 @@ class Lock(BaseModel):
             UnreadableLock: the text is not a lock, or is a lock of another version.
         """
         try:
-            return cls.model_validate(json.loads(text))
+            return cls.model_validate(read_json(text))
         except ValidationError as error:
             raise UnreadableLock("; ".join(complaints(error, 2))) from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise UnreadableLock(f"not JSON: {error}") from None
 
 

@@ -9,9 +9,14 @@ If the planner there refuses a profile or a budget, the planner's own error is r
 
 from __future__ import annotations
 
+from autoac.planner.units import printable
+
 
 class RemoteError(Exception):
     """Base of the errors of a service, other than those of the planner."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())  # it repeats what the service says
 
 
 class ServiceUnavailable(RemoteError):

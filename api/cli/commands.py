@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -53,11 +53,18 @@ def main(argv: Sequence[str] | None = None, solver: Solver | None = None) -> int
     except typer.TyperException as error:  # wrong usage
         context: typer.Context | None = getattr(error, "ctx", None)
         hint = f" (see {context.command_path} --help)" if context is not None else ""
-        print(f"autoac: {' '.join(error.format_message().split())}{hint}", file=sys.stderr)
+        _say(f"autoac: {' '.join(error.format_message().split())}{hint}", file=sys.stderr)
         return error.exit_code
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     return code if isinstance(code, int) else OK
+
+
+def _say(text: str, file: TextIO | None = None) -> None:
+    """Print `text`, which may have names from the database; on stdout by default."""
+    from autoac.planner.units import printable
+
+    print(printable(text), file=file)
 
 
 @contextmanager
@@ -79,7 +86,7 @@ def _one_line_errors() -> Iterator[None]:
         text, code = f"the database: {cause_of(error)}; `autoac doctor` says more", ERROR
     else:
         return
-    print(f"autoac: {text}", file=sys.stderr)
+    _say(f"autoac: {text}", file=sys.stderr)
     raise typer.Exit(code)
 
 
@@ -208,7 +215,7 @@ def list_all(as_json: AsJson = False) -> None:
         return
     for key in found:
         revoked = "" if key.revoked_at is None else f"  revoked {_timestamp(key.revoked_at)}"
-        print(f"{key.id}  {key.scope:<5}  {_timestamp(key.created_at)}  {key.name}{revoked}")
+        _say(f"{key.id}  {key.scope:<5}  {_timestamp(key.created_at)}  {key.name}{revoked}")
 
 
 @keys.command(epilog=EXIT_CODES)
@@ -237,9 +244,9 @@ def doctor(as_json: AsJson = False) -> None:
         print(json.dumps(lines, indent=1))
     else:
         for finding in found:
-            print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.what:<10}  {finding.said}")
+            _say(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.what:<10}  {finding.said}")
             if finding.move:
-                print(f"{'':18}{finding.move}")
+                _say(f"{'':18}{finding.move}")
     if not all(finding.ok for finding in found):
         raise typer.Exit(ERROR)
 

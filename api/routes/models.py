@@ -48,6 +48,7 @@ class ModelView(View):
     frontier: Annotated[list[PointView] | None, BeforeValidator(_plans)] = Field(
         description="The newest frontier, by peak."
     )
+    frontier_job: str | None = Field(description="Id of the job that computed it.")
 
 
 class NameRequest(BaseModel):

@@ -61,10 +61,11 @@ class SideView(BaseModel):
     kept: int = Field(description="Ops whose outputs are saved for backward.")
     again: int
     idle: int | None = Field(
-        description="Ops that backward does not need; null if the profile was deleted: then `kept` counts "
-        "them too."
+        description="Ops that backward does not need; null on both sides if the profile of one was deleted: "
+        "then `kept` counts them too."
     )
     moved: int = Field(description="Ops whose outputs are moved to the host and back.")
+    profile: str = Field(description="Digest of the profile that it was planned from.")
 
 
 class ChangeView(BaseModel):
@@ -238,7 +239,10 @@ async def delete_one_policy(request: Request, id: Digest, service: ServiceOf, ca
 async def get_difference(
     request: Request, service: ServiceOf, caller: Reader, before: Name, after: Name
 ) -> DifferenceView:
-    """Compare two policies, each named by its id or an alias, by what each really holds."""
+    """Compare two policies, each named by its id or an alias, by what each really holds.
+
+    That takes the plots of both. If one is missing and its profile was deleted, the decisions are compared.
+    """
 
     def look(connection: Connection) -> tuple[list[str], list[bytes]]:
         ids = [_resolved(connection, name) for name in (before, after)]

@@ -254,10 +254,17 @@ def _refuse_unknown(found: str | None) -> None:
     known = {script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()}
     if found is None or found in known:
         return
+    newest = newest_revision()
+    maker, move = "a newer release", "install that release here, or restore an earlier backup"
+    if found < newest:  # they are numbered
+        maker, move = (
+            "an unreleased version",
+            "restore a backup of a release, or start with an empty database",
+        )
     raise DatabaseNotReady(
-        f"the database is at migration {found}, which a newer release made; "
-        f"this release knows migrations up to {newest_revision()}",
-        "install that release here, or restore an earlier backup",
+        f"the database is at migration {found}, which {maker} made; "
+        f"this release knows migrations up to {newest}",
+        move,
     )
 
 

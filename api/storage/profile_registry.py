@@ -82,7 +82,7 @@ def list_models(
 ) -> Sequence[Row[Any]]:
     """Return models, newest first, starting below the number `before`.
 
-    A row has the newest profile, the name that a person gave the model, and its newest frontier (JSON, zstd).
+    A row has the newest profile, the name that a person gave the model, and its newest frontier with its job.
     """
     newest = select(func.max(profiles.c.number).label("number")).group_by(profiles.c.fingerprint)
     if fingerprint is not None:
@@ -90,7 +90,8 @@ def list_models(
     numbers = newest.subquery()
     of_model = profiles.alias()
     frontier = (
-        select(jobs.c.result)
+        select()
+        .select_from(jobs)
         .join(of_model, of_model.c.digest == jobs.c.profile_digest)
         .where(
             of_model.c.fingerprint == profiles.c.fingerprint,
@@ -100,7 +101,6 @@ def list_models(
         .order_by(jobs.c.number.desc())
         .limit(1)
         .correlate(profiles)
-        .scalar_subquery()
     )
     query: Select[Any] = (
         select(
@@ -112,7 +112,8 @@ def list_models(
             model_names.c.name,
             model_names.c.named_at,
             model_names.c.named_by,
-            frontier.label("frontier"),
+            frontier.add_columns(jobs.c.result).scalar_subquery().label("frontier"),
+            frontier.add_columns(jobs.c.id).scalar_subquery().label("frontier_job"),
         )
         .join(numbers, numbers.c.number == profiles.c.number)
         .outerjoin(model_names, model_names.c.fingerprint == profiles.c.fingerprint)

@@ -43,10 +43,35 @@ def read(cls: type[Model], text: str | bytes, malformed: type[MalformedProfile |
         MalformedProfile, MalformedPolicy: the text is invalid otherwise. The error has the first problems.
     """
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = read_json(text)
+    except ValueError as error:
         raise malformed([f"not JSON: {error}"]) from None
     return read_data(cls, data, malformed)
+
+
+def read_json(text: str | bytes) -> Any:
+    """Return the data of `text`, JSON that all readers understand alike.
+
+    Raises:
+        ValueError: the text is not JSON, an object has a key twice, or a number is not one of JSON's.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_such_number)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+        raise ValueError(f"key {json.dumps(twice)} occurs twice: is a merge unfinished?")
+    return data
+
+
+def _no_such_number(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def read_data(cls: type[Model], data: Any, malformed: type[MalformedProfile | MalformedPolicy]) -> Model:

@@ -32,8 +32,9 @@ class Side:
     recompute_us: float
     kept: int  # ops
     again: int
-    idle: int | None  # ops that backward does not need; None without a profile: then `kept` counts them
+    idle: int | None  # ops that backward does not need; None if unknown: then `kept` counts them
     moved: int = 0
+    profile: str = ""  # digest of the profile that it was planned from; "" for a graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +76,18 @@ def difference(
     """Return which ops only one of two plans saves, and which ops both recompute or move, but differently.
 
     A Policy knows decisions but no bytes, and may save what backward does not need. A Plan (`as_planned`
-    makes one from a policy and its profile) compares what is really held.
+    makes one from a policy and its profile) knows what is really held. If that is known of only one of the
+    two, neither is judged by it: an op that backward does not need would look like a change.
 
     Args:
         before, after: the two plans or policies.
         unknown: keys of ops that the model did not have when `before` was made: it keeps none of them.
         became: for policies, the decisions on each op of `before` and of `after`, if they are known.
     """
-    decided_before = _decisions(before) if became[0] is None else became[0]
-    decided_after = _decisions(after) if became[1] is None else became[1]
+    decided_before, decided_after = _held(before, became[0]), _held(after, became[1])
+    known = decided_before is not None and decided_after is not None
+    if decided_before is None or decided_after is None:
+        decided_before, decided_after = _decided(before), _decided(after)
     of_before = {op.key: op for op in decided_before}
     of_after = {op.key: op for op in decided_after}
     names = short_names([*of_before, *of_after])
@@ -122,8 +126,8 @@ def difference(
             )
         )
     return Difference(
-        before=_side(before, decided_before, became[0] is not None),
-        after=_side(after, decided_after, became[1] is not None),
+        before=_side(before, decided_before, known),
+        after=_side(after, decided_after, known),
         changes=tuple(changes),
         only_before=tuple(key for key in of_before if key not in of_after),
         only_after=tuple(key for key in of_after if key not in of_before),
@@ -150,10 +154,15 @@ def _times(runs: int) -> str:
     return "once" if runs == 1 else f"{runs} times"
 
 
-def _decisions(subject: Plan | Policy) -> list[OpDecision]:
+def _held(subject: Plan | Policy, became: Sequence[OpDecision] | None) -> Sequence[OpDecision] | None:
+    """Return the decisions by what is really held; None for a policy of which they are not known."""
     if isinstance(subject, Plan):
         return runs_added_up(op_decisions(subject.graph, subject.save_set, subject.moved))
-    return policy_decisions(subject)
+    return became
+
+
+def _decided(subject: Plan | Policy) -> Sequence[OpDecision]:
+    return policy_decisions(subject.policy() if isinstance(subject, Plan) else subject)
 
 
 def _side(subject: Plan | Policy, ops: Sequence[OpDecision], known: bool) -> Side:
@@ -161,14 +170,17 @@ def _side(subject: Plan | Policy, ops: Sequence[OpDecision], known: bool) -> Sid
     kept, again, idle, moved = (
         count[d] for d in (Decision.SAVED, Decision.RECOMPUTED, Decision.UNUSED, Decision.MOVED)
     )
+    counts = (kept, again, idle if known else None, moved)
     if isinstance(subject, Plan):
-        model = subject.profile.model if subject.profile else "a graph"
+        model, digest = (
+            (subject.profile.model, subject.profile.digest) if subject.profile else ("a graph", "")
+        )
         budget = subject.budget + subject.headroom
         peak, at, us = subject.peak, subject.peak_at, subject.recompute_us
-        return Side(model, budget, peak, at, us, kept, again, idle, moved)
+        return Side(model, budget, peak, at, us, *counts, digest)
     predicted, budget = subject.predicted, subject.budget_bytes
     peak, at, us = predicted.peak_bytes, predicted.peak_at, predicted.recompute_us
-    return Side(subject.model, budget, peak, at, us, kept, again, idle if known else None, moved)
+    return Side(subject.model, budget, peak, at, us, *counts, subject.profile_digest)
 
 
 def difference_in_words(comparison: Difference, first: str = "the first", second: str = "the second") -> str:
@@ -180,6 +192,10 @@ def _lines(comparison: Difference, first: str, second: str) -> Iterator[str]:
     before, after = comparison.before, comparison.after
     if before.model != after.model:
         yield f"Two models: {before.model} and {after.model}."
+    elif before.profile != after.profile:
+        yield "Two profiles: the recompute time of each is by the run times of its own."
+    if before.idle is None:
+        yield "Ops that backward does not need count as kept: only with both profiles are they known."
     width = max(len(first), len(second))
     for name, side in ((first, before), (second, after)):
         yield (

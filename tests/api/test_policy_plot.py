@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field
 
 import pytest
-from drawings import moving
+from drawings import moving, small
 from service_app import BOTH, Serve
 from service_fakes import MIB, InProcess, chain_profile, child_command, request, save_all
 from sqlalchemy import func, select, update
@@ -24,7 +24,13 @@ from autoac.api.storage.tables import drawings
 from autoac.planner import plan
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
-from autoac.planner.report.by_module import Decision, op_decisions
+from autoac.planner.plan import plan_of
+from autoac.planner.problem.build import build
+from autoac.planner.problem.graph import OpId
+from autoac.planner.problem.use_groups import with_use_groups
+from autoac.planner.report.by_module import Decision, op_decisions, runs_added_up
+from autoac.planner.solver.start.search_problem import SearchProblem
+from autoac.planner.solver.variables import Options
 
 JSON = {"Content-Type": "application/json"}
 
@@ -84,6 +90,41 @@ def test_decisions_are_read_from_the_plot_of_a_plan_with_moves() -> None:
     found = became(draw(profile, policy), policy)
     assert found == op_decisions(made.graph, made.save_set, made.moved)
     assert any(op.decision is Decision.MOVED and op.kept_bytes for op in found)
+
+
+def test_decisions_are_read_from_the_plot_of_a_plan_with_use_groups() -> None:
+    profile = chain_profile(*[MIB] * 5)
+    graph = with_use_groups(build(profile), {OpId(1): (OpId(2), OpId(1))})
+    saved = frozenset(OpId(i) for i in (0, 3))
+    made = plan_of(SearchProblem(graph, Options(use_groups=False)), profile, 1 << 30, saved)
+    policy = made.policy()
+    assert "recompute@2" in policy.decisions.values()
+    found = became(draw(profile, policy), policy)
+    assert found == runs_added_up(op_decisions(made.graph, made.save_set))
+    assert [op.key for op in found] == list(policy.decisions)
+
+
+def test_difference_uses_plots_only_if_both_are_there(serve: Serve) -> None:
+    profile = small(2)
+    slower = [us * 1.001 for us in profile.ops.runtime_us]
+    other = profile.model_copy(update={"ops": profile.ops.model_copy(update={"runtime_us": tuple(slower)})})
+    http = serve(InProcess(plan), draw_ahead=False)
+    peak = plan(profile, budget_bytes=1 << 50).peak
+    urls = [planned(http, one, peak) for one in (profile, other)]
+    ids = [url.split("/")[-2] for url in urls]
+    assert http.delete(f"/v1/profiles/{other.digest}").status_code == 204
+    assert [http.get(url).status_code for url in urls] == [200, 404]
+    for before, after in (ids, ids[::-1]):
+        found = http.get("/v1/differences", params={"before": before, "after": after}).json()
+        assert (found["same"], found["changes"]) == (True, [])
+        assert found["before"]["idle"] is found["after"]["idle"] is None
+        assert found["before"]["kept"] == found["after"]["kept"]
+        assert "count as kept" in found["words"]
+        assert "Two profiles" in found["words"]
+    http.post("/v1/profiles", content=other.to_json(), headers=JSON)
+    found = http.get("/v1/differences", params={"before": ids[0], "after": ids[1]}).json()
+    assert found["before"]["idle"] == found["after"]["idle"] > 0
+    assert "count as kept" not in found["words"]
 
 
 def test_plot_marks_recomputed_ops(serve: Serve) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import graphs
 import oracles
@@ -21,6 +22,8 @@ from autoac.planner import (
 )
 from autoac.planner.frontier import _monotone
 from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.plan import plan as planned
+from autoac.planner.solver.highs import Stopped
 
 few = settings(max_examples=25, derandomize=True, deadline=None)
 
@@ -36,6 +39,32 @@ def test_every_plan_of_a_frontier_is_the_fastest_that_fits_its_peak(seed: int) -
     for plan in made.plans:
         assert plan.bound_us <= oracles.least_time(table, plan.peak) + 1e-6
         assert plan.peak == peak_bytes(graph, plan.save_set) <= max(plan.budget, made.floor.found)
+
+
+@few
+@given(st.integers(0, 2**32 - 1))
+def test_budget_of_a_stopped_point_selects_that_point(seed: int) -> None:
+    graph = build(graphs.random_profile(random.Random(seed), 6))
+    table = oracles.peaks_and_times(graph)
+    made = find_frontier(graph, points=5, gap=0.0).plans
+    larger = [plan.budget for plan in made] + [plan.budget * 2 for plan in made]
+    stopped = [replace(plan, budget=larger[i + seed % len(made)]) for i, plan in enumerate(made)]
+    stopped = [replace(plan, bound_us=oracles.least_time(table, plan.budget)) for plan in stopped]
+    found = _monotone(stopped)
+    for plan in found:
+        assert [other for other in found if other.peak <= plan.budget][-1] is plan
+        assert plan.bound_us <= oracles.least_time(table, plan.budget) + 1e-6
+
+
+def test_plan_far_below_its_budget_gets_its_peak_as_budget_and_the_bound_of_its_neighbor() -> None:
+    graph = build(graphs.gpt2(2))
+    low, high = find_minimum_peak(graph).found, bounds(graph).ceiling
+    small, middle, large = (planned(graph, budget_bytes=low + (high - low) * n // 10) for n in (0, 3, 6))
+    stopped = replace(small, budget=large.budget + 1, bound_us=0.0, stopped=Stopped.TIME_LIMIT)
+    first, *rest = _monotone([large, stopped, middle])
+    assert (first.budget, first.bound_us, first.stopped) == (small.peak, middle.bound_us, Stopped.TIME_LIMIT)
+    assert rest == [middle, large]
+    assert _monotone([stopped, small])[0] == small  # of the same plan, the search that got further
 
 
 @pytest.mark.slow

@@ -48,7 +48,9 @@ service.run(async () => {
     const peak = found.after.peak - found.before.peak, spent = found.after.recompute_us - found.before.recompute_us;
     const than = (value, form, more, less) => value ? `${form(Math.abs(value))} ${value > 0 ? more : less}` : "";
     find("verdict").textContent = [found.same ? "Both keep the same." : "They decide otherwise.",
-      `The second peaks ${than(peak, size, "higher", "lower") || "as high"} and recomputes ${than(spent, time, "more", "less") || "as long"}.`].join(" ");
+      `The second peaks ${than(peak, size, "higher", "lower") || "as high"} and recomputes ${than(spent, time, "more", "less") || "as long"}.`,
+      found.before.profile === found.after.profile ? "" : "They are of two profiles: the recompute time of each is by the run times of its own.",
+      found.before.idle === null ? "Ops that backward does not need count as kept: the profile of one of the two was deleted, or its plot took too long." : ""].filter(Boolean).join(" ");
     table(find("changes"), ["modules", "only the second keeps", "only the first keeps", "of the rest, the second"], found.changes.map(change =>
       row("", `${change.name || "outside all modules"}${change.modules.length > 1 ? ` (${change.modules.length} modules)` : ""}`, text(change.gained.join(", ")), text(change.lost.join(", ")), text(change.otherwise.join(", ")))), "No module decides otherwise.");
     find("only").replaceChildren(...[["first", found.only_before], ["second", found.only_after]].filter(([, keys]) => keys.length).map(([which, keys]) => {

@@ -5,8 +5,8 @@
 function layerMap(root, says, drawing) {
   const {make, size, time, layerOf, moduleName} = parts;
   const KINDS = [["idle", "nothing needed"], ["saved", "kept"], ["again", "run again"], ["moved", "moved to the host"]];  // as policy_plot.py numbers them
-  const NAMED = 40;  // layers whose names stand above their columns
   const NARROWEST = 8;  // pixels of a column
+  const DIGIT = 7;  // pixels
   const {ops, modules, labels} = drawing;
   let fates = drawing.fates;
   const needed = drawing.needed || fates.fate.map(Boolean);  // by op
@@ -24,11 +24,17 @@ function layerMap(root, says, drawing) {
   });
 
   const cells = new Array(ops.module.length);  // by op
-  function column(layer, i, count) {
-    const th = make("th"), full = layer || "outside all layers", every = Math.ceil(count / NAMED);
+  const numberOf = layer => layer.split(".").pop();
+  /* The step between layers whose numbers stand above their columns, so that none reaches into the next. */
+  function stepOf(layers) {
+    const width = Math.max(NARROWEST, (root.clientWidth - 250) / layers.length), digits = Math.max(...layers.map(layer => numberOf(layer).length));
+    return [1, 2, 5, 10, 20, 50, 100].find(step => step * width >= DIGIT * digits + 3) || 200;
+  }
+  function column(layer, i, every) {
+    const th = make("th"), full = layer || "outside all layers";
     th.scope = "col";
     th.title = full;
-    const named = make("span", i % every ? "" : layer.split(".").pop());
+    const named = make("span", i % every ? "" : numberOf(layer));
     named.setAttribute("aria-hidden", "true");
     th.append(make("span", full, "unseen"), named);
     return th;
@@ -38,7 +44,8 @@ function layerMap(root, says, drawing) {
     if (!rows.size) continue;
     const table = make("table", undefined, "map"), head = make("tr"), body = make("tbody"), first = make("th", "op");
     first.scope = "col";
-    head.append(first, ...[...layers.keys()].map((layer, i) => column(layer, i, layers.size)));
+    const every = stepOf([...layers.keys()]);
+    head.append(first, ...[...layers.keys()].map((layer, i) => column(layer, i, every)));
     for (const name of rows) {
       const tr = make("tr"), th = make("th", name);
       th.scope = "row";

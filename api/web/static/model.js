@@ -7,20 +7,35 @@ service.run(async () => {
   const fingerprint = lastOfPath();
   const nobody = () => service.missing(`There is no model of the fingerprint ${fingerprint.slice(0, 12)}… here.`);
   if (!/^[0-9a-f]{64}$/.test(fingerprint)) return nobody();
-  /* All stored policies of the model, and those that answer a request for their budget, as the line makes it. */
-  const storedPolicies = () => Promise.all(["", "&headroom_bytes=0"].map(more => every(`/v1/policies?fingerprint=${fingerprint}${more}`)));
-  const [profiles, [stored, answering]] = await Promise.all([every(`/v1/profiles?fingerprint=${fingerprint}`), storedPolicies()]);
-  const profile = profiles.items[0], any = profile || stored.items[0];
+  const preview = stepPreview();
+  let profiles, policies, answers;  // newest first; answers: policies that a request of the line's kind gets
+  let frontier = null, job = null;  // the newest frontier, of whichever profile
+  let digest, profile, any;  // of the one profile that everything but the list of policies is of
+  async function learn() {
+    const of = `fingerprint=${fingerprint}`;
+    [profiles, policies, answers] = (await Promise.all([every(`/v1/profiles?${of}`), every(`/v1/policies?${of}`), every(`/v1/policies?${of}&headroom_bytes=0`), service.learnModel(fingerprint)])).slice(0, 3).map(page => page.items);
+    const model = service.models.get(fingerprint), newest = model && model.frontier_job;
+    if (newest && newest !== job) {
+      job = newest;
+      [frontier] = await Promise.all([json(`/v1/jobs/${job}/result`), preview.learn(job)]);
+    }
+    digest = frontier ? frontier.profile_digest : policies.length ? policies[0].profile_digest : profiles.length ? profiles[0].digest : "";
+    profile = profiles.find(one => one.digest === digest);
+    any = profile || policies.find(one => one.profile_digest === digest);
+  }
+  await learn();
   if (!any) return nobody();
-  await service.learnModel(fingerprint);
   function describe() {
-    const name = service.nameOf(any);
+    const name = service.nameOf(any), [newest] = profiles;
     document.title = `${name} · autoac`;
     find("name").textContent = name;
     find("class").textContent = name === any.model ? "" : any.model;
     find("about").textContent = [any.device, profile ? service.stepOf(profile) : "its profile was deleted", `fingerprint ${fingerprint.slice(0, 12)}`].join(" · ");
-    find("rename").hidden = !profile;
+    find("rename").hidden = !newest;
+    find("newer").hidden = !newest || newest.digest === digest;
+    if (!find("newer").hidden) find("newer").textContent = `What follows is not of the newest profile of this model; “${computeWords()}” is for the newest.`;
   }
+  const computeWords = () => frontier ? "Compute it again" : "Compute the frontier";
   describe();
   find("content").hidden = false;
 
@@ -45,25 +60,33 @@ service.run(async () => {
     });
   };
 
-  let policies = stored.items, answers = answering.items, frontier = null;
-  const preview = stepPreview();
-
   function budgetOfAddress() {
     const bytes = Math.floor(Number(new URLSearchParams(location.search).get("budget_gb")) * parts.GIB);
     return bytes > 0 && Number.isSafeInteger(bytes) ? bytes : 0;
   }
 
   /* ---- points ---- */
-  const fromPolicy = policy => ({budget: policy.budget_bytes, peak: policy.peak_bytes, us: policy.recompute_us, step: policy.step_us, policy});
-  const fromPlan = plan => ({budget: plan.budget_bytes, peak: plan.peak_bytes, us: plan.recompute_us, step: plan.step_us, kink: plan.kink, policy: null});
-  let points = [];  // none beats another: peaks rise, times fall
+  const fromPolicy = policy => ({budget: policy.budget_bytes, peak: policy.peak_bytes, us: policy.recompute_us, step: policy.step_us, gap: policy.gap, stopped: policy.stopped, policy});
+  const fromPlan = plan => ({budget: plan.budget_bytes, peak: plan.peak_bytes, us: plan.recompute_us, step: plan.step_us, gap: plan.gap, stopped: plan.stopped, kink: plan.kink, policy: null});
+  let known = [];  // by peak
+  let points = [];  // those of them that no other beats: peaks rise, times fall
   function collect() {
-    const every = [...(frontier ? frontier.plans.map(fromPlan) : []), ...policies.map(fromPolicy)].sort((a, b) => a.peak - b.peak || a.us - b.us || (a.policy ? -1 : 1));
+    known = [...(frontier ? frontier.plans.map(fromPlan) : []), ...policies.filter(isOurs).map(fromPolicy)].sort((a, b) => a.peak - b.peak || a.us - b.us || (a.policy ? -1 : 1));
     points = [];
-    for (const point of every) if (!points.length || point.us < points[points.length - 1].us) points.push(point);
+    for (const point of known) if (!points.length || point.us < points[points.length - 1].us) points.push(point);
+    for (const point of points) if (at(point.budget) !== point) point.budget = point.peak;  // a limit stopped it far below its budget
   }
+  const isOurs = policy => policy.profile_digest === digest;
   const overhead = point => point.step ? 100 * point.us / point.step : 0;
   const within = bytes => points.reduce((best, point) => point.peak <= bytes ? point : best, null);
+  const answer = bytes => answers.find(policy => policy.budget_bytes === bytes);
+  /* What the line gets under a budget: the stored policy for it, or else the best that is known. */
+  function at(bytes) {
+    const fit = answer(bytes);
+    return fit && known.find(point => point.policy && point.policy.id === fit.id) || within(bytes);
+  }
+  const isOpen = point => point.stopped !== "optimal";
+  const gapWords = point => `${(100 * point.gap).toFixed(1)} %${isOpen(point) ? `, ${point.stopped}` : ""}`;
   /* No plan takes less than this, as far as is known; 0 where no frontier says so. */
   const least = () => frontier ? Math.min(frontier.floor.found_bytes, points[0].peak) : 0;
 
@@ -74,11 +97,11 @@ service.run(async () => {
   const slider = find("budget"), number = find("budget-number");  // the slider stops at each point
   let unit = ["GiB", parts.GIB], budget = budgetOfAddress(), plot = null;
   const shown = bytes => String(Number((bytes / unit[1]).toFixed(2)));
-  /* Exactly this budget; with a point, the budget that the point was planned for. */
+  /* Exactly this budget; with a point, one that selects it. */
   function choose(bytes) {
     budget = bytes;
-    const point = within(budget);
-    slider.value = String(Math.max(0, points.indexOf(point)));
+    const point = at(budget), most = points[points.length - 1];
+    slider.value = String(Math.max(0, points.indexOf(points.includes(point) ? point : within(budget))));
     number.value = shown(budget);
     find("least").hidden = true;
     slider.setAttribute("aria-valuetext", point ? `${size(budget)}: peak ${size(point.peak)}, ${overhead(point).toFixed(1)} % slower` : `${size(budget)}: no plan is known`);
@@ -86,7 +109,8 @@ service.run(async () => {
     const device = point && DEVICES.find(([, gib]) => point.peak <= gib * parts.GIB);
     if (point) facts.push(["Predicted peak", size(point.peak), point.policy ? "of a stored policy" : "of a plan on the frontier"],
       ["Recompute", `${overhead(point).toFixed(1)} %`, `${time(point.us)} of ${time(point.step)}`],
-      ["Against nothing recomputed", points[points.length - 1].us === 0 ? `−${size(points[points.length - 1].peak - point.peak)}` : "not known", "of peak"]);
+      ["Against nothing recomputed", most.us ? "not known" : most.peak > point.peak ? `−${size(most.peak - point.peak)}` : "the same", "peak"]);
+    if (point && isOpen(point)) facts.push(["Not proven", `${(100 * point.gap).toFixed(1)} %`, `gap at the ${point.stopped}: a plan may exist that recomputes less`]);
     if (point && point.peak >= parts.GIB) facts.push(["Fits", device ? device[0] : "none listed", device ? `${device[1]} GiB, and larger devices` : `${DEVICES[DEVICES.length - 1][0]} has ${DEVICES[DEVICES.length - 1][1]} GiB`]);
     find("facts").replaceChildren(...facts.map(([name, value, more]) => {
       const div = make("div"), dd = make("dd", value);
@@ -96,9 +120,9 @@ service.run(async () => {
     }));
     find("slower").textContent = slower(point);
     find("one-liner").textContent = oneLiner(budget);
-    const fit = answers.find(policy => policy.budget_bytes === budget);
-    find("there").replaceChildren(...(fit ? ["A policy for this budget is stored: ", toPolicy(fit)] : ["No policy that is stored answers a request for exactly this budget; the line has one planned."]));
-    find("plan").hidden = Boolean(fit) || !profile;
+    const fit = answer(budget), other = fit && !isOurs(fit) ? `. It is of another profile, by which it recomputes ${time(fit.recompute_us)} (${share(fit.recompute_us, fit.step_us)}).` : "";
+    find("there").replaceChildren(...(fit ? ["A policy for this budget is stored: ", toPolicy(fit), other] : ["No policy that is stored answers a request for exactly this budget; the line has one planned."]));
+    find("plan").hidden = Boolean(fit && isOurs(fit)) || !profiles.length;
     run(() => preview.choose(point, budget));
     if (plot) plot.redraw(false);
   }
@@ -161,7 +185,17 @@ service.run(async () => {
     }
   }
   function mark(u) {
-    const {ctx, bbox} = u, r = devicePixelRatio, point = within(budget);
+    const {ctx, bbox} = u, r = devicePixelRatio, point = at(budget);
+    const dot = (point, radius) => {
+      ctx.beginPath();
+      ctx.arc(u.valToPos(point.peak / unit[1], "x", true), u.valToPos(overhead(point), "y", true), radius * r, 0, 7);
+    };
+    ctx.save();
+    ctx.strokeStyle = color("plan");
+    ctx.fillStyle = color("card");
+    ctx.lineWidth = 1.5 * r;
+    for (const open of points.filter(isOpen)) { dot(open, 4); ctx.fill(); ctx.stroke(); }
+    ctx.restore();
     const x = Math.max(bbox.left, Math.min(u.valToPos(budget / unit[1], "x", true), bbox.left + bbox.width));
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = color("budget");
@@ -171,11 +205,7 @@ service.run(async () => {
     ctx.moveTo(x, bbox.top);
     ctx.lineTo(x, bbox.top + bbox.height);
     ctx.stroke();
-    if (point) {
-      ctx.beginPath();
-      ctx.arc(u.valToPos(point.peak / unit[1], "x", true), u.valToPos(overhead(point), "y", true), 5 * r, 0, 7);
-      ctx.fill();
-    }
+    if (point) { dot(point, 5); if (isOpen(point)) { ctx.setLineDash([]); ctx.stroke(); } else ctx.fill(); }
     ctx.restore();
   }
   parts.onTheme(draw);
@@ -185,15 +215,21 @@ service.run(async () => {
   function show() {
     collect();
     find("choice").hidden = !points.length;
-    const known = points.length && (frontier || points.length > 1);
-    if (!known && !find("progress").textContent) find("progress").textContent = profile ? "The frontier of this model is not computed yet; it tells what each budget costs." : "";
-    table(find("points"), ["peak", "planned for", "recompute", "of the step", "note"], points.map(point => row("", size(point.peak), size(point.budget), time(point.us),
-      `${overhead(point).toFixed(1)} %`, text(point.policy ? toPolicy(point.policy, "a stored policy") : point.kink ? "less memory costs much more from here" : ""))), "No point is known.");
-    table(find("policies"), ["policy", "peak", "recompute", "of the step", "proven gap", "made"], policies.map(policy => row("", toPolicy(policy), size(policy.peak_bytes),
-      time(policy.recompute_us), share(policy.recompute_us, policy.step_us), `${(100 * policy.gap).toFixed(1)} %`, made(policy.created_at, policy.created_by))), "No policy is stored.");
-    find("compute").hidden = !profile;
-    find("compute").textContent = frontier ? "Compute it again" : "Compute the frontier";
+    const uncomputed = !frontier && points.length < 2;
+    if (uncomputed && !find("progress").textContent) find("progress").textContent = profiles.length ? "The frontier of this model is not computed yet; it tells what each budget costs." : "";
+    table(find("points"), ["peak", "budget", "recompute", "of the step", "proven gap", "note"], points.map(point => row("", size(point.peak), size(point.budget), time(point.us),
+      `${overhead(point).toFixed(1)} %`, gapWords(point), text(point.policy ? toPolicy(point.policy, "a stored policy") : point.kink ? "less memory costs much more from here" : ""))), "No point is known.");
+    table(find("policies"), ["policy", "profile", "peak", "recompute", "of the step", "proven gap", "made"], policies.map(policy => row("", toPolicy(policy), text(isOurs(policy) ? "the one above" : "another"), size(policy.peak_bytes),
+      time(policy.recompute_us), share(policy.recompute_us, policy.step_us), gapWords(fromPolicy(policy)), made(policy.created_at, policy.created_by))), "No policy is stored.");
+    find("compute").hidden = !profiles.length;
+    find("compute").textContent = computeWords();
+    find("hollow").hidden = !points.some(isOpen);
+    find("single").hidden = !frontier || points.length !== 1;
     if (!points.length) return;
+    if (points.length === 1) {
+      const rest = preview.rest();
+      find("single").textContent = `No plan needs less than ${size(points[0].peak)}, so there is nothing to choose${rest ? `: when the step ends, parameters, gradients and the optimizer alone take ${size(rest)}` : ""}.`;
+    }
     unit = unitOf(points[points.length - 1].peak);
     find("unit").textContent = unit[0];
     slider.max = String(points.length - 1);
@@ -227,40 +263,29 @@ service.run(async () => {
       find("compute").disabled = find("plan").disabled = false;
     }
   }
-  /* The newest frontier that was computed, with its drawings. */
-  async function newest() {
-    const {items: [job]} = await json(`/v1/jobs?kind=frontier&profile=${profile.digest}&limit=1&state=succeeded`);
-    if (!job) return;
-    const [result] = await Promise.all([json(job.result_url), preview.learn(job)]);
-    frontier = result;
-  }
   const gotFrontier = async () => {
-    await newest();
+    await learn();
+    describe();
     show();
     service.say(`The frontier has ${frontier.plans.length} points.`);
   };
   async function submit(path, body, done, headers = {}) {
     service.fine();
-    const answer = await service.ask(path, {method: "POST", body: {profile_digest: profile.digest, ...body}, headers: {Prefer: "wait=0", ...headers}});
+    const answer = await service.ask(path, {method: "POST", body, headers: {Prefer: "wait=0", ...headers}});
     const result = await answer.json();
     if (answer.status === 202) await watch(result, done); else await done(result);
   }
-  find("compute").onclick = () => run(() => submit("/v1/frontiers", {}, gotFrontier, frontier ? {"Cache-Control": "no-cache"} : {}));
-  find("plan").onclick = () => run(() => submit("/v1/policies", {budget_bytes: budget}, async () => {
-    [policies, answers] = (await storedPolicies()).map(page => page.items);
+  find("compute").onclick = () => run(() => submit("/v1/frontiers", {profile_digest: profiles[0].digest}, gotFrontier, frontier ? {"Cache-Control": "no-cache"} : {}));
+  find("plan").onclick = () => run(() => submit("/v1/policies", {profile_digest: (profile || profiles[0]).digest, budget_bytes: budget}, async () => {
+    await learn();
+    describe();
     show();
     service.say("The policy is stored.");
   }));
 
-  if (profile) {
-    const jobs = `/v1/jobs?kind=frontier&profile=${profile.digest}&limit=1`;
-    const [running, queued] = await Promise.all(["running", "queued"].map(state => json(`${jobs}&state=${state}`)).concat(newest()));
-    show();
-    find("main").dataset.ready = "true";
-    const live = running.items[0] || queued.items[0];
-    if (live) await watch(live, gotFrontier);
-  } else {
-    show();
-    find("main").dataset.ready = "true";
-  }
+  const live = profiles.length ? await Promise.all(["running", "queued"].map(state => json(`/v1/jobs?kind=frontier&profile=${profiles[0].digest}&limit=1&state=${state}`))) : [];
+  show();
+  find("main").dataset.ready = "true";
+  const [one] = live.flatMap(page => page.items);
+  if (one) await watch(one, gotFrontier);
 });

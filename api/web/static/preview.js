@@ -21,7 +21,7 @@ function stepPreview() {
     return ofPolicies.get(id);
   }
   function ofPlan(point) {
-    const found = outlined && outlined.points.find(one => one.budget_bytes === point.budget && one.peak_bytes === point.peak);
+    const found = outlined && outlined.points.find(one => one.peak_bytes === point.peak);
     if (!found) return null;
     const last = outlined.points[outlined.points.length - 1];
     return {...found, fates: fatesOf(found), names: {...outlined, fates: fatesOf(found)}, plain: /[23]/.test(last.fates) ? null : last};
@@ -81,13 +81,12 @@ function stepPreview() {
   function put(found, words) {
     const whole = !plot || !show;
     drawn = found;
+    find("preview-drawn").hidden = SECTION.hidden = false;  // the map is as wide as it has room
     if (!show || base !== found.names.ops.module.length) {
       base = found.names.ops.module.length;
       show = layerMap(find("map"), find("map-says"), {...found.names, needed: needed(found)});
     } else show(found.fates);
     find("preview-about").textContent = words;
-    find("preview-drawn").hidden = false;
-    SECTION.hidden = false;
     if (whole) draw(); else plot.setData(data(plot.unit));
     SECTION.dataset.shows = String(found.peak_bytes || found.live_bytes.reduce((a, b) => Math.max(a, b), 0));
   }
@@ -112,11 +111,13 @@ function stepPreview() {
       if (wanted === point) SECTION.hidden = true;
     }
   }
-  /* The outlines of a frontier, from the job that computed it. */
+  /* Bytes that are live when the step ends, whatever the plan; 0 if unknown. */
+  const rest = () => outlined ? Math.min(...outlined.points.map(point => point.live_bytes[point.live_bytes.length - 1])) : 0;
+  /* The outlines of a frontier, from the job of this id, which computed it. */
   async function learn(job) {
     outlined = null;
     try {
-      const found = await json(`/v1/jobs/${job.id}/drawing`);
+      const found = await json(`/v1/jobs/${job}/drawing`);
       if (found.version === 1) outlined = found;
     } catch (error) {
       if (error.status !== 404) throw error;
@@ -125,5 +126,5 @@ function stepPreview() {
     if (plot) plot.destroy();
     plot = null;
   }
-  return {choose, learn};
+  return {choose, learn, rest};
 }

@@ -33,7 +33,7 @@ service.run(async () => {
     cell.append(svg, make("span", `${size(low.peak_bytes)} to ${size(high.peak_bytes)}`, "soft under"));
     return cell;
   }
-  const few = names => names.length > 6 ? `${names.slice(0, 6).join(", ")} and ${names.length - 6} more` : names.join(", ");
+  const few = names => names.length > 3 ? `${names.slice(0, 3).join(", ")} and ${names.length - 3} more` : names.join(", ");
 
   function budgets(model) {
     const cell = make("span", String(model.policies));

@@ -80,6 +80,7 @@ def test_models_list_their_newest_frontier(serve: Serve) -> None:
     assert [next(iter(listed)), listed[second.fingerprint]["frontier"]] == [second.fingerprint, None]
     small = listed[first.fingerprint]["frontier"]
     assert [point["peak_bytes"] for point in small] == [plan["peak_bytes"] for plan in plans]
+    assert [listed[one.fingerprint]["frontier_job"] for one in (first, second)] == [job, None]
     page = http.get("/v1/models", params={"limit": 1}).json()
     assert [item["fingerprint"] for item in page["items"]] == [second.fingerprint]
     rest = http.get("/v1/models", params={"limit": 1, "cursor": page["next"]}).json()

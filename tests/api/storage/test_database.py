@@ -245,11 +245,18 @@ def test_disk_without_room_is_not_ready(serve: Serve, monkeypatch: pytest.Monkey
 
 
 @BOTH
-def test_database_of_a_newer_release_is_refused(database: Database) -> None:
+@pytest.mark.parametrize(
+    ("revision", "words"),
+    [
+        ("0099", "which a newer release made.*install that release"),
+        ("0004", "which an unreleased version made.*start with an empty database"),
+    ],
+)
+def test_database_with_unknown_tables_is_refused(database: Database, revision: str, words: str) -> None:
     with database.write() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '0099'"))
+        connection.execute(text("UPDATE alembic_version SET version_num = :it"), {"it": revision})
     for look in (database.check, database.upgrade):
-        with pytest.raises(DatabaseNotReady, match=r"0099, which a newer release made.*install that release"):
+        with pytest.raises(DatabaseNotReady, match=f"{revision}, {words}"):
             look()
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -27,7 +29,7 @@ from autoac.planner import plan
 from autoac.planner.formats.profile import Profile
 from autoac.planner.offload import plan_with_host
 from autoac.planner.plan import DEFAULT_GAP
-from autoac.planner.units import GIB, bytes_from_gb, format_bytes
+from autoac.planner.units import GIB, bytes_from_gb, format_bytes, format_us
 
 TOKEN = "a token of more than sixteen"
 AXE = Path(__file__).parents[2] / "vendor" / "axe.min.js"
@@ -74,11 +76,13 @@ class Live:
 
 
 @contextmanager
-def listening(database: Path, token: str | None = None, below: str = "") -> Iterator[Live]:
+def listening(
+    database: Path, token: str | None = None, below: str = "", draw_ahead: bool = True
+) -> Iterator[Live]:
     """Run a service with this database; `below` is a path that a proxy strips."""
     gate = Event()
     gate.set()
-    settings = Settings(database_url=f"sqlite:///{database}", token=token)
+    settings = Settings(database_url=f"sqlite:///{database}", token=token, draw_ahead=draw_ahead)
     app = create_app(settings, Gated(gate=gate))
 
     async def proxied(scope: Any, receive: Any, send: Any) -> None:
@@ -410,11 +414,35 @@ def test_tables_can_be_read(visit: Visit, stored: Stored, width: int) -> None:
         assert page.locator("main tbody tr").count()
         assert page.evaluate(NARROW) == [], path
         assert page.evaluate("() => document.documentElement.scrollWidth - innerWidth") <= 0, path
+        if width == 1280:  # no column is cut
+            wide = (
+                "() => [...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)"
+            )
+            assert page.evaluate(wide), path
         if path == "/jobs":
             row = page.locator('tr[data-state="failed"]').first
             assert row.bounding_box()["height"] < (400 if width < 900 else 100)
             row.locator("summary").click()
             assert "the step needs at least" in row.inner_text()
+
+
+def test_registry_shows_its_last_column_next_to_long_names_and_many_budgets(
+    visit: Visit, stored: Stored
+) -> None:
+    environment = lengthy().environment
+    profile = chain_profile(*[13 << 20] * 5, model=lengthy().model)
+    profile = profile.model_copy(update={"environment": environment})
+    high = frontier_of(stored.live, profile, 3)["plans"][-1]["budget_bytes"]
+    budgets = [high + (i << 20) for i in range(7)]
+    for budget in budgets:
+        stored.live.policy(profile, budget)
+    page = visit.go("/")
+    row = page.locator("#models tbody tr", has=page.locator(f'a[href*="{profile.fingerprint}"]'))
+    shown = ", ".join(format_bytes(budget) for budget in budgets[:3])
+    assert names(row)[4].split() == ["7", *shown.split(), "and", "4", "more"]
+    made = row.locator("td").last.bounding_box()
+    scroll = page.locator(".scroll").first.bounding_box()
+    assert made["x"] + made["width"] <= scroll["x"] + scroll["width"]
 
 
 def test_axe_finds_nothing(visit: Visit, stored: Stored) -> None:
@@ -450,6 +478,152 @@ def frontier_of(live: Live, profile: Profile, points: int) -> dict[str, Any]:
     assert made.status_code == 200, made.text
     found: dict[str, Any] = made.json()
     return found
+
+
+def with_times(profile: Profile, factor: float) -> Profile:
+    """Return the profile as another measurement of the same step, which has another digest."""
+    times = tuple(us * factor for us in profile.ops.runtime_us)
+    return profile.model_copy(update={"ops": profile.ops.model_copy(update={"runtime_us": times})})
+
+
+def points_of(page: Any) -> list[list[str]]:
+    """Return the table of points, opened."""
+    page.evaluate("() => { document.querySelector('#points').closest('details').open = true; }")
+    return [names(row) for row in page.locator("#points tbody tr").all()]
+
+
+def test_curve_is_of_the_profile_with_the_newest_frontier(visit: Visit, stored: Stored) -> None:
+    live, profile = stored.live, chain_profile(*[1 << 20] * 12)
+    frontier = frontier_of(live, profile, 6)
+    plans = frontier["plans"]
+    middle = plans[len(plans) // 2]
+    slow = with_times(profile, 5.0)
+    id = live.policy(slow, middle["budget_bytes"])
+    assert slow.fingerprint == profile.fingerprint
+    page = visit.go(f"/models/{profile.fingerprint}?budget_gb={middle['budget_bytes'] / GIB!r}")
+    assert [row[0] for row in points_of(page)] == [format_bytes(plan_["peak_bytes"]) for plan_ in plans]
+    assert page.get_attribute("#there a", "href").endswith(f"/policies/{id}")
+    share = live.http.get(f"/v1/policies/{id}/about").json()
+    assert f"of another profile, by which it recomputes {format_us(share['recompute_us'])}" in (
+        page.inner_text("#there").replace("\u00b5", "u")
+    )
+    assert f"{100 * middle['recompute_us'] / middle['step_us']:.1f} %" in page.inner_text("#facts")
+    assert "not of the newest profile" in page.inner_text("#newer")
+    assert page.is_visible("#plan")  # for the profile of the curve
+    assert names(page.locator("#policies tbody tr").first)[1] == "another"
+    page.click("#compute")  # for the newest
+    visit.until("() => document.querySelector('#newer').hidden")
+    (job,) = live.http.get(f"/v1/jobs?kind=frontier&profile={slow.digest}").json()["items"]
+    newest = live.http.get(f"/v1/jobs/{job['id']}/result").json()["plans"]
+    visit.until("n => document.querySelectorAll('#points tbody tr').length === n", len(newest))
+    assert names(page.locator("#policies tbody tr").first)[1] == "the one above"
+
+
+def test_each_point_can_be_chosen_even_if_its_peak_is_far_below_its_budget(
+    visit: Visit, stored: Stored
+) -> None:
+    live, profile = stored.live, chain_profile(*[7 << 20] * 8)
+    plans = frontier_of(live, profile, 2)["plans"]
+    asked = {"profile_digest": profile.digest, "budget_bytes": plans[-1]["budget_bytes"] + 5}
+    pinned = asked | {"constraints": {"pin_recompute": ["chain/aten.mm.default#3"]}}
+    headers = {"Prefer": "wait=120"}
+    slow = live.http.post("/v1/policies", json=pinned, headers=headers).json()["predicted"]
+    page = visit.go(f"/models/{profile.fingerprint}")
+    page.focus("#budget")
+    shown = set()
+    for i in range(int(page.get_attribute("#budget", "max")) + 1):  # each point selects itself
+        page.keyboard.press("Home")
+        for _ in range(i):
+            page.keyboard.press("ArrowRight")
+        assert int(page.input_value("#budget")) == i
+        shown.add(page.inner_text("#facts dd >> nth=1").split("\n")[0])
+    assert shown == {row[0] for row in points_of(page)}
+    assert format_bytes(slow["peak_bytes"]) in shown
+    assert page.locator("#points a").count() == 1
+
+
+# Whether the first fifth of the plot has a pixel in the color of the card that is opaque.
+WHITE = """() => {
+    const canvas = document.querySelector('#plot canvas'), pixels = canvas.getContext('2d')
+        .getImageData(0, 0, canvas.width / 5, canvas.height).data;
+    return [...pixels.keys()].some(i => i % 4 === 0 && [0, 1, 2, 3].every(c => pixels[i + c] === 255));
+}"""
+
+
+def test_points_that_a_limit_stopped_are_hollow_and_show_their_gap(visit: Visit, stored: Stored) -> None:
+    profile = chain_profile(*[11 << 20] * 9)
+    asked = {"profile": profile.model_dump(mode="json"), "points": 4, "time_limit_s": 1e-6}
+    made = stored.live.http.post("/v1/frontiers", json=asked, headers={"Prefer": "wait=120"}).json()
+    stopped = [plan_ for plan_ in made["plans"] if plan_["stopped"] == "time limit"]
+    assert stopped
+    page = visit.go(f"/models/{profile.fingerprint}")
+    gaps = [row[4] for row in points_of(page)]
+    assert [gap.endswith(", time limit") for gap in gaps] == [plan_ in stopped for plan_ in made["plans"]]
+    assert gaps[0] == f"{100 * stopped[0]['gap']:.1f} %, time limit"
+    assert "hollow" in page.inner_text("#hollow")
+    page.focus("#budget")
+    page.keyboard.press("End")
+    assert "Not proven" not in page.inner_text("#facts")
+    page.keyboard.press("Home")
+    assert "gap at the time limit" in page.inner_text("#facts")
+    page.keyboard.press("End")
+    assert page.evaluate(WHITE)  # nothing else in the plot is opaque and white
+
+
+def test_model_without_a_choice_says_why(visit: Visit, stored: Stored) -> None:
+    profile = chain_profile(1 << 20, 1 << 20).model_copy(update={"gradient_nbytes": 9 << 30})
+    (only,) = frontier_of(stored.live, profile, 3)["plans"]
+    page = visit.go(f"/models/{profile.fingerprint}")
+    least = format_bytes(only["peak_bytes"])
+    assert f"No plan needs less than {least}" in page.inner_text("#single")
+    assert "parameters, gradients and the optimizer alone take 9.00 GiB" in page.inner_text("#single")
+    assert page.is_disabled("#budget")
+    assert "0 B" not in page.inner_text("#facts")
+
+
+# The boxes of the numbers above the columns of the first map, and what is behind each.
+NUMBERS = """() => [...document.querySelector('#map table').querySelectorAll('thead th + th')]
+    .filter(th => th.lastChild.textContent).map(th => {
+        const {left, right} = th.lastChild.getBoundingClientRect();
+        return {left, right, ground: getComputedStyle(th).backgroundColor};
+    })"""
+
+
+def test_numbers_above_a_map_of_many_layers_are_whole(visit: Visit, stored: Stored) -> None:
+    id = stored.live.policy(small(80), 1 << 45)
+    for width in (1280, 390):
+        visit.page.set_viewport_size({"width": width, "height": 900})
+        page = visit.go(f"/policies/{id}")
+        boxes = page.evaluate(NUMBERS)
+        assert len(boxes) > 10
+        assert {box["ground"] for box in boxes} == {"rgba(0, 0, 0, 0)"}  # so none covers the one before
+        for before, after in pairwise(boxes):
+            assert before["right"] < after["left"], width
+
+
+def test_difference_without_one_profile_shows_no_change(
+    browser: Any, sqlite_template: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "service.sqlite3"
+    shutil.copy(sqlite_template, path)
+    profiles = (small(1), with_times(small(1), 1.001))
+    with listening(path, draw_ahead=False) as live:
+        ids = [live.policy(profile, 1 << 45) for profile in profiles]
+        made = Visit(browser, live.url)
+        try:
+            for deleted in (False, True):
+                if deleted:
+                    with sqlite3.connect(path) as database:
+                        database.execute("DELETE FROM drawings")
+                    assert live.http.delete(f"/v1/profiles/{profiles[1].digest}").status_code == 204
+                page = made.go(f"/difference?before={ids[0]}&after={ids[1]}")
+                assert page.inner_text("#verdict").startswith("Both keep the same.")
+                assert "two profiles" in page.inner_text("#verdict")
+                assert ("count as kept" in page.inner_text("#verdict")) == deleted
+                assert "No module decides otherwise." in page.inner_text("#changes")
+            assert made.complaints == []
+        finally:
+            made.page.close()
 
 
 def test_timeline_and_map_follow_a_dragged_budget(visit: Visit, stored: Stored) -> None:

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from ac_client.cli import explain_commands, plan_commands
 from ac_client.cli.exit_codes import ERROR, INTERRUPTED, OK, USAGE
 from ac_client.cli.main import main
 from autoac.planner import Policy, PolicySet, Profile
+from autoac.planner.errors import MalformedPolicy
 from autoac.planner.formats.policy_set import Bucket
 from autoac.planner.formats.profile import OpFlag
 
@@ -605,3 +607,55 @@ def test_light_commands_start_fast(argv, seconds):
     command = [sys.executable, "-c", CPU_SECONDS, sys.executable, *argv]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert float(done.stdout) < 3 * seconds
+
+
+STEERING = "\x1b[31mNet\x9b2J\x07"
+
+
+def test_names_from_files_cannot_steer_the_terminal(folder, capsys, caplog):
+    data = json.loads(Path(POLICY_FILE).read_bytes())
+    (first, *_) = data["decisions"]
+    data |= {"model": STEERING, "device": STEERING}
+    data["decisions"] = {STEERING + key if key == first else key: d for key, d in data["decisions"].items()}
+    (folder / "steering.json").write_text(json.dumps(data))
+    (folder / "other.json").write_text(json.dumps(data | {"model": "\x1b]0;title\x07"}))
+    (folder / "field.json").write_text(json.dumps(data | {STEERING: 1}))
+    (folder / "set.json").write_text(json.dumps({"format": "autoac.policy-set", STEERING: 1}))
+    (folder / f"{STEERING}.json").write_text("{")
+    (folder / "\x1b[1m.toml").write_text("[models.")
+    for argv in (
+        ["explain", "steering.json"],
+        ["diff", "steering.json", "other.json"],
+        ["diff", "steering.json", POLICY_FILE],
+        ["validate", "field.json", "set.json", f"{STEERING}.json", f"absent{STEERING}"],
+        ["explain", "field.json"],
+        ["explain", f"{STEERING}.json"],
+        [STEERING],
+        ["plan", f"absent{STEERING}", "--budget-gb", "1"],
+        ["regenerate", "--config", "\x1b[1m.toml"],
+    ):
+        _, out, err = run(capsys, *argv)
+        said = out + err
+        assert said, argv
+        assert not {"\x1b", "\x9b", "\x07"} & set(said), argv
+        assert "\\x1b" in said, argv
+    logging.getLogger("ac_client").warning("%s: planned", STEERING)
+    assert caplog.messages == [r"\x1b[31mNet\x9b2J\x07: planned"]
+    with pytest.raises(MalformedPolicy) as raised:
+        Policy.from_json(json.dumps(data | {STEERING: 1}))
+    assert r"\x1b[31m" in str(raised.value)
+    assert "\x1b" not in str(raised.value)
+
+
+@pytest.mark.parametrize("format", ["policy", "profile", "policy-set", "lock"])
+def test_all_commands_refuse_a_key_that_occurs_twice(folder, capsys, format):
+    (folder / "twice.json").write_text(f'{{"format": "autoac.{format}", "version": 1, "a": 1, "a": 2}}')
+    for argv in (
+        ["explain", "twice.json"],
+        ["validate", "twice.json"],
+        ["diff", "twice.json", POLICY_FILE],
+        ["plan", "twice.json", "--budget-gb", "1"],
+    ):
+        code, _, err = run(capsys, *argv)
+        assert code == ERROR
+        assert 'key "a" occurs twice' in err

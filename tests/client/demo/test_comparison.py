@@ -3,14 +3,18 @@
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 from client.demo.synthetic import comparison, measured
 from rich.console import Console
+from serving import CHROMIUM, NO_CHROMIUM
 
 from ac_client.demo.comparison import OURS
 from ac_client.demo.demo_page import COLUMNS, cells, render_page
 from ac_client.demo.terminal import render
+
+AXE = Path(__file__).parents[2] / "vendor" / "axe.min.js"
 
 
 def missed(result):
@@ -77,6 +81,19 @@ def test_page_makes_no_network_requests():
     assert "MISSED" not in page
     assert "MISSED: the peak is within the budget" in render_page(comparison(ours(40.001)))
     assert "@@" not in page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+def test_page_has_no_fault_that_axe_finds_on_a_narrow_screen(browser, tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text(render_page(comparison()), "utf-8")
+    page = browser.new_page(viewport={"width": 390, "height": 900}, bypass_csp=True)
+    page.goto(file.as_uri())
+    page.evaluate(f"() => {{ {AXE.read_text('utf-8')} }}")
+    found = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
+    assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == []
+    page.close()
 
 
 def test_page_contains_every_timeline():

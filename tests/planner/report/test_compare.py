@@ -7,6 +7,7 @@ from itertools import pairwise
 import graphs
 
 from autoac.planner import Plan, Policy, bounds, build, difference, difference_in_words, explain, plan
+from autoac.planner.report.by_module import Decision, op_decisions
 
 
 def at(share: float, layers: int = 3) -> Plan:
@@ -111,3 +112,31 @@ def test_ops_unknown_to_the_first_are_gained_if_the_second_keeps_them() -> None:
     found = difference(made, made, made.profile.keys())
     assert sum(len(c.gained) * len(c.modules) for c in found.changes) == found.after.kept
     assert not [c for c in found.changes if c.lost]
+
+
+def test_fact_that_only_one_side_has_is_no_change() -> None:
+    made = at(0.5)
+    policy = made.policy()
+    real = op_decisions(made.graph, made.save_set, made.moved)
+    assert any(op.decision is Decision.UNUSED for op in real)
+    for before, after, became in (
+        (policy, policy, (real, None)),
+        (policy, policy, (None, real)),
+        (made, policy, (None, None)),
+        (policy, made, (None, None)),
+    ):
+        found = difference(before, after, became=became)
+        assert found.same
+        assert found.before == found.after
+        assert found.before.idle is None
+        assert "Ops that backward does not need count as kept" in difference_in_words(found)
+    for found in (difference(policy, policy, became=(real, real)), difference(made, made)):
+        assert found.before.idle
+        assert "count as kept" not in difference_in_words(found)
+
+
+def test_plans_of_two_profiles_are_marked_as_such() -> None:
+    one = at(0.5).policy()
+    other = one.model_copy(update={"profile_digest": "0" * 64})
+    assert "Two profiles" in difference_in_words(difference(one, other))
+    assert "Two profiles" not in difference_in_words(difference(one, one))
