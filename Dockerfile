@@ -16,9 +16,10 @@ WORKDIR /src
 COPY constraints.txt ./
 COPY pyproject.toml ./
 # The same distribution without torch and the packages that need it: the lines that name them go.
-RUN python -c "import re; from pathlib import Path; f = Path('pyproject.toml'); f.write_text(re.sub(r'(?m)^.*(\btorch\b|autoac.profiler|ac_client|^dynamic|^license-files).*\n', '', f.read_text()))"
+RUN python -c "import re; from pathlib import Path; f = Path('pyproject.toml'); f.write_text(re.sub(r'(?m)^.*(\btorch\b|autoac.profiler|ac_client|^dynamic).*\n', '', f.read_text()))"
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['postgres'], sep='\n', file=open('requirements.txt', 'w'))"
 RUN pip install --no-cache-dir -c constraints.txt -r requirements.txt
+COPY LICENSE ./
 COPY planner planner
 COPY api api
 RUN pip install --no-cache-dir --no-deps .

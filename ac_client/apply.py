@@ -171,7 +171,8 @@ def apply(
         raise InvalidBudget("the policy set has no buckets: pass budget_gb=... to fill it")
     for difference in dict.fromkeys(other_environment(made, device_of(model)) for made in _policies(loaded)):
         if difference:
-            log.warning("%s: the policy is for %s, so other ops may run", type(model).__name__, difference)
+            where = type(model).__name__, difference
+            log.warning("%s: the policy is for %s, so other ops may run, or take other times", *where)
     for predicted in (made.predicted for made in _policies(loaded)):
         if budget_bytes is not None and predicted.peak_bytes > budget_bytes - headroom_bytes:
             raise InfeasibleBudget(

@@ -75,6 +75,13 @@ _TABLE: tuple[tuple[type[Exception], int, str, type[Problem], str], ...] = (
     (service.Busy, 503, "busy", Problem, "Too many requests wait"),
     (DatabaseNotReady, 503, "database-not-ready", Problem, "The tables are those of another release"),
     (planner.SolverOutOfTime, 504, "solver-out-of-time", OutOfTimeProblem, "The solver ran out of time"),
+    (
+        service.BodyCheckTimedOut,
+        504,
+        "body-too-slow-to-read",
+        OutOfTimeProblem,
+        "Checking the body took too long",
+    ),
     (service.SolveTimedOut, 504, "solver-out-of-time", OutOfTimeProblem, "The solver ran out of time"),
 )
 """Error, status, slug of the type, model and title. The first row whose error matches counts."""
@@ -147,7 +154,7 @@ def _members(error: Exception) -> dict[str, Any]:
             return {"limit_bytes": limit}
         case service.TooManyJobs(limit=limit) | service.TooManyStreams(limit=limit):
             return {"limit": limit}
-        case service.SolveTimedOut(limit_s=limit):
+        case service.SolveTimedOut(limit_s=limit) | service.BodyCheckTimedOut(limit_s=limit):
             return {"time_limit_s": limit}
         case _:
             return {}

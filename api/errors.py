@@ -17,6 +17,7 @@
     +-- JobFailed             the job failed; carries its problem document
     +-- BodyTooSlow           the body took too long to arrive
     +-- BodyTooLarge          the body is larger than the limit, as sent or decoded
+    +-- BodyCheckTimedOut     checking the body took too long
     +-- UnsupportedBody       unsupported media type or content coding
     +-- Busy                  the limit of waiting requests is reached
     +-- SolveTimedOut         the child process did not answer in time and was killed
@@ -133,6 +134,19 @@ class BodyTooLarge(ServiceError):
 
     def __str__(self) -> str:
         return f"the body, {self.form}, must have at most {format_bytes(self.limit)}"
+
+
+class BodyCheckTimedOut(ServiceError):
+    """The child process that checked the body was killed after `limit_s` seconds."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        super().__init__(limit_s)
+
+    def __str__(self) -> str:
+        return (
+            f"the body must be checked within {self.limit_s:g} s; send fewer ops, or ask a service less busy"
+        )
 
 
 class UnsupportedBody(ServiceError):

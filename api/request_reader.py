@@ -1,16 +1,19 @@
 """Read the bodies of requests, within the limits on memory.
 
-A body holds a slot from its first byte until it is checked. `reads_at_once` bodies are decoded and checked at
-a time; the others wait as they were sent. So `max_sent_bytes` and `max_plain_bytes` bound the memory of all.
+A body holds a slot from its first byte until it is checked. `reads_at_once` large bodies are decoded and
+checked at a time; the others wait as they were sent. So `max_sent_bytes` and `max_plain_bytes` bound the
+memory of all. A small body, or one that was read before, does not wait.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 import anyio
 from anyio import to_thread
@@ -19,7 +22,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from autoac.api.errors import Busy
-from autoac.api.request_body import SMALL, EncodedBody, decode_body, receive_body
+from autoac.api.request_body import SMALL, EncodedBody, decode_body, is_small, receive_body
 from autoac.api.requests import Kind, Model, ParsedRequest, parse_request, read_json, validated
 from autoac.api.settings import Settings
 from autoac.api.solving.child_process import Solver
@@ -27,6 +30,7 @@ from autoac.api.storage.job_store import RETRY_AFTER_S
 
 T = TypeVar("T")
 
+MOST_WAIT_S = 120.0  # of a large body for its turn to be checked
 REMEMBERED = 256  # parsed requests that are kept: clients repeat theirs
 
 
@@ -35,7 +39,9 @@ class RequestReader:
 
     def __init__(self, settings: Settings, solver: Solver) -> None:
         self.settings, self.solver = settings, solver
-        self.checks = anyio.Semaphore(settings.reads_at_once)  # bodies decoded and checked at once
+        self.checks = anyio.Semaphore(settings.reads_at_once)  # large bodies decoded and checked at once
+        # By caller: its half of the checks. So callers take turns: none waits for `checks` more often.
+        self.shares: WeakValueDictionary[str, anyio.Semaphore] = WeakValueDictionary()
         self.slots: Counter[str] = Counter()  # by caller: requests whose body is not checked yet
         self._parsed: LRUCache[tuple[Kind, str, bytes], ParsedRequest] = LRUCache(REMEMBERED)
 
@@ -60,12 +66,12 @@ class RequestReader:
         """Return the parsed body of a request.
 
         Raises:
-            Busy: too many bodies are being read. Also raises what `receive_body`, `decode_body` and
-                `requests.parse_request` do.
+            Busy: too many bodies are being read, or others were first for `MOST_WAIT_S`. Also raises what
+                `receive_body`, `decode_body` and `requests.parse_request` do.
         """
         with self.reserve_slot(request):
             body = await receive_body(request, self.settings)
-            return await while_connected(request, lambda: self._parse(kind, body))
+            return await while_connected(request, lambda: self._parse(kind, body, request.state.caller))
 
     async def small_body(self, request: Request, model: type[Model]) -> Model:
         """Return the body of a request that needs few bytes, as a `model`.
@@ -79,21 +85,37 @@ class RequestReader:
             plain = await to_thread.run_sync(decode_body, body, SMALL)
         return validated(model, read_json(plain))
 
-    async def _parse(self, kind: Kind, body: EncodedBody) -> ParsedRequest:
-        async with self.checks:
-            digest = await to_thread.run_sync(lambda: hashlib.sha256(body.content).digest())
-            key = (kind, body.coding, digest)
-            if key in self._parsed:
-                return self._parsed[key]
-            plain = await to_thread.run_sync(decode_body, body, self.settings.max_plain_bytes)
-            if len(plain) <= SMALL:
-                most_seconds = self.settings.solve_time_limit_s
-                parsed = await to_thread.run_sync(parse_request, kind, plain, most_seconds)
-            else:
+    async def _parse(self, kind: Kind, body: EncodedBody, caller: str) -> ParsedRequest:
+        digest = await to_thread.run_sync(lambda: hashlib.sha256(body.content).digest())
+        key = (kind, body.coding, digest)
+        if key in self._parsed:
+            return self._parsed[key]
+        if is_small(body):
+            plain = await to_thread.run_sync(decode_body, body, SMALL)
+            most_seconds = self.settings.solve_time_limit_s
+            parsed = await to_thread.run_sync(parse_request, kind, plain, most_seconds)
+        else:
+            async with self._turn(caller):
+                plain = await to_thread.run_sync(decode_body, body, self.settings.max_plain_bytes)
                 parsed = await self.solver.parse_request(kind, plain)
         if parsed.profile is None or len(parsed.profile.content) <= SMALL:
             self._parsed[key] = parsed
         return parsed
+
+    @asynccontextmanager
+    async def _turn(self, caller: str) -> AsyncIterator[None]:
+        """Wait until a large body of `caller` may be checked.
+
+        Raises:
+            Busy: that takes too long.
+        """
+        half = anyio.Semaphore(max(1, self.settings.reads_at_once // 2))
+        with anyio.move_on_after(MOST_WAIT_S) as wait:
+            async with self.shares.setdefault(caller, half), self.checks:
+                wait.deadline = math.inf
+                yield
+                return
+        raise Busy(RETRY_AFTER_S)
 
 
 async def while_connected(request: Request, work: Callable[[], Awaitable[T]]) -> T:

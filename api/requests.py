@@ -94,9 +94,8 @@ class PolicyRequest(SolveRequest):
         budgets = [b for b in (self.budget_gb, self.budget_bytes) if b is not None]
         if len(budgets) != 1:
             raise InvalidBudget("give one of budget_gb and budget_bytes")
-        nbytes = budgets[0] * (1 if self.budget_gb is None else GIB)
-        if not 1 <= nbytes <= MAX_INT:  # false for nan too
-            raise InvalidBudget(f"a budget must have 1 to {MAX_INT} bytes, got {nbytes:g}")
+        if not 1 <= budgets[0] * (1 if self.budget_gb is None else GIB) <= MAX_INT:  # false for nan too
+            raise InvalidBudget(f"a budget must have 1 to {MAX_INT} bytes")
         if self.headroom_gb is not None and self.headroom_bytes is not None:
             raise MalformedRequest(["give at most one of headroom_gb and headroom_bytes"])
         return self

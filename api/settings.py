@@ -43,7 +43,10 @@ def _stripped(text: Any) -> Any:
 
 
 class Settings(BaseSettings):
-    """The configuration. The variable of each field is AUTOAC_ and its name in capitals."""
+    """The configuration. The variable of each field is AUTOAC_ and its name in capitals.
+
+    A variable that is not set may be a file of its name in the folder AUTOAC_SECRETS_DIR.
+    """
 
     # An empty variable counts as unset: with `AUTOAC_TOKEN=` no token is set.
     model_config = SettingsConfigDict(
@@ -100,8 +103,12 @@ class Settings(BaseSettings):
         Raises:
             InvalidSettings: a variable is not valid. The message names it, never its value.
         """
+        folder = os.environ.get("AUTOAC_SECRETS_DIR") or None
+        if folder is not None and not Path(folder).is_dir():
+            raise InvalidSettings(f"AUTOAC_SECRETS_DIR must be a folder, got {folder}")
         try:
-            return cls(**{name: value for name, value in overrides.items() if value is not None})
+            given = {name: value for name, value in overrides.items() if value is not None}
+            return cls(**{"_secrets_dir": folder} | given)
         except ValidationError as error:
             complaints = error.errors(include_url=False, include_input=False, include_context=False)
             lines = [f"AUTOAC_{'_'.join(map(str, c['loc'])).upper()}: {c['msg']}" for c in complaints]

@@ -41,9 +41,12 @@ def headroom_in_bytes(gb: object, name: str = "headroom_gb") -> int:
 
 
 def _number(gb: object, name: str, requirement: str) -> float:
-    if isinstance(gb, bool) or not isinstance(gb, Real) or not math.isfinite(gb):
+    try:
+        number = float(gb) if isinstance(gb, Real) and not isinstance(gb, bool) else math.nan
+    except OverflowError:  # an integer of 400 digits
+        number = math.inf
+    if not math.isfinite(number):
         raise InvalidBudget(f"{name} must be {requirement}, got {gb!r}")
-    number = float(gb)
     if number > MOST_GB:
         meant = f"did you pass bytes? They are {name}={number / GIB:.6g}"
         raise InvalidBudget(f"{name} must be in GiB and at most {MOST_GB}, got {gb!r}; {meant}")

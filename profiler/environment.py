@@ -9,12 +9,15 @@ from torch import Tensor, nn
 
 from autoac.planner.formats.profile import ESTIMATED, Environment
 from autoac.profiler.static_memory import allocator_rounding
+from autoac.profiler.timing.cache import processor
 from autoac.profiler.timing.roofline import Device
 from autoac.profiler.torch_facts.libraries import cudnn_of
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name that a profile has for a device of this machine."""
+    """Return the name that a profile has for a device of this machine: its model's."""
+    if device.type == "cpu":
+        return processor()
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

@@ -46,7 +46,7 @@ def demo(
         result = comparison.run(
             pairs=pairs, on_row=lambda name, i, n: print(f"row {i} of {n}: {name}", file=sys.stderr)
         )
-    except (RuntimeError, TimeoutError) as error:
+    except RuntimeError as error:
         raise CommandError(str(error)) from error
     write_whole(page, render_page(result))
     if as_json:

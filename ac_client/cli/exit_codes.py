@@ -18,11 +18,12 @@ def exit_code_of(error: BaseException) -> int:
     """Return the exit code for an error that ended a command."""
     import typer
 
+    from autoac.api.cli.commands import WrongUsage
     from autoac.planner.errors import InvalidBudget, InvalidLimit
 
+    if isinstance(error, WrongUsage):
+        return int(error.exit_code)
     match error:
-        case typer.TyperException():
-            return error.exit_code
         case typer.Abort() | KeyboardInterrupt():
             return INTERRUPTED
         case InvalidBudget() | InvalidLimit():

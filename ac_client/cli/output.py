@@ -165,11 +165,12 @@ def one_line(error: BaseException) -> str:
     """Word an error in one line: its cause, and the next step where there is one."""
     import typer
 
+    from autoac.api.cli.commands import WrongUsage
     from autoac.planner.errors import InfeasibleBudget, PlannerError
 
     match error:
-        case typer.TyperException():  # wrong usage, for the most part
-            text = error.format_message()
+        case _ if isinstance(error, WrongUsage):
+            text = str(error.format_message())
             context: typer.Context | None = getattr(error, "ctx", None)
             text += f" (see {context.command_path} --help)" if context is not None else ""
         case typer.Abort() | KeyboardInterrupt():

@@ -259,7 +259,7 @@ class _ModelRun:
         if source.is_estimated or self.options.force or lock is None or lock.device != LOCAL:
             return ""
         here = source.local_device_name
-        if lock.planned_on == here:
+        if lock.planned_on in (here, "cpu"):  # "cpu": as earlier releases named every CPU
             return ""
         return f"policies of {self.name} are for {lock.planned_on}, and this machine has {here}"
 

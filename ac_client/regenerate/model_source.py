@@ -10,7 +10,7 @@ Two profiles have two purposes. `identity` says whether the model changed; it co
 - For the local device the identity is a fake step for IDENTITY_DEVICE, whatever the local device is, so that
   every machine computes the same one. Its run times are not used.
 - A model that cannot take a fake step is identified by its step on the local device; then the device and its
-  number of threads belong to the identity.
+  number of threads belong to the identity, but not the model of a CPU.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ModelSource:
                     f'{error}: set device = "{LOCAL}" in [models.{self.name}], and plan on the machine '
                     "that trains the model"
                 ) from error
-            return self.profile
+            return _on_any_cpu(self.profile)
 
     @cached_property
     def profile(self) -> Profile:
@@ -132,6 +132,14 @@ def _load_setup(table: ModelTable, folder: Path) -> TrainingSetup:
         kwargs = {name: _tensor(text, local) for name, text in table.inputs.items()}
         return replace(setup, args=(), kwargs=kwargs)
     return replace(setup, args=tuple(_tensor(text, local) for text in table.inputs), kwargs={})
+
+
+def _on_any_cpu(profile: Profile) -> Profile:
+    """Return `profile` without the name of the CPU that it was measured on, if it was one."""
+    environment = profile.environment
+    if environment.device_type != "cpu":
+        return profile
+    return profile.model_copy(update={"environment": environment.model_copy(update={"device_name": "cpu"})})
 
 
 def _tensor(text: str, device: torch.device | None) -> Tensor:

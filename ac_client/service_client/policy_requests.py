@@ -28,7 +28,7 @@ from autoac.planner.errors import (
     from_dict,
 )
 from autoac.planner.formats.constraints import Constraints
-from autoac.planner.formats.policy import Policy
+from autoac.planner.formats.policy import Policy, Predicted
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.plan import DEFAULT_GAP
@@ -39,6 +39,7 @@ POLL_S = 0.5  # between two looks at a job
 MOST_CANDIDATES = 3  # stored policies to fetch, the newest first
 ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*(/[A-Za-z0-9][A-Za-z0-9._@+-]*){0,3}")
 MOST_ALIAS_LENGTH = 200
+MOST_TIME_OFF = 0.1  # of the step: by how much the added time of a stored policy may be off on this profile
 PLANNER_ERRORS = (
     InfeasibleBudget,
     InfeasibleConstraints,
@@ -64,9 +65,9 @@ def request_policy(
     """Return the policy that the service at `url` has for this step, or have the service make one.
 
     A stored policy is taken if it was made for the same fingerprint, device, budget, headroom,
-    constraints and gap, and if the simulator finds that it fits on `profile` too: run times and temporaries
-    are not part of the fingerprint. The profile is sent only if the service has no such
-    policy. A service that is busy or does not answer is asked again a few times, within `timeout_s`.
+    constraints and gap, and if `on_profile` accepts it: run times and temporaries are not part of the
+    fingerprint. It then has the predictions for `profile`. The profile is sent only if the service has no
+    such policy. A service that is busy or does not answer is asked again a few times, within `timeout_s`.
 
     Args:
         url: address of the service, such as "http://127.0.0.1:8421".
@@ -141,16 +142,16 @@ class _Request:
     gap: float
     time_limit: dict[str, float]  # "time_limit_s"; empty if the service's own limit holds
 
-    def accepts(self, policy: Policy) -> bool:
-        """Return True if `policy` was made for this request, and fits on its profile."""
+    def accepted(self, policy: Policy) -> Policy | None:
+        """Return `policy` as predicted for the profile, if it was made for this request and serves it."""
         if (policy.fingerprint, policy.device, policy.budget_bytes, policy.constraints) != (
             self.profile.fingerprint,
             self.profile.environment.device_name,
             self.budget_bytes,
             self.constraints,
         ):
-            return False
-        return fits(policy, self.profile, self.budget_bytes, self.headroom_bytes)
+            return None
+        return on_profile(policy, self.profile, self.budget_bytes, self.headroom_bytes)
 
 
 def _stored_policy(connection: ServiceConnection, request: _Request) -> Policy | None:
@@ -180,8 +181,8 @@ def _stored_policy(connection: ServiceConnection, request: _Request) -> Policy |
             continue
         if response.status_code != 200:
             raise refusal(connection.url, response)
-        policy = _policy_of(connection.url, response)
-        if request.accepts(policy):
+        policy = request.accepted(_policy_of(connection.url, response))
+        if policy is not None:
             return policy
     return None
 
@@ -268,8 +269,12 @@ def _refuse_other_release(url: str, problem: dict[str, Any], profile: Profile) -
             )
 
 
-def fits(policy: Policy, profile: Profile, budget_bytes: int, headroom_bytes: int) -> bool:
-    """Return True if a step of `profile` under `policy` stays within the budget, by the simulator.
+def on_profile(policy: Policy, profile: Profile, budget_bytes: int, headroom_bytes: int) -> Policy | None:
+    """Return `policy` with the predictions for a step of `profile`; None if it does not serve this step.
+
+    The peak, by the simulator, must be within the budget. The time that the policy adds, as a share of the
+    step, must be near the share that the policy states. Otherwise it was planned for other run times, and
+    another plan may add much less.
 
     Args:
         policy: the policy, with its constraints.
@@ -279,11 +284,22 @@ def fits(policy: Policy, profile: Profile, budget_bytes: int, headroom_bytes: in
     try:
         plan = as_planned(policy, profile)
     except OtherProfile:
-        return False
+        return None
     within = budget_bytes - headroom_bytes
     forward = None if policy.constraints is None else policy.constraints.forward_budget_bytes
     graph = with_forward_limit(plan.graph, within, None if forward is None else forward - headroom_bytes)
-    return peak_bytes(graph, plan.save_set) <= within
+    there, here = policy.predicted, plan.policy().predicted
+    if peak_bytes(graph, plan.save_set) > within or abs(_added(here) - _added(there)) > MOST_TIME_OFF:
+        return None
+    if policy.profile_digest == profile.digest:
+        return policy
+    return policy.model_copy(update={"profile_digest": profile.digest, "predicted": here})
+
+
+def _added(predicted: Predicted) -> float:
+    """Return the time of recomputes and stalls as a share of the step."""
+    extra_us = predicted.recompute_us + predicted.stall_us
+    return extra_us / predicted.step_us if predicted.step_us else 0.0
 
 
 def _policy_of(url: str, response: httpx2.Response) -> Policy:

@@ -42,6 +42,8 @@ keys = typer.Typer(help="Create, list and revoke the service's keys.", **_STYLE)
 app.add_typer(db, name="db")
 app.add_typer(keys, name="keys")
 
+WrongUsage: Any = typer.BadParameter.__base__  # of typer, or of click under an older typer
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
@@ -50,11 +52,11 @@ def main(argv: Sequence[str] | None = None, solver: Solver | None = None) -> int
     argv = sys.argv[1:] if argv is None else argv
     try:
         code = app(list(argv) or ["serve"], prog_name="autoac", obj=solver, standalone_mode=False)
-    except typer.TyperException as error:  # wrong usage
+    except WrongUsage as error:
         context: typer.Context | None = getattr(error, "ctx", None)
         hint = f" (see {context.command_path} --help)" if context is not None else ""
         _say(f"autoac: {' '.join(error.format_message().split())}{hint}", file=sys.stderr)
-        return error.exit_code
+        return int(error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     return code if isinstance(code, int) else OK

@@ -7,6 +7,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+LAST_LOOK_S = 0.05  # for bytes that came in time: after a stall, timers fire before sockets are read
 MOST_HEAD = 64 << 10  # bytes of a head; uvicorn's other parser has the same cap
 
 
@@ -37,6 +38,8 @@ class HeadLimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_head()
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MOST_HEAD:
+            raise ValueError(f"a head must have at most {MOST_HEAD} bytes")  # httptools makes it a 400
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
@@ -48,8 +51,14 @@ class HeadLimitedProtocol(HttpToolsProtocol):
 
     def _begin_head(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self._head_timeout_s, self.transport.close)
+            self._head_timer = self.loop.call_later(self._head_timeout_s, self._close_after_a_last_look)
             self._head_bytes = 0
+
+    def _close_after_a_last_look(self) -> None:
+        self._head_timer = self.loop.call_later(LAST_LOOK_S, self.transport.close)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_S, super().timeout_keep_alive_handler)
 
     def _end_head(self) -> None:
         if self._head_timer is not None:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import anyio
 from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 
-from autoac.api.errors import SolverDied, SolveTimedOut
+from autoac.api.errors import BodyCheckTimedOut, SolverDied, SolveTimedOut
 from autoac.api.requests import Answer, Kind, ParsedRequest
 from autoac.api.settings import Settings
 
@@ -42,7 +42,7 @@ class Solver(Protocol):
     """Parse and solve requests, in other processes or, in tests, in this one."""
 
     async def parse_request(self, kind: Kind, body: bytes) -> ParsedRequest:
-        """Run `requests.parse_request`; also raise SolveTimedOut or SolverDied."""
+        """Run `requests.parse_request`; also raise BodyCheckTimedOut or SolverDied."""
         ...
 
     async def answer(
@@ -62,7 +62,7 @@ class Solver(Protocol):
 PIECE = 1 << 20
 HEAD = 9  # of a frame: a letter and a length
 CHILD = (sys.executable, "-P", "-m", "autoac.api.solving.child_main")
-SECRETS = ("AUTOAC_TOKEN", "AUTOAC_DATABASE_URL")
+SECRETS = ("AUTOAC_TOKEN", "AUTOAC_DATABASE_URL", "AUTOAC_SECRETS_DIR")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,10 @@ class SpawnedSolver:
         return cls(settings.solve_time_limit_s, settings.solve_grace_s, settings.solve_memory_bytes)
 
     async def parse_request(self, kind: Kind, body: bytes) -> ParsedRequest:
-        parsed = await self._run("parse", kind, body, self.grace_s, lambda progress: None)
+        try:
+            parsed = await self._run("parse", kind, body, self.grace_s, lambda progress: None)
+        except SolveTimedOut:
+            raise BodyCheckTimedOut(self.grace_s) from None
         assert isinstance(parsed, ParsedRequest)
         return parsed
 

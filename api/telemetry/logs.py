@@ -23,7 +23,7 @@ log = structlog.get_logger("autoac.http")
 
 
 def configure() -> None:
-    """Write log lines as JSON to stderr, each with the id of its request."""
+    """Write log lines as JSON to stderr, each with the id of its request; those of libraries, too."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -35,28 +35,30 @@ def configure() -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=_to_stderr,
     )
+    if logging.lastResort is not None:  # the handler of loggers without one: warnings and errors to stderr
+        logging.lastResort.setFormatter(_formatter())
 
 
 def uvicorn_logs() -> dict[str, Any]:
     """Return the logging configuration that makes uvicorn's lines look like ours."""
-    shared = [structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso")]
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {
-            "json": {
-                "()": structlog.stdlib.ProcessorFormatter,
-                "foreign_pre_chain": shared,
-                "processors": [
-                    structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                    structlog.processors.format_exc_info,
-                    structlog.processors.JSONRenderer(),
-                ],
-            }
-        },
+        "formatters": {"json": {"()": _formatter}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
         "loggers": {"uvicorn": {"handlers": ["stderr"], "level": "INFO", "propagate": False}},
     }
+
+
+def _formatter() -> structlog.stdlib.ProcessorFormatter:
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso")],
+        processors=[
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+    )
 
 
 def _to_stderr(*_: object) -> structlog.PrintLogger:

@@ -228,9 +228,10 @@ def marginal(plan: Plan, tried: int = 40) -> Marginal | None:
 
 
 def as_planned(policy: Policy, profile: Profile) -> Plan:
-    """Rebuild the plan of `policy` from the profile that it was planned from, without solving.
+    """Rebuild the plan of `policy` on a profile with the same ops, without solving.
 
-    Peak and time are the simulator's on `profile`; the bound is the one that the policy states.
+    Peak and time are the simulator's on `profile`. The bound is the one that the policy states, if `profile`
+    is the one that it was planned from; nothing is proven for other run times.
 
     Raises:
         OtherProfile: `policy` and `profile` do not have the same ops.
@@ -241,6 +242,8 @@ def as_planned(policy: Policy, profile: Profile) -> Plan:
         only += [key for key in keys if key not in policy.decisions]
         raise OtherProfile(policy.model, profile.model, only[0] if only else keys[0])
     plan = carried(policy, profile)
+    if policy.profile_digest != profile.digest:
+        return plan
     return replace(plan, bound_us=min(policy.predicted.recompute_bound_us, plan.extra_us))
 
 

@@ -26,6 +26,7 @@ is not begun (`Round.root_is_too_dear` in efforts.py). For neighborhoods, `mip_m
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -42,6 +43,25 @@ from pulp.apis import _all_solvers
 for _solver in _all_solvers:
     if isinstance(_error := getattr(_solver, "err", None), BaseException):
         _error.__traceback__ = None
+
+
+def _make_first_highs() -> None:
+    """Make the first `Highs` of this process without stdout: that of 1.16 prints two lines from C."""
+    try:
+        stdout = os.dup(1)
+    except OSError:  # it is closed
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 1)
+        highspy.Highs()
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(null)
+
+
+_make_first_highs()  # as this module is imported, under the lock of imports: once, and before any other
 
 SEED = 20261121
 THREADS = 1  # the same number in the whole process, or HiGHS raises an error

@@ -146,8 +146,8 @@ def machine(device: torch.device, device_name: str) -> str:
 
 def processor() -> str:
     """Return the name of the CPU."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+        for line in lines:  # not all of them: there are 30 for each of hundreds of cores
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

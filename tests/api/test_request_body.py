@@ -7,6 +7,7 @@ import threading
 import tracemalloc
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import anyio
 import httpx2
@@ -14,12 +15,17 @@ import pytest
 import zstandard
 from fastapi import FastAPI, Request, Response
 from service_app import Serve
+from service_fakes import InProcess, chain_profile, request, save_all
 
-from autoac.api import Settings
+from autoac.api import Settings, create_app
 from autoac.api.error_mapping import problem_of
 from autoac.api.errors import ServiceError
 from autoac.api.problems import ProblemResponse
-from autoac.api.request_body import EncodedBody, decode_body, receive_body
+from autoac.api.request_body import SMALL, EncodedBody, decode_body, receive_body
+from autoac.api.requests import Kind, ParsedRequest
+from autoac.api.solving.child_process import SpawnedSolver
+from autoac.api.storage.database import Database
+from autoac.api.storage.keys import Scope, create_key
 
 MIB = 1 << 20
 JSON = {"Content-Type": "application/json"}
@@ -179,3 +185,117 @@ async def test_few_bodies_are_decoded_at_a_time_outside_the_event_loop(
     assert {post.result().status_code for post in posts} == {422}
     assert most <= 2
     assert loop not in threads
+
+
+class SlowReader(InProcess):
+    """A `Solver` that reads a large body only when its marker is released."""
+
+    def __init__(self) -> None:
+        super().__init__(save_all)
+        self.reading: list[bytes] = []
+        self.go = anyio.Event()
+
+    async def parse_request(self, kind: Kind, body: bytes) -> ParsedRequest:
+        self.reading.append(body[:40])
+        await self.go.wait()
+        return await super().parse_request(kind, body)
+
+
+def large(marker: str) -> bytes:
+    return f'{{"marker": "{marker}", "a": "{"x" * SMALL}"}}'.encode()
+
+
+@pytest.mark.anyio
+async def test_large_bodies_of_one_key_delay_no_other_key(database_url: str, database: Database) -> None:
+    """One key may use half of the checks; a small body needs none."""
+    with database.write() as connection:
+        first, second = (create_key(connection, name, Scope.PLAN)[1] for name in "ab")
+    solver = SlowReader()
+    app = create_app(Settings(database_url=database_url, reads_at_once=2, wait_s=0), solver)
+
+    async def send(http: httpx2.AsyncClient, key: str, body: bytes, headers: dict[str, str] = JSON) -> int:
+        headers = headers | {"Authorization": f"Bearer {key}"}
+        return (await http.post("/v1/policies", content=body, headers=headers)).status_code
+
+    async with (
+        app.router.lifespan_context(app),
+        httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as http,
+        anyio.create_task_group() as group,
+    ):
+        for i in range(5):
+            group.start_soon(send, http, first, large(f"first {i}"))
+        await anyio.wait_all_tasks_blocked()
+        small = request(chain_profile())
+        with anyio.fail_after(5):
+            assert await send(http, second, small) in (201, 202)
+            assert await send(http, second, zstandard.compress(small), ZSTD) in (201, 202)
+        group.start_soon(send, http, second, large("second"))
+        with anyio.fail_after(5):
+            while len(solver.reading) < 2:
+                await anyio.sleep(0.01)
+        assert [b"first" in body for body in solver.reading] == [True, False]
+        solver.go.set()
+    assert len(solver.reading) == 6
+
+
+@pytest.mark.anyio
+async def test_with_one_check_at_a_time_keys_take_turns(database_url: str, database: Database) -> None:
+    with database.write() as connection:
+        keys = [create_key(connection, name, Scope.PLAN)[1] for name in "ab"]
+    solver = SlowReader()
+    app = create_app(Settings(database_url=database_url, reads_at_once=1), solver)
+    async with (
+        app.router.lifespan_context(app),
+        httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as http,
+        anyio.create_task_group() as group,
+    ):
+
+        async def send(key: str, marker: str) -> None:
+            headers = JSON | {"Authorization": f"Bearer {key}"}
+            await http.post("/v1/policies", content=large(marker), headers=headers)
+
+        for i in range(4):
+            group.start_soon(send, keys[0], f"first {i}")
+        with anyio.fail_after(5):
+            while not solver.reading:
+                await anyio.sleep(0.01)
+        group.start_soon(send, keys[1], "second")
+        with anyio.fail_after(5):
+            while app.state.service.reader.slots.total() < 5:
+                await anyio.sleep(0.01)
+            await anyio.wait_all_tasks_blocked()
+        solver.go.set()
+    assert [b"second" in body for body in solver.reading].index(True) <= 2
+
+
+@pytest.mark.anyio
+async def test_large_body_waits_for_its_turn_only_so_long(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoac.api.request_reader.MOST_WAIT_S", 0.3)
+    solver = SlowReader()
+    app = create_app(Settings(database_url=database_url, reads_at_once=2), solver)
+    async with (
+        app.router.lifespan_context(app),
+        httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as http,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(partial(http.post, "/v1/policies", content=large("first"), headers=JSON))
+        while not solver.reading:
+            await anyio.sleep(0.01)
+        with anyio.fail_after(5):
+            answer = await http.post("/v1/policies", content=large("second"), headers=JSON)
+        assert answer.status_code == 503
+        assert answer.json()["type"] == "urn:autoac:problem:busy"
+        assert answer.headers["retry-after"]
+        solver.go.set()
+    assert len(solver.reading) == 1
+
+
+@pytest.mark.slow
+def test_body_whose_check_takes_too_long_is_named_as_such(serve: Serve) -> None:
+    http = serve(SpawnedSolver(20.0, 0.05, 2048 * MIB))
+    answer = http.post("/v1/profiles", content=large("a"), headers=JSON)
+    assert answer.status_code == 504
+    assert answer.json()["type"] == "urn:autoac:problem:body-too-slow-to-read"
+    assert answer.json()["time_limit_s"] == 0.05

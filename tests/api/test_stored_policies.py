@@ -13,7 +13,7 @@ from service_fakes import InProcess, Planned, chain_profile, save_all
 
 import ac_client.service_client.connection
 from ac_client.service_client.errors import ServiceRefused, ServiceUnavailable
-from ac_client.service_client.policy_requests import fits, named_policy, request_policy
+from ac_client.service_client.policy_requests import named_policy, on_profile, request_policy
 from autoac.api.storage.database import Database
 from autoac.api.storage.keys import Scope, create_key
 from autoac.planner.formats.constraints import Constraints
@@ -52,9 +52,16 @@ def tightest(profile: Profile) -> int:
 
 def slower(profile: Profile) -> Profile:
     """Return the same step with other run times, as from a second measurement."""
-    return profile.model_copy(
-        update={"ops": profile.ops.model_copy(update={"runtime_us": (11.0,) * len(profile.ops)})}
-    )
+    return timed(profile, *(11.0,) * len(profile.ops))
+
+
+def timed(profile: Profile, *runtime_us: float) -> Profile:
+    """Return the same step with these run times of its ops."""
+    return profile.model_copy(update={"ops": profile.ops.model_copy(update={"runtime_us": runtime_us})})
+
+
+def fits(policy: Policy, profile: Profile, budget: int, headroom: int) -> bool:
+    return on_profile(policy, profile, budget, headroom) is not None
 
 
 def hungrier(profile: Profile, nbytes: int) -> Profile:
@@ -67,9 +74,34 @@ def test_no_profile_is_sent_where_a_policy_is_stored(in_app: Transport, step: Pr
     transport = in_app(InProcess(plan))
     made = ask(transport, step, tightest(step))
     assert transport.posts == 1
-    assert ask(transport, slower(step), tightest(step)) == made
+    assert ask(transport, slower(step), tightest(step)).decisions == made.decisions
     assert transport.posts == 1
     assert "recompute" in made.decisions.values()
+
+
+def test_stored_policy_has_the_predictions_for_this_profile(in_app: Transport, step: Profile) -> None:
+    transport = in_app(InProcess(plan))
+    made = ask(transport, step, tightest(step))
+    taken = ask(transport, slower(step), tightest(step))
+    assert taken.profile_digest == slower(step).digest
+    assert taken.predicted.recompute_us == pytest.approx(1.1 * made.predicted.recompute_us)
+    assert taken.predicted.step_us == plan(slower(step), budget_bytes=GIB).step_us
+    assert taken.predicted.recompute_bound_us == 0  # nothing is proven for these run times
+    assert ask(transport, step, tightest(step)) == made
+
+
+@pytest.mark.parametrize("dear", [(1, 1, 200, 1, 1), (200, 200, 1, 200, 200)])
+def test_policy_planned_for_other_run_times_is_not_taken(
+    in_app: Transport, step: Profile, dear: tuple[float, ...]
+) -> None:
+    """Nor one that states too much time: its planner had no reason to avoid what is cheap here."""
+    transport = in_app(InProcess(plan))
+    budget = tightest(step)
+    mine = timed(step, *(201.0 - us for us in dear))
+    assert ask(transport, timed(step, *dear), budget).decisions != plan(mine, budget_bytes=budget).policy()
+    taken = ask(transport, mine, budget)
+    assert transport.posts == 2
+    assert taken == plan(mine, budget_bytes=budget).policy()
 
 
 @pytest.mark.parametrize(

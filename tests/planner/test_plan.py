@@ -325,6 +325,8 @@ def test_headroom_is_left_unused() -> None:
         ({"budget_gb": 0.0}, "budget_gb must be a positive number of GiB, got 0.0"),
         ({"budget_gb": -1.0}, "positive"),
         ({"budget_gb": float("nan")}, "positive"),
+        ({"budget_gb": 10**400}, "positive"),
+        ({"budget_gb": -(10**400)}, "positive"),
         ({"budget_gb": float("inf")}, "positive"),
         ({"budget_bytes": 0}, "budget_bytes must be a positive whole number, got 0"),
         ({"budget_bytes": True}, "positive"),

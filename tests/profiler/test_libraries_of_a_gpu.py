@@ -11,6 +11,7 @@ from torch import nn
 from ac_client.planning.loaded_policy import other_environment
 from autoac.planner import plan
 from autoac.profiler import DATASHEETS, profile
+from autoac.profiler.timing.cache import processor
 
 MIB = 1 << 20
 H100 = DATASHEETS["h100"]
@@ -33,8 +34,13 @@ def test_policy_names_what_it_was_planned_for_and_tells_other_versions() -> None
     policy = plan(found, budget_gb=1).policy()
     assert policy.tools["torch"] == torch.__version__.partition("+")[0]
     assert policy.tools["cudnn"] == "9.10.2"
-    assert other_environment(policy, torch.device("cpu")) == "device NVIDIA H100 SXM (estimated), not cpu"
+    estimated = f"device NVIDIA H100 SXM (estimated), not {processor()}"
+    assert other_environment(policy, torch.device("cpu")) == estimated
     older = policy.model_copy(update={"device": "cpu", "tools": {"torch": "2.0.0"}})
     assert other_environment(older, torch.device("cpu")).startswith("torch 2.0.0, not ")
     here = plan(profile(nn.Linear(4, 4), torch.randn(2, 4)), budget_gb=1).policy()
     assert other_environment(here, torch.device("cpu")) == ""
+    assert here.device == processor() != "cpu"
+    elsewhere = here.model_copy(update={"device": "Another CPU"})
+    assert other_environment(elsewhere, torch.device("cpu")) == f"device Another CPU, not {processor()}"
+    assert other_environment(here.model_copy(update={"device": "cpu"}), torch.device("cpu")) == ""

@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
@@ -86,6 +88,21 @@ def test_invalid_setting_is_named_without_its_value(monkeypatch: pytest.MonkeyPa
     assert "short secret" not in str(caught.value)
 
 
+def test_secrets_may_be_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "AUTOAC_TOKEN").write_text(f"{TOKEN}\n")
+    (tmp_path / "AUTOAC_DATABASE_URL").write_text("postgresql://user:secret@host/name\n")
+    monkeypatch.setenv("AUTOAC_SECRETS_DIR", str(tmp_path))
+    loaded = Settings.load()
+    assert loaded.token is not None
+    assert loaded.token.get_secret_value() == TOKEN
+    assert loaded.url == "postgresql://user:secret@host/name"
+    monkeypatch.setenv("AUTOAC_TOKEN", "another token of more than sixteen")
+    assert Settings.load().token != loaded.token  # a variable takes precedence
+    monkeypatch.setenv("AUTOAC_SECRETS_DIR", str(tmp_path / "AUTOAC_TOKEN"))
+    with pytest.raises(InvalidSettings, match="AUTOAC_SECRETS_DIR must be a folder"):
+        Settings.load()
+
+
 def test_refusal_to_listen_is_one_line() -> None:
     environment = os.environ | {"AUTOAC_HOST": "0.0.0.0"}
     done = subprocess.run(
@@ -107,9 +124,21 @@ def test_runner_ended_by_a_bug_ends_the_process() -> None:
     assert "the runner has ended; this process needs a restart" in done.stderr
 
 
+@dataclass(frozen=True)
+class Running:
+    """A service in a process of its own."""
+
+    url: str
+    pid: int
+
+    def connect(self) -> socket.socket:
+        address = httpx2.URL(self.url)
+        return socket.create_connection((address.host, address.port), timeout=30)
+
+
 @pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
-    """Run a service in a process of its own, on a free port."""
+def running(tmp_path: Path) -> Iterator[Running]:
+    """Run a service on a free port."""
     log = tmp_path / "log"
     environment = os.environ | {
         "AUTOAC_PORT": "0",
@@ -119,14 +148,14 @@ def url(tmp_path: Path) -> Iterator[str]:
     with log.open("wb") as stream:
         service = subprocess.Popen([sys.executable, "-m", "autoac.api"], env=environment, stderr=stream)
     try:
-        yield listening(service, log)
+        yield Running(listening(service, log), service.pid)
     finally:
         service.send_signal(signal.SIGTERM)
         service.wait(20)
 
 
-def test_over_the_network(url: str, tmp_path: Path) -> None:
-    with httpx2.Client(base_url=url, timeout=30) as http:
+def test_over_the_network(running: Running, tmp_path: Path) -> None:
+    with httpx2.Client(base_url=running.url, timeout=30) as http:
         assert http.get("/livez").json() == {"status": "alive"}
         assert http.head("/").headers["content-type"].startswith("text/html")
         headers = {"Content-Type": "application/json"}
@@ -136,20 +165,46 @@ def test_over_the_network(url: str, tmp_path: Path) -> None:
         too_large = http.post("/v1/policies", content=bytes(30_000_000), headers=headers)
         assert too_large.status_code == 413
         assert http.get("/livez").status_code == 200
-    assert_half_sent_heads_are_closed(url)
+    assert_half_sent_heads_are_closed(running)
     for line in (tmp_path / "log").read_text().splitlines():  # uvicorn's lines too
         assert {"event", "level", "timestamp"} <= json.loads(line).keys()
 
 
-def assert_half_sent_heads_are_closed(url: str) -> None:
+def assert_half_sent_heads_are_closed(running: Running) -> None:
     """Send nothing, half a head, half a second head, and a head without end: each connection is closed."""
-    address = httpx2.URL(url)
     whole = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for content in (b"", whole[:-2], whole + whole[:-2], whole[:-2] + b"X: " + b"x" * 200_000):
-        with socket.create_connection((address.host, address.port), timeout=30) as connection:
+        with running.connect() as connection:
             answers = b""
             with suppress(ConnectionError):  # it was closed with bytes unread
                 connection.sendall(content)
                 while piece := connection.recv(65536):
                     answers += piece
             assert answers.count(b"200 OK") == (content[:50].count(b"\r\n\r\n"))
+
+
+def test_request_that_arrived_in_time_is_answered_after_a_stall(running: Running) -> None:
+    """The limits of a head and of an idle connection pass while the process is stopped."""
+    get = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with running.connect() as fresh, running.connect() as idle:
+        idle.sendall(get)
+        assert b"200 OK" in idle.recv(65536)
+        os.kill(running.pid, signal.SIGSTOP)
+        try:
+            fresh.sendall(get)
+            idle.sendall(get)
+            time.sleep(5.5)  # longer than uvicorn keeps an idle connection
+        finally:
+            os.kill(running.pid, signal.SIGCONT)
+        assert b"200 OK" in fresh.recv(65536)
+        assert b"200 OK" in idle.recv(65536)
+
+
+def test_large_head_is_refused_even_if_one_read_takes_all_of_it(running: Running) -> None:
+    for nbytes, status in ((60_000, b" 200 "), (70_000, b" 400 ")):
+        with running.connect() as connection:
+            os.kill(running.pid, signal.SIGSTOP)
+            head = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * nbytes + b"\r\n\r\n"
+            connection.sendall(head)
+            os.kill(running.pid, signal.SIGCONT)
+            assert status in connection.recv(65536)[:20]

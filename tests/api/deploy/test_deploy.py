@@ -47,7 +47,7 @@ def test_every_command_exists(name: str, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_every_variable_is_a_setting(name: str) -> None:
     _, environment = CONTAINERS[name]
-    for variable in environment:
+    for variable in environment.keys() - {"AUTOAC_SECRETS_DIR"}:
         assert variable.removeprefix("AUTOAC_").lower() in Settings.model_fields, variable
 
 
@@ -64,6 +64,9 @@ def test_pods_have_probes_and_limits() -> None:
             assert container["resources"]["limits"]["memory"]
             if manifest["kind"] == "Deployment":
                 assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
+                start = container["startupProbe"]
+                assert start["httpGet"] == container["livenessProbe"]["httpGet"]
+                assert start["periodSeconds"] * start["failureThreshold"] >= 120
     api = next(m for m in PODS if m["metadata"]["name"] == "autoac-api")
     assert api["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]["path"] == "/readyz"
 
@@ -108,10 +111,25 @@ def test_policies_and_budgets_select_existing_pods() -> None:
         assert any(selector["matchLabels"].items() <= has.items() for has in labels)
 
 
-def test_compose_requires_passwords_from_outside() -> None:
-    text = (ROOT / "compose.yaml").read_text()
-    used = re.findall(r"\$\{(\w+)(:[-?])", text)
-    assert {how for name, how in used if name in ("POSTGRES_PASSWORD", "AUTOAC_TOKEN")} == {":?"}
+def test_secrets_of_compose_are_files() -> None:
+    services = COMPOSE["services"]
+    for name in ("upgrade", "api", "worker"):
+        assert services[name]["environment"]["AUTOAC_SECRETS_DIR"] == "/run/secrets"
+        assert services[name]["secrets"] == ["AUTOAC_TOKEN", "AUTOAC_DATABASE_URL"]
+    (password,) = services["postgres"]["secrets"]
+    assert services["postgres"]["environment"]["POSTGRES_PASSWORD_FILE"] == f"/run/secrets/{password}"
+    assert COMPOSE["secrets"] == {
+        name: {"file": f"secrets/{name}"} for name in ("AUTOAC_TOKEN", "AUTOAC_DATABASE_URL", password)
+    }
+
+
+def test_memory_of_compose_covers_the_children() -> None:
+    for name, children in (("api", "AUTOAC_READS_AT_ONCE"), ("worker", None)):
+        service = COMPOSE["services"][name]
+        environment = service["environment"]
+        each = environment.get("AUTOAC_SOLVE_MEMORY_BYTES", Settings().solve_memory_bytes)
+        at_once = environment[children] if children else 2  # the default of the file
+        assert int(service["mem_limit"].removesuffix("g")) << 30 > each * at_once
 
 
 def test_compose_runs_the_service_with_least_privileges() -> None:

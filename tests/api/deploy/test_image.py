@@ -125,6 +125,12 @@ def test_image_has_neither_torch_nor_packages_that_need_it(image: Image) -> None
         assert "ModuleNotFoundError" in done.stderr, package
 
 
+def test_image_has_the_licenses(image: Image) -> None:
+    (folder,) = image.bin.parent.glob("lib/python*/site-packages/autoac-*.dist-info/licenses")
+    found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert found == ["LICENSE", "planner/report/vendor/uPlot.LICENSE"]
+
+
 def test_image_starts_answers_and_plans(image: Image, url: str, profile: Profile) -> None:
     assert httpx2.get(f"{url}/livez").json() == {"status": "alive"}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}

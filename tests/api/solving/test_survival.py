@@ -211,7 +211,7 @@ def test_database_crash_in_mid_solve_loses_no_job(
     machines = Machines(tmp_path, database_url, embedded)
     try:
         machines.solve()
-        process, http = machines.serve()
+        _, http = machines.serve()
         urls = {gb: accepted(http, profile, budget_gb=gb) for gb in (1, 2)}
         until(lambda: machines.began >= 1)
         postgres.stop()
@@ -227,8 +227,10 @@ def test_database_crash_in_mid_solve_loses_no_job(
             assert_finished_once(http, url, wanted(profile, gb))
         urls[3] = accepted(http, profile, budget_gb=3)
         until(lambda: state(http, urls[3]) == "succeeded")  # later jobs run too
-        assert process.poll() is None
         assert all(p.poll() is None for p in machines.running)
+        for one in machines.running:  # the lines of libraries, too
+            for line in machines.log(one).splitlines():
+                assert {"event", "level", "timestamp"} <= json.loads(line).keys()
     finally:
         machines.end()
         if postgres.process is None:  # other tests use it too

@@ -71,18 +71,30 @@ def test_workflow_uses_exactly_its_declared_inputs():
 @pytest.mark.parametrize("steps", [ACTION["runs"]["steps"], JOB["steps"]], ids=["action", "workflow"])
 def test_install_step_pins_torch_and_passes_requirements_to_pip(steps, tmp_path):
     step = step_of(steps, "Install autoac")
+    frozen = tmp_path / "my versions.txt"
+    frozen.write_text(
+        "anyio==4.9.0\nautoac @ git+https://github.com/OWNER/autoac@42e9b84\nautoac==0.1.0\nautoac-tool==1\n"
+        "-e git+https://github.com/OWNER/model@1#egg=model\n# Editable install (model==1)\n-e /srv/model\n"
+        "torch==2.13.0+cu130\ntorchvision==0.28.0\n"
+    )
     inputs = {
         "AUTOAC_SOURCE": "/a b",
         "AUTOAC": "/a b",
         "TORCH": "2.13.0",
         "TORCH_INDEX": "https://index",
-        "CONSTRAINTS": "my versions.txt",
+        "CONSTRAINTS": str(frozen),
         "REQUIREMENTS": "-r requirements.txt",
     }
     pips = " ".join(called(step, tmp_path, **inputs)).split("-m pip install ")[1:]
     assert pips == [
         "--no-deps torch==2.13.0 --index-url https://index ",
-        "torch==2.13.0 /a b -c my versions.txt -r requirements.txt",
+        f"torch==2.13.0 /a b -c {tmp_path / 'constraints.txt'} -r requirements.txt",
+    ]
+    assert (tmp_path / "constraints.txt").read_text().splitlines() == [
+        "anyio==4.9.0",
+        "autoac-tool==1",
+        "# Editable install (model==1)",
+        "torchvision==0.28.0",
     ]
     pips = " ".join(called(step, tmp_path, **inputs | {"TORCH_INDEX": "", "CONSTRAINTS": ""}))
     assert "--index-url" not in pips

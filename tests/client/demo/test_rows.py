@@ -1,5 +1,7 @@
 """Measuring one row of the demo, on a tiny model."""
 
+from dataclasses import replace
+
 import pytest
 
 from ac_client.demo import comparison, rows
@@ -78,6 +80,12 @@ def test_failed_or_late_child_is_reported(capfd):
     assert "budget" in capfd.readouterr().err
     with pytest.raises(TimeoutError, match=r"measure must end within 0\.0 s"):
         run_in_child(measure, Row("plain", "plain", pairs=1), TINY, limit_s=0.0)
+
+
+def test_row_that_fails_is_named(capfd):
+    with pytest.raises(RuntimeError, match=r"row 1 \(plain\) could not be measured"):
+        comparison.run(replace(TINY, heads=3))
+    assert "divisible" in capfd.readouterr().err
 
 
 def test_thinned_timeline_keeps_the_peak_and_the_end():

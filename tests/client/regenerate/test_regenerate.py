@@ -18,6 +18,7 @@ from ac_client.regenerate.lock import Lock
 from ac_client.regenerate.model_source import ModelSource
 from autoac.planner import Policy
 from autoac.profiler import DATASHEETS, CannotFake
+from autoac.profiler.timing.cache import processor
 
 MODEL = """
 import torch
@@ -483,7 +484,7 @@ def local(folder, capsys):
 
 def test_check_of_an_unchanged_local_model_measures_nothing(local, capsys, monkeypatch):
     monkeypatch.setattr(ModelSource, "profile", property(lambda self: pytest.fail("measured")))
-    assert Lock.from_json((local / "policies" / "net.lock.json").read_text()).planned_on == "cpu"
+    assert Lock.from_json((local / "policies" / "net.lock.json").read_text()).planned_on == processor()
     for _ in range(2):
         assert autoac(capsys, "--check")[0] == OK
 
@@ -524,17 +525,27 @@ def test_policy_is_replaced_if_it_is_over_its_budget_or_slower_than_the_noise(fo
 
 def test_policies_of_another_device_are_checked_but_not_replaced(local, capsys):
     path = local / "policies" / "net.lock.json"
-    path.write_text(path.read_text().replace('"planned_on": "cpu"', '"planned_on": "NVIDIA H100"'))
+    here = f'"planned_on": "{processor()}"'
+    assert here in path.read_text()
+    path.write_text(path.read_text().replace(here, '"planned_on": "NVIDIA H100"'))
     assert autoac(capsys, "--check")[0] == OK
     model(local, MODEL.replace("nn.GELU()", "nn.ReLU()"))
     code, out, _ = autoac(capsys, "--check")
     assert code == DRIFT
     assert "layers.0-3.1 (4 modules) changed:" in out
-    assert "policies of net are for NVIDIA H100, and this machine has cpu" in out
+    assert f"policies of net are for NVIDIA H100, and this machine has {processor()}" in out
     code, out, _ = autoac(capsys)
-    assert (code, "pass --force to plan for cpu" in out) == (ERROR, True)
+    assert (code, f"pass --force to plan for {processor()}" in out) == (ERROR, True)
     assert autoac(capsys, "--force")[0] == OK
-    assert Lock.from_json(path.read_text()).planned_on == "cpu"
+    assert Lock.from_json(path.read_text()).planned_on == processor()
+
+
+def test_policies_that_an_earlier_release_planned_on_a_cpu_are_of_any(local, capsys):
+    path = local / "policies" / "net.lock.json"
+    path.write_text(path.read_text().replace(f'"planned_on": "{processor()}"', '"planned_on": "cpu"'))
+    model(local, MODEL.replace("nn.GELU()", "nn.ReLU()"))
+    assert autoac(capsys)[0] == OK
+    assert Lock.from_json(path.read_text()).planned_on == processor()
 
 
 def test_model_without_a_fake_step_is_identified_on_the_local_device(local, capsys, monkeypatch):
@@ -547,7 +558,7 @@ def test_model_without_a_fake_step_is_identified_on_the_local_device(local, caps
 
     monkeypatch.setattr(model_source, "observe", no_fakes)
     assert autoac(capsys)[0] == OK
-    assert Lock.from_json((local / "policies" / "net.lock.json").read_text()).environment.device_type == "cpu"
+    assert Lock.from_json((local / "policies" / "net.lock.json").read_text()).environment.device_name == "cpu"
     assert autoac(capsys, "--check")[0] == OK
     (local / "autoac.toml").write_text(TOML)
     code, out, _ = autoac(capsys)

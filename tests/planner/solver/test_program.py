@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import graphs
 import numpy as np
@@ -255,3 +257,23 @@ def test_in_place_ops_of_a_dropout_mask_are_one_decision() -> None:
     assert windows.leader[:4] == (3, 3, 3, 3)
     assert windows.cost_us[3] == 9
     assert find_windows(graph, merge_followers=False).leader[:4] == (0, 1, 2, 3)
+
+
+def test_solver_that_prints_as_it_is_first_made_leaves_stdout_clean() -> None:
+    """HiGHS 1.16 prints two lines from C, past sys.stdout, whatever its options say."""
+    code = (
+        "import highspy, os\n"
+        "class Loud(highspy.Highs):\n"
+        "    made = 0\n"
+        "    def __init__(self):\n"
+        "        if not Loud.made: os.write(1, b'Running HiGHS')\n"
+        "        Loud.made += 1\n"
+        "        super().__init__()\n"
+        "highspy.Highs = Loud\n"
+        "files = sorted(os.listdir('/proc/self/fd'))\n"
+        "import autoac.planner.solver.highs\n"
+        "assert sorted(os.listdir('/proc/self/fd')) == files\n"
+        "os.write(1, str(Loud.made).encode())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1"
