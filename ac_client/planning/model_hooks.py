@@ -18,6 +18,7 @@ from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.optimizer_steps import UnplannedSteps
 from ac_client.planning.model_planning import ModelPlanning
 from ac_client.planning.oom_retry import OomRetry, is_out_of_memory
+from ac_client.planning.plan_batch import check_hooks
 from ac_client.planning.planned_forward import ForwardOfThread
 from ac_client.runtime.cursor import OffPath
 from ac_client.runtime.replay import recording_off
@@ -125,6 +126,15 @@ class ModelHooks:
                     )
             return
         self.log.forwards += 1
+        if private.is_transforming():
+            check_hooks()
+            self._of_thread.forward.end()  # as below
+            planning.planner.warn_once(
+                "transform",
+                "it is called inside of torch.func.vmap, jvp or jacfwd, or of forward-mode AD. Such a forward "
+                "runs without a plan, so all that its backward needs is saved, and the budget may not be kept",
+            )
+            return
         if torch.compiler.is_compiling() or private.get_tracing_state() is not None:
             raise CannotProfile(
                 self._name,

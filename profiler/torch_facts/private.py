@@ -34,9 +34,10 @@ from typing import Any
 
 import torch
 from torch import _C, _guards, _ops, nn
-from torch._C import _autograd, _profiler
+from torch._C import _autograd, _functorch, _profiler
 from torch._subclasses import fake_tensor as _fake
 from torch._subclasses import functional_tensor as _functional
+from torch.autograd import forward_ad as _forward_ad
 from torch.autograd import function as _function
 from torch.autograd import grad_mode as _grad_mode
 from torch.nn.modules import module as _modules
@@ -108,6 +109,11 @@ get_tracing_state = _C._get_tracing_state  # of torch.jit.trace
 def is_proxy_tracing() -> bool:
     """Return True if `make_fx` or torch.export traces what runs on this thread."""
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
+
+
+def is_transforming() -> bool:
+    """Return True inside of torch.func's transforms and of forward-mode AD, whose tensors have no storage."""
+    return _functorch.peek_interpreter_stack() is not None or _forward_ad._current_level >= 0
 
 
 def has_kernel(name: str, key: str) -> bool:
