@@ -78,11 +78,12 @@ class ModelHooks:
         self._submodule_handles: list[Watch] = []
         self._compiled = False  # torch.compile ran the last forward as a whole
         self._compiled_parts: list[str] = []  # that were compiled by themselves
+        self._watch_submodules(model)  # registers all hooks, or none
+        before, after = ModuleHook(self._forward_begins), ModuleHook(self._forward_ended)
         self._handles = [
-            model.register_forward_pre_hook(ModuleHook(self._forward_begins), with_kwargs=True, prepend=True),
-            model.register_forward_hook(ModuleHook(self._forward_ended), always_call=True),
+            model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(after, always_call=True),
         ]
-        self._watch_submodules(model)
 
     def close(self) -> None:
         """Remove all hooks. May be called twice."""

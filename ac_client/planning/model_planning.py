@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -66,7 +66,7 @@ class ModelPlanning:
         model: nn.Module,
         options: ApplyOptions,
         *,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
         policy: Policy | PolicySet | None,
         on_failure: Callable[[], Callable[[], None] | None],
     ) -> None:

@@ -303,8 +303,8 @@ def _optimizers(planned: PlannedFor, facts: StepFacts) -> Action | None:
     )
     return PlanAgain(
         replace(planned, optimizers=needs, correction=_anew(planned)),
-        f"optimizers hold {format_bytes(needs.state)} of state, {names} among them",
-        warning if more > 0 else "",
+        f"optimizers hold {format_bytes(needs.state)} of state" + (f", {names} among them" if names else ""),
+        warning if names and more > 0 else "",
     )
 
 

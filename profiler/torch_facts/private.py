@@ -192,6 +192,10 @@ HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
     _modules._global_backward_hooks,  # `register_module_full_backward_hook`
     _modules._global_backward_pre_hooks,
 )
+STEP_HOOKS_OF_ALL_OPTIMIZERS: tuple[dict[int, Any], ...] = (
+    _optimizer._global_optimizer_pre_hooks,  # `register_optimizer_step_pre_hook`
+    _optimizer._global_optimizer_post_hooks,
+)
 
 
 def parametrization_cache() -> dict[Any, Any]:

@@ -14,7 +14,7 @@ from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_watch import PeakWatch
 from ac_client.planning.loaded_policy import PlannedBucket
-from ac_client.planning.next_action import WATCHED_STEPS, StepFacts
+from ac_client.planning.next_action import SMALL, WATCHED_STEPS, StepFacts
 from ac_client.planning.options import ApplyOptions
 from autoac.profiler import device_of
 from autoac.profiler.static_memory import OptimizerBytes, optimizer_bytes
@@ -78,6 +78,11 @@ class StepWatch:
         if bucket.step.n_adopted != self.optimizers.adopted:
             bucket.step = replace(bucket.step, n_adopted=self.optimizers.adopted)
             needs, names = self._needs_of_optimizers(call.model)
+        elif bucket.step.progress != (progress := self.optimizers.progress):
+            bucket.step = replace(bucket.step, progress=progress)
+            counted = bucket.planned_for.optimizers
+            if (present := self.optimizers.state_nbytes(device_of(call.model))) > counted.state + SMALL:
+                needs = replace(counted, state=present)
         graph = self._in_flight.kept_nbytes(bucket.profile.kept_nbytes)
         batch = self._kept_batch(call)
         now = 0 if graph is None or waiting or loop.retains else graph + batch
