@@ -51,6 +51,7 @@ from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, link_of, observe
 from autoac.profiler.checkpoints.own_checkpoints import UNPLANNED, checkpoints_left_alone
+from autoac.profiler.restore.backward_hooks import silenced_modules
 from autoac.profiler.static_memory import ONLY_PRESENT_STATE, static_bytes
 from autoac.profiler.torch_facts.streams import is_capturing
 
@@ -140,6 +141,13 @@ class BatchPlanner:
                 self._warn_of_peak(allocator.allocated_peak())
             for message in unplanned_in(profile):
                 self.warn_once(message, message)
+            if hooked := silenced_modules(call.model):
+                more = f" and {len(hooked) - 3} more" if len(hooked) > 3 else ""
+                self.warn_once(
+                    "hooks",
+                    f"modules ({', '.join(hooked[:3])}{more}) have backward hooks, which a profile does not "
+                    "call: what they allocate is in no plan. Leave headroom_gb for it",
+                )
             for note in profile.notes:
                 if ONLY_PRESENT_STATE in note:
                     self.warn_once(
