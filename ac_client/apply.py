@@ -117,8 +117,9 @@ def apply(
             leaves them as they are, and refuses a model whose switch for checkpointing is on.
 
     Raises:
-        TypeError: `model` is not a module, `optimizer` not an optimizer or a list of them, `policy` not a policy or path,
-            `constraints` not Constraints, `group` not a group, `loss` not a function, or a switch not a bool.
+        TypeError: `model` is not a module, or one of TorchScript; `optimizer` is not an optimizer or a list
+            of them, `policy` not a policy or path, `constraints` not Constraints, `group` not a group, `loss`
+            not a function, or a switch not a bool.
         InvalidBudget: a budget or the headroom is not a number of GiB (one in bytes is refused); or there is
             no budget, and the policy set is empty; or it is for reserved memory, and the model is not on a
             GPU.

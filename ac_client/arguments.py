@@ -24,13 +24,13 @@ log = logging.getLogger("ac_client")
 
 
 def check_model(model: Any) -> None:
-    """Raise TypeError if `model` is not an nn.Module, or one of TorchScript, which takes no hooks."""
+    """Raise TypeError if `model` is not an nn.Module, or one of TorchScript."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
-            f"model must be a module that runs in Python, got a {type(model).__name__}, which takes no hooks: "
-            "apply to a module around it, as nn.Sequential(model), and train that"
+            f"model must run in Python, got a {type(model).__name__}, which takes no hooks: apply to a "
+            "module around it, such as nn.Sequential(model), and train that"
         )
 
 

@@ -211,6 +211,15 @@ def _state_nbytes(states: Iterable[Any], device_type: str, rounding: int) -> int
 _COPIED = (int, float, complex, str, type(None), Tensor, torch.dtype, torch.device, type, FunctionType)
 
 
+def _with_fakes(fakes: Mapping[int, Tensor], value: Any) -> Any:
+    """Return a copy of `value` with fake tensors: the fake mode writes to a real one that meets no fake."""
+
+    def fake(leaf: Any) -> Any:
+        return fakes.get(id(leaf), torch.empty_like(leaf)) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(fake, value)
+
+
 def _copy_on(
     fakes: Mapping[int, Tensor], optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
 ) -> Any:
@@ -225,7 +234,7 @@ def _copy_on(
     twin = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if all(isinstance(leaf, _COPIED) for leaf in tree_leaves(value)):
-            vars(twin)[name] = tree_map(lambda leaf: fakes.get(id(leaf), leaf), value)
+            vars(twin)[name] = _with_fakes(fakes, value)
     vars(twin).update(
         param_groups=groups,
         state=defaultdict(dict),
@@ -293,7 +302,8 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Devic
                 counts[fake] = 1
                 stand_ins[id(parameter)] = fake
             chosen = {"foreach": True} if _chooses_foreach(group, fakes) else {}
-            groups.append({**group, **chosen, "params": fakes})
+            others = {name: value for name, value in group.items() if name != "params"}
+            groups.append({**_with_fakes({}, others), **chosen, "params": fakes})
         twin = _copy_on(stand_ins, optimizer, groups)
         with torch.no_grad(), _Workspace(device_type, rounding) as first:
             type(optimizer).step(twin)  # creates the state

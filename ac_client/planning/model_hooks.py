@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ac_client.measure.measured_steps import MeasuredSteps
 from ac_client.planning.batch_shape import ModelCall
@@ -78,12 +79,15 @@ class ModelHooks:
         self._submodule_handles: list[Watch] = []
         self._compiled = False  # torch.compile ran the last forward as a whole
         self._compiled_parts: list[str] = []  # that were compiled by themselves
-        self._watch_submodules(model)  # registers all hooks, or none
         before, after = ModuleHook(self._forward_begins), ModuleHook(self._forward_ended)
-        self._handles = [
-            model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-            model.register_forward_hook(after, always_call=True),
-        ]
+        self._handles: list[RemovableHandle] = []
+        try:
+            self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            self._handles.append(model.register_forward_hook(after, always_call=True))
+            self._watch_submodules(model)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Remove all hooks. May be called twice."""
@@ -132,8 +136,9 @@ class ModelHooks:
             self._of_thread.forward.end()  # as below
             planning.planner.warn_once(
                 "transform",
-                "it is called inside of torch.func.vmap, jvp or jacfwd, or of forward-mode AD. Such a forward "
-                "runs without a plan, so all that its backward needs is saved, and the budget may not be kept",
+                "it is called inside of torch.func.vmap, jvp or jacfwd, or of forward-mode AD. Such a "
+                "forward runs without a plan, so all that its backward needs is saved, and the budget may "
+                "not be kept",
             )
             return
         if torch.compiler.is_compiling() or private.get_tracing_state() is not None:

@@ -123,10 +123,10 @@ class ModelPlanning:
         if static > counted and peak > planned.limit:
             self.planner.warn_once(
                 "static",
-                f"parameters, gradients, optimizer state and batch take {format_bytes(static)}, and the policy "
-                f"was planned for {format_bytes(counted)}, as of more ranks or of another optimizer or batch: "
-                f"the peak may be {format_bytes(peak)}, over the limit of {format_bytes(planned.limit)}. Plan "
-                "it here: leave policy=... out and pass budget_gb=...",
+                f"parameters, gradients, optimizer state and batch take {format_bytes(static)}, and the "
+                f"policy was planned for {format_bytes(counted)}, as of more ranks or of another optimizer "
+                f"or batch: the peak may be {format_bytes(peak)}, over the limit of "
+                f"{format_bytes(planned.limit)}. Plan it here: leave policy=... out and pass budget_gb=...",
             )
 
     def forward_ended(self, bucket: PlannedBucket, out: Any) -> None:

@@ -110,7 +110,7 @@ def _autocast_of_any_device(casts: dict[int, tuple[Tensor, Tensor]]) -> Iterator
 def _kernels(casts: dict[int, tuple[Tensor, Tensor]]) -> dict[str, Callable[..., Any]]:
     """Return a kernel for each op of torch that CUDA's autocast casts, by the op's name.
 
-    Other libraries register kernels of their own, as torchvision does. Their ops get what they are called with.
+    Other libraries, such as torchvision, have kernels for their own ops. These ops get uncast tensors.
     """
     on_cuda, on_cpu = (
         {
