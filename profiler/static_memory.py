@@ -168,19 +168,17 @@ def unwrapped(
     What holds others is among them only if it has a state of its own.
     """
     found: dict[int, torch.optim.Optimizer] = {}
-    waiting = [optimizer]
+    waiting: list[Any] = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
     seen = set[int]()
     while waiting:
         one = waiting.pop(0)
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        held = list(one) if isinstance(one, (list, tuple)) else _held_by(one)
+        held = _held_by(one)
         waiting += held
         state = getattr(one, "__dict__", {}).get("state")
-        if not isinstance(one, (list, tuple)) and (
-            not held or (state is not None and all(state is not other.state for other in held))
-        ):
+        if not held or (state is not None and all(state is not other.state for other in held)):
             found[id(one)] = one
     return list(found.values())
 
