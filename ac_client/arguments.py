@@ -79,7 +79,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """
     if optimizer is None:
         return
-    several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    several = optimizer if isinstance(optimizer, (list, tuple)) and optimizer else [optimizer]
     for one in several:
         if isinstance(one, type) or not (hasattr(one, "state") and hasattr(one, "param_groups")):
             raise TypeError(
