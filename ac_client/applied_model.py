@@ -6,7 +6,7 @@ import logging
 import os
 import statistics
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -53,7 +53,7 @@ class Applied:
         model: nn.Module,
         options: ApplyOptions,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         policy: Policy | PolicySet | None = None,
     ) -> None:
         self.budget_bytes = options.budget_bytes
@@ -62,9 +62,13 @@ class Applied:
         self._planning = ModelPlanning(model, options, optimizer=optimizer, policy=policy, on_failure=remove)
         self._store = self._planning.store
         self._measured = MeasuredSteps()
+        try:
+            self._hooks = ModelHooks(model, self._planning, self._measured, remove)
+        except BaseException:
+            self._planning.watch.close()
+            raise
         _applied[model] = self
         forget_code_that_calls(model)
-        self._hooks = ModelHooks(model, self._planning, self._measured, remove)
 
     @property
     def policy(self) -> Policy | None:

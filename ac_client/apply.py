@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,7 +47,7 @@ def apply(
     model: Model,
     budget_gb: Budget = None,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     policy: Policy | PolicySet | str | os.PathLike[str] | None = None,
     alias: str | None = None,
     service: str | None = None,
@@ -76,7 +77,8 @@ def apply(
         budget_gb: the device's peak in GiB over the whole step: parameters, buffers, gradients and
             optimizer state included. Optional if `policy` is given. "device": what this process has and can
             still get of the model's GPU now, with `budget_of="reserved"`.
-        optimizer: the optimizer that steps the model; its state counts, also before its first step.
+        optimizer: the optimizer that steps the model, or a list of several; their state counts, also before
+            their first step.
         policy: the policy to carry out: a Policy, for every batch; a PolicySet, for the batches that it
             covers, and without `budget_gb` also for all others; or the path of a file with
             either.
@@ -115,8 +117,9 @@ def apply(
             leaves them as they are, and refuses a model whose switch for checkpointing is on.
 
     Raises:
-        TypeError: `model` is not a module, `optimizer` not an optimizer, `policy` not a policy or path,
-            `constraints` not Constraints, `group` not a group, `loss` not a function, or a switch not a bool.
+        TypeError: `model` is not a module, or one of TorchScript; `optimizer` is not an optimizer or a list
+            of them, `policy` not a policy or path, `constraints` not Constraints, `group` not a group, `loss`
+            not a function, or a switch not a bool.
         InvalidBudget: a budget or the headroom is not a number of GiB (one in bytes is refused); or there is
             no budget, and the policy set is empty; or it is for reserved memory, and the model is not on a
             GPU.

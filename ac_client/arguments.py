@@ -24,9 +24,14 @@ log = logging.getLogger("ac_client")
 
 
 def check_model(model: Any) -> None:
-    """Raise TypeError if `model` is not an nn.Module."""
+    """Raise TypeError if `model` is not an nn.Module, or one of TorchScript."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"model must run in Python, got a {type(model).__name__}, which takes no hooks: apply to a "
+            "module around it, such as nn.Sequential(model), and train that"
+        )
 
 
 CHECKPOINTING_SWITCHES = (
@@ -68,16 +73,20 @@ def check_unplanned(model: nn.Module, *, may_checkpoint: bool) -> None:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise TypeError if `optimizer` is not an optimizer; warn if it steps no parameter of `model`."""
+    """Raise TypeError if `optimizer` is not an optimizer, or a list of them.
+
+    Warn if it steps no parameter of `model`.
+    """
     if optimizer is None:
         return
-    is_optimizer = hasattr(optimizer, "state") and hasattr(optimizer, "param_groups")
-    if isinstance(optimizer, type) or not is_optimizer:
-        raise TypeError(
-            f"optimizer must be the torch.optim.Optimizer that steps this model, got {described(optimizer)}; "
-            "if there are several, pass one and leave headroom_gb for the state of the others"
-        )
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    several = optimizer if isinstance(optimizer, (list, tuple)) and optimizer else [optimizer]
+    for one in several:
+        if isinstance(one, type) or not (hasattr(one, "state") and hasattr(one, "param_groups")):
+            raise TypeError(
+                "optimizer must be the torch.optim.Optimizer that steps this model, or a list of several, "
+                f"got {described(one)}; pass optimizer=... as the training loop has it"
+            )
+    stepped = [p for one in several for group in one.param_groups for p in group["params"]]
     own = set(map(id, model.parameters()))
     if stepped and not any(id(p) in own for p in stepped):
         log.warning(

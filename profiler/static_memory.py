@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from autoac.profiler.torch_facts.private import (
     FakeTensorMode,
     TorchDispatchMode,
     tree_leaves,
+    tree_map,
 )
 from autoac.profiler.torch_facts.storage_table import StorageTable, has_storage_or_fake
 
@@ -123,17 +126,21 @@ def optimizer_bytes(
     Adafactor reads norms, the number is 1. Several optimizers step one after another. With `on`, the
     parameters count as if they were on that device. Bytes are rounded as the allocator rounds them.
     """
-    if optimizer is None:
-        return OptimizerBytes(0, 0)
-    if isinstance(optimizer, Sequence):
-        several = [optimizer_bytes(one, device, on) for one in optimizer]
-        return OptimizerBytes(
-            sum(one.state for one in several),
-            max((one.workspace for one in several), default=0),
-            "; ".join(one.note for one in several if one.note),
-        )
-    optimizer = innermost(optimizer)
-    existing = optimizer_state_nbytes(optimizer, device)
+    needs = [_bytes_of_one(one, device, on) for one in unwrapped(optimizer)]
+    return OptimizerBytes(
+        sum(one.state for one in needs),
+        max((one.workspace for one in needs), default=0),
+        "; ".join(one.note for one in needs if one.note),
+    )
+
+
+def _bytes_of_one(
+    optimizer: torch.optim.Optimizer, device: torch.device, on: Device | None
+) -> OptimizerBytes:
+    rounding = allocator_rounding(device)
+    existing = _state_nbytes(optimizer.state.values(), device.type, rounding)
+    if _held_by(optimizer):
+        return OptimizerBytes(existing, 0)  # its step is that of the others
     try:
         state, workspace = _fake_step(optimizer, device, on)
     except Exception as error:  # noqa: BLE001 - the optimizer is the user's code, and may run on real tensors
@@ -145,39 +152,127 @@ def optimizer_bytes(
     return OptimizerBytes(max(existing, state), workspace)
 
 
-def optimizer_state_nbytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+def optimizer_state_nbytes(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], device: torch.device
+) -> int:
     """Return the bytes of the present state of `optimizer`, as the allocator rounds them."""
-    states = innermost(optimizer).state.values()
+    states = [state for one in unwrapped(optimizer) for state in one.state.values()]
     return _state_nbytes(states, device.type, allocator_rounding(device))
 
 
-def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer inside a wrapper of accelerate or Lightning.
+def unwrapped(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers in a list, a container or a wrapper, as accelerate and Lightning have; each once.
 
-    A wrapper's `param_groups` and `state` are those of the wrapped optimizer, so setting them on a copy of
-    the wrapper would change the wrapped optimizer itself.
+    What holds others is among them only if it has a state of its own.
     """
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
-    return optimizer
+    found: dict[int, torch.optim.Optimizer] = {}
+    waiting: list[Any] = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
+    seen = set[int]()
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        held = _held_by(one)
+        waiting += held
+        state = getattr(one, "__dict__", {}).get("state")
+        if not held or (state is not None and all(state is not other.state for other in held)):
+            found[id(one)] = one
+    return list(found.values())
+
+
+def _held_by(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that `optimizer` has as attributes, or in containers there."""
+    values = [
+        value
+        for name, value in getattr(optimizer, "__dict__", {}).items()
+        if name not in ("state", "param_groups")
+    ]
+    return [
+        leaf
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, torch.optim.Optimizer) and leaf is not optimizer
+    ]
 
 
 def _state_nbytes(states: Iterable[Any], device_type: str, rounding: int) -> int:
-    return sum(
-        rounded_bytes(leaf.untyped_storage().nbytes(), rounding)
+    storages = {
+        (storage := leaf.untyped_storage())._cdata: storage.nbytes()
         for leaf in map(local, filter(torch.is_tensor, tree_leaves(list(states))))
         if leaf.device.type == device_type and leaf.layout is torch.strided
+    }
+    return sum(rounded_bytes(nbytes, rounding) for nbytes in storages.values())
+
+
+_COPIED = (int, float, complex, str, type(None), Tensor, torch.dtype, torch.device, type, FunctionType)
+
+
+def _with_fakes(fakes: Mapping[int, Tensor], value: Any) -> Any:
+    """Return a copy of `value` with fake tensors: the fake mode writes to a real one that meets no fake."""
+
+    def fake(leaf: Any) -> Any:
+        return fakes.get(id(leaf), torch.empty_like(leaf)) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(fake, value)
+
+
+def _copy_on(
+    fakes: Mapping[int, Tensor], optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
+) -> Any:
+    """Return a copy of `optimizer` that steps `groups`, has no state, calls no hooks, and changes no object.
+
+    Attributes that the copy would share with the original, and could change, are left out. `copy.copy` leaves
+    out every attribute that a subclass adds, and patches the class.
+
+    Args:
+        fakes: by the identity of the parameter that they stand for.
+    """
+    twin = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if all(isinstance(leaf, _COPIED) for leaf in tree_leaves(value)):
+            vars(twin)[name] = _with_fakes(fakes, value)
+    vars(twin).update(
+        param_groups=groups,
+        state=defaultdict(dict),
+        _optimizer_step_pre_hooks={},
+        _optimizer_step_post_hooks={},
     )
+    return twin
+
+
+_silencing = threading.Lock()
+
+
+@contextmanager
+def _silent_step_hooks() -> Iterator[None]:
+    """Call no hook that is registered for all optimizers in the steps of this thread."""
+    thread = threading.get_ident()
+
+    def elsewhere(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: None if threading.get_ident() == thread else hook(*args)
+
+    tables = private.STEP_HOOKS_OF_ALL_OPTIMIZERS
+    with _silencing:
+        before = [dict(table) for table in tables]
+        for table in tables:
+            table.update({key: elsewhere(hook) for key, hook in table.items()})
+        try:
+            yield
+        finally:
+            for table, hooks in zip(tables, before, strict=True):
+                table.update({key: hook for key, hook in hooks.items() if key in table})
 
 
 def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Device | None) -> tuple[int, int]:
     """Return the bytes of state and of workspace, from two steps on fake tensors."""
     device_type = device.type if on is None else on.device_type
     rounding = allocator_rounding(device) if on is None else on.allocator_rounding
-    twin = copy.copy(optimizer)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), _silent_step_hooks():
         groups = []
         counts: dict[Tensor, int] = {}  # fake parameter -> real parameters that it stands for
+        stand_ins: dict[int, Tensor] = {}
         for group in optimizer.param_groups:
             fakes: list[nn.Parameter] = []
             equal: dict[Any, list[nn.Parameter]] = {}
@@ -187,6 +282,7 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Devic
                 same = equal.setdefault(kind, [])
                 if len(same) == MOST_EQUAL and _updates_one_by_one(optimizer, group, device_type):
                     counts[same[-1]] += 1
+                    stand_ins[id(parameter)] = same[-1]
                     continue
                 fake = nn.Parameter(
                     torch.empty_strided(
@@ -202,12 +298,11 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Devic
                 fakes.append(fake)
                 same.append(fake)
                 counts[fake] = 1
+                stand_ins[id(parameter)] = fake
             chosen = {"foreach": True} if _chooses_foreach(group, fakes) else {}
-            groups.append({**group, **chosen, "params": fakes})
-        twin.param_groups = groups
-        twin.state = defaultdict(dict)
-        twin._optimizer_step_pre_hooks = {}
-        twin._optimizer_step_post_hooks = {}
+            others = {name: value for name, value in group.items() if name != "params"}
+            groups.append({**_with_fakes({}, others), **chosen, "params": fakes})
+        twin = _copy_on(stand_ins, optimizer, groups)
         with torch.no_grad(), _Workspace(device_type, rounding) as first:
             type(optimizer).step(twin)  # creates the state
         with torch.no_grad(), _Workspace(device_type, rounding) as second:

@@ -122,6 +122,7 @@ class ProfiledStep:
     rank_nbytes: int = 0  # held by the neediest rank beyond what this profile counts
     n_adopted: int = 0  # optimizers that were seen to step the model, and are counted
     skipped: frozenset[str] = frozenset()  # modules with parameters that the profiled forward did not run
+    progress: tuple[int, int] = (0, 0)  # of the optimizers, when their state was last counted
 
 
 def other_environment(policy: Policy, device: torch.device) -> str:

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ac_client.measure.measured_steps import MeasuredSteps
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.optimizer_steps import UnplannedSteps
 from ac_client.planning.model_planning import ModelPlanning
 from ac_client.planning.oom_retry import OomRetry, is_out_of_memory
+from ac_client.planning.plan_batch import check_hooks
 from ac_client.planning.planned_forward import ForwardOfThread
 from ac_client.runtime.cursor import OffPath
 from autoac.profiler.compiler.private_compiler import check_version, is_tested
@@ -76,11 +78,15 @@ class ModelHooks:
         self._submodule_handles: list[Watch] = []
         self._compiled = False  # torch.compile ran the last forward as a whole
         self._compiled_parts: list[str] = []  # that were compiled by themselves
-        self._handles = [
-            model.register_forward_pre_hook(ModuleHook(self._forward_begins), with_kwargs=True, prepend=True),
-            model.register_forward_hook(ModuleHook(self._forward_ended), always_call=True),
-        ]
-        self._watch_submodules(model)
+        before, after = ModuleHook(self._forward_begins), ModuleHook(self._forward_ended)
+        self._handles: list[RemovableHandle] = []
+        try:
+            self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            self._handles.append(model.register_forward_hook(after, always_call=True))
+            self._watch_submodules(model)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Remove all hooks. May be called twice."""
@@ -124,6 +130,16 @@ class ModelHooks:
                     )
             return
         self.log.forwards += 1
+        if private.is_transforming():
+            check_hooks()
+            self._of_thread.forward.end()  # as below
+            planning.planner.warn_once(
+                "transform",
+                "it is called inside of torch.func.vmap, jvp or jacfwd, or of forward-mode AD. Such a "
+                "forward runs without a plan, so all that its backward needs is saved, and the budget may "
+                "not be kept",
+            )
+            return
         if torch.compiler.is_compiling() or private.get_tracing_state() is not None:
             raise CannotProfile(
                 self._name,

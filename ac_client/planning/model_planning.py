@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,8 +30,9 @@ from ac_client.planning.policy_store import PolicyStore
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError, Policy, PolicySet, Profile
 from autoac.planner.units import format_bytes
-from autoac.profiler import Loop, ProfilerBusy
+from autoac.profiler import Loop, ProfilerBusy, device_of
 from autoac.profiler.errors import ProfilerError
+from autoac.profiler.static_memory import optimizer_bytes, static_bytes
 
 log = logging.getLogger("ac_client")
 
@@ -66,7 +67,7 @@ class ModelPlanning:
         model: nn.Module,
         options: ApplyOptions,
         *,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
         policy: Policy | PolicySet | None,
         on_failure: Callable[[], Callable[[], None] | None],
     ) -> None:
@@ -107,8 +108,26 @@ class ModelPlanning:
                 self._plan_again(bucket, action, call)
         if bucket.profile is not None:
             self.watch.peaks.start(call.model)
+        elif not bucket.statistics.steps:
+            self._compare_static(call, bucket)
         self.store.current = bucket
         return bucket
+
+    def _compare_static(self, call: ModelCall, bucket: PlannedBucket) -> None:
+        """Warn if the model holds more than its policy, which was planned elsewhere, has room for."""
+        planned, counted = bucket.planned_for, bucket.policy.predicted.static_bytes
+        device = device_of(call.model, call.args, call.kwargs)
+        state = optimizer_bytes(self.watch.optimizers.all, device).state
+        static = static_bytes(call.model, call.args, call.kwargs, state, device).total
+        peak = planned.peak + static - counted
+        if static > counted and peak > planned.limit:
+            self.planner.warn_once(
+                "static",
+                f"parameters, gradients, optimizer state and batch take {format_bytes(static)}, and the "
+                f"policy was planned for {format_bytes(counted)}, as of more ranks or of another optimizer "
+                f"or batch: the peak may be {format_bytes(peak)}, over the limit of "
+                f"{format_bytes(planned.limit)}. Plan it here: leave policy=... out and pass budget_gb=...",
+            )
 
     def forward_ended(self, bucket: PlannedBucket, out: Any) -> None:
         """Watch the forward that returned `out`, until its backward begins."""

@@ -299,12 +299,13 @@ def _optimizers(planned: PlannedFor, facts: StepFacts) -> Action | None:
     warning = (
         f"{names} steps it and was not passed to ac_client.apply. This plan does not count the optimizer's "
         f"state of {format_bytes(more)}, so this step may go over the budget. The next step is planned with "
-        "the state. Pass optimizer=... to have it counted from the first step on"
+        "the state. Pass it in optimizer=..., a list if there are several, to have it counted from the first "
+        "step on"
     )
     return PlanAgain(
         replace(planned, optimizers=needs, correction=_anew(planned)),
-        f"optimizers hold {format_bytes(needs.state)} of state, {names} among them",
-        warning if more > 0 else "",
+        f"optimizers hold {format_bytes(needs.state)} of state" + (f", {names} among them" if names else ""),
+        warning if names and more > 0 else "",
     )
 
 
@@ -422,12 +423,14 @@ def _loop_to_plan(planned: PlannedFor, facts: StepFacts) -> Loop:
 
 
 def _graph_created(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    if facts.backward is None or not facts.backward.creates_graph or planned.fits(2):
+    backward = facts.backward
+    if backward is None or not backward.creates_graph or planned.fits(2 * backward.graphs):
         return None
+    several = f" ({backward.graphs} such graphs before one is freed)" if backward.graphs > 1 else ""
     warning = _may_go_over(
         planned,
-        "a backward with create_graph=True (a gradient penalty) runs over its forward, which no plan counts, "
-        "so the budget cannot be kept",
+        "a backward with create_graph=True (a gradient penalty, meta-learning) runs over its forward, which "
+        f"no plan counts, so the budget cannot be kept{several}",
         "compute the penalty in the forward of the module that is planned, or leave headroom_gb for it",
     )
     return Keep(warning)

@@ -50,6 +50,7 @@ from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, link_of, observe
 from autoac.profiler.checkpoints.own_checkpoints import UNPLANNED, checkpoints_left_alone
+from autoac.profiler.restore.backward_hooks import silenced_modules
 from autoac.profiler.static_memory import ONLY_PRESENT_STATE, static_bytes
 from autoac.profiler.torch_facts.streams import is_capturing
 
@@ -97,6 +98,7 @@ class BatchPlanner:
         self._optimizers = optimizers
         self._on_device = on_device
         self._thread = _ThreadState()
+        self._state_at_first: int | None = None  # bytes of optimizer state that the first profile counts
         # The latest plan made here, with profile and terms: `limit_of` tries what `plan` then takes.
         self._latest: tuple[Profile, tuple[int, int], tuple[Policy, Plan]] | None = None
 
@@ -138,13 +140,22 @@ class BatchPlanner:
                 self._warn_of_peak(allocator.allocated_peak())
             for message in unplanned_in(profile):
                 self.warn_once(message, message)
+            if hooked := silenced_modules(call.model):
+                more = f" and {len(hooked) - 3} more" if len(hooked) > 3 else ""
+                self.warn_once(
+                    "hooks",
+                    f"modules ({', '.join(hooked[:3])}{more}) have backward hooks, which a profile does not "
+                    "call: what they allocate is in no plan. Leave headroom_gb for it",
+                )
             for note in profile.notes:
                 if ONLY_PRESENT_STATE in note:
                     self.warn_once(
                         "state",
-                        f"{note}, so later steps may go over the budget. Leave headroom_gb for the state "
-                        "that its first step makes",
+                        f"{note} until it has stepped, so the first steps may go over the budget. Leave "
+                        "headroom_gb for the state that its first step makes",
                     )
+            if self._state_at_first is None:
+                self._state_at_first = profile.static.optimizer_state
             if self.options.constraints is not None and self.options.constraints.host_budget_bytes:
                 link = link_of(device_of(call.model, call.args, call.kwargs))
                 profile = profile.model_copy(update={"link": link})
@@ -318,7 +329,8 @@ class BatchPlanner:
         try:
             made, profile, loop = self.plan_first(profile, loop, others, limit)
         except NO_PLAN as error:
-            alone = None if error.smallest_found is None else error.smallest_found - others
+            appeared = profile.static.optimizer_state - (self._state_at_first or 0)
+            alone = None if error.smallest_found is None else error.smallest_found - others - max(0, appeared)
             fits_alone = alone is not None and alone <= self.options.limit
             if not (running or fits_alone or self._on_device.neighbors_nbytes()):
                 self._on_device.name_others(error)
@@ -335,7 +347,8 @@ class BatchPlanner:
                     "with that peak",
                 )
             elif infeasible is not None:
-                self.warn_over_budget(needs, running or of_others(others))
+                state = f"optimizers hold {format_bytes(appeared)} of state more than in the first step"
+                self.warn_over_budget(needs, running or (of_others(others) if others else state))
             self._on_device.ask_others_for_room(needs - limit)
         terms = PlannedFor(limit, loop=loop, others_nbytes=others)
         loaded = LoadedPolicy(*made)

@@ -116,6 +116,25 @@ def gathered_nbytes(model: nn.Module) -> int:
     return sum(storages.values())
 
 
+def unreduced_nbytes(model: nn.Module) -> int:
+    """Return the bytes of whole gradients that wait for a reduction: `set_requires_gradient_sync(False)`."""
+    return sum(
+        gradient.nbytes
+        for state in _states_of(model).values()
+        for group in state._fsdp_param_groups
+        for param in group.fsdp_params
+        for gradient in _unreduced(param)
+    )
+
+
+def _unreduced(param: Any) -> list[Tensor]:
+    gradients = (
+        param.unsharded_accumulated_grad,
+        getattr(getattr(param, "_unsharded_param", None), "grad", None),
+    )
+    return [gradient for gradient in gradients if gradient is not None]
+
+
 def process_group_of(model: nn.Module) -> Any:
     """Return the process group over which `model` is sharded; None if it is not."""
     for state in _states_of(model).values():
@@ -276,11 +295,7 @@ def _check_at_rest(model: nn.Module, states: dict[str, Any]) -> None:
         if any(id(other) not in within for other in state._state_ctx.all_states):
             raise CannotProfile(where, "it is a part of a larger FSDP model", "profile or plan its root")
         for group in state._fsdp_param_groups:
-            if group._partial_reduce_output is not None or any(
-                param.unsharded_accumulated_grad is not None
-                or ((p := getattr(param, "_unsharded_param", None)) is not None and p.grad is not None)
-                for param in group.fsdp_params
-            ):
+            if group._partial_reduce_output is not None or any(map(_unreduced, group.fsdp_params)):
                 raise ShardsInUse(where)
 
 

@@ -108,9 +108,16 @@ def _autocast_of_any_device(casts: dict[int, tuple[Tensor, Tensor]]) -> Iterator
 
 
 def _kernels(casts: dict[int, tuple[Tensor, Tensor]]) -> dict[str, Callable[..., Any]]:
-    """Return a kernel for each op that CUDA's autocast casts, by the op's name."""
+    """Return a kernel for each op of torch that CUDA's autocast casts, by the op's name.
+
+    Other libraries, such as torchvision, have kernels for their own ops. These ops get uncast tensors.
+    """
     on_cuda, on_cpu = (
-        {name.removeprefix("aten::") for name in private.registrations_for_dispatch_key(key)}
+        {
+            name.removeprefix("aten::")
+            for name in private.registrations_for_dispatch_key(key)
+            if name.startswith("aten::")
+        }
         for key in ("AutocastCUDA", "AutocastCPU")
     )
     kernels: dict[str, Callable[..., Any]] = {}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -82,7 +83,7 @@ def watch_modules(
     """Call `enter(path)` and `leave(path)` around the forward of each submodule, also when it raises.
 
     A module with several paths is called by the first one. Submodules of compiled modules are skipped, since
-    the compiler would trace the calls.
+    the compiler would trace the calls; so are those of TorchScript, which takes no hooks.
 
     Returns:
         Handles that remove the hooks.
@@ -95,16 +96,24 @@ def watch_modules(
         leave(path)
 
     handles: list[Watch] = []
-    compiled: set[nn.Module] = set()
-    for path, module in model.named_modules():
-        if module is model or module in compiled:
-            continue
-        if is_compiled(module):
-            compiled.update(module.modules())
-        before, after = partial(call_before, path), partial(call_after, path)
-        if module in compiled and not is_optimized(module):  # the compiler would trace the hooks
-            handles.append(WatchedCompiledCall(module, before, after))
-            continue
-        handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
-        handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
+    skipped: set[nn.Module] = set()
+    try:
+        for path, module in model.named_modules():
+            if module is model or module in skipped:
+                continue
+            before, after = partial(call_before, path), partial(call_after, path)
+            if isinstance(module, torch.jit.ScriptModule):
+                skipped.update(module.modules())
+                continue
+            if is_compiled(module):
+                skipped.update(module.modules())
+                if not is_optimized(module):  # the compiler would trace the hooks
+                    handles.append(WatchedCompiledCall(module, before, after))
+                    continue
+            handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
+            handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        raise
     return handles

@@ -34,9 +34,10 @@ from typing import Any
 
 import torch
 from torch import _C, _guards, _ops, nn
-from torch._C import _autograd, _profiler
+from torch._C import _autograd, _functorch, _profiler
 from torch._subclasses import fake_tensor as _fake
 from torch._subclasses import functional_tensor as _functional
+from torch.autograd import forward_ad as _forward_ad
 from torch.autograd import function as _function
 from torch.autograd import grad_mode as _grad_mode
 from torch.nn.modules import module as _modules
@@ -110,6 +111,11 @@ def is_proxy_tracing() -> bool:
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
 
 
+def is_transforming() -> bool:
+    """Return True inside of torch.func's transforms and of forward-mode AD, whose tensors have no storage."""
+    return _functorch.peek_interpreter_stack() is not None or _forward_ad._current_level >= 0
+
+
 def has_kernel(name: str, key: str) -> bool:
     """Return True if the op `name` has a kernel of its own for a dispatch key, other than a fallthrough."""
     return _C._dispatch_has_kernel_for_dispatch_key(
@@ -180,6 +186,10 @@ get_foreach_kernels_supported_devices = _foreach_utils._get_foreach_kernels_supp
 HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
     _modules._global_backward_hooks,  # `register_module_full_backward_hook`
     _modules._global_backward_pre_hooks,
+)
+STEP_HOOKS_OF_ALL_OPTIMIZERS: tuple[dict[int, Any], ...] = (
+    _optimizer._global_optimizer_pre_hooks,  # `register_optimizer_step_pre_hook`
+    _optimizer._global_optimizer_post_hooks,
 )
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from stepping import binding_budget, gradients, scalar, seeded
 from torch import nn
+from torch.autograd import forward_ad
 
 import ac_client
 from autoac.planner import find_minimum_peak, plan
@@ -213,6 +214,98 @@ def test_weights_of_functional_call_need_no_gradient(budget_gb: float) -> None:
         return [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
 
     assert_equal(trained(ac_client.apply(new_model(), budget_gb * 2)), trained(new_model()))
+
+
+def new_mlp() -> nn.Module:
+    return seeded(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.SiLU()) for _ in range(4))))
+
+
+def through_jvp(model: nn.Module) -> torch.Tensor:
+    out, slope = torch.func.jvp(model, (BATCH,), (torch.ones_like(BATCH),))
+    return out.square().mean() + slope.square().mean()
+
+
+def through_vmap(model: nn.Module) -> torch.Tensor:
+    return torch.vmap(model)(BATCH).square().mean()
+
+
+def through_jacfwd(model: nn.Module) -> torch.Tensor:
+    return torch.func.jacfwd(lambda t: model(BATCH * t).square().mean())(torch.ones(1)).sum()
+
+
+def through_dual_weights(model: nn.Module) -> torch.Tensor:
+    with forward_ad.dual_level():
+        weights = {name: forward_ad.make_dual(p, p.detach()) for name, p in model.named_parameters()}
+        return forward_ad.unpack_dual(torch.func.functional_call(model, weights, (BATCH,))).tangent.sum()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # forward-mode AD calls it
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("through", [through_jvp, through_vmap, through_jacfwd, through_dual_weights])
+def test_forward_inside_of_a_transform_runs_without_a_plan(
+    through: Callable[[nn.Module], torch.Tensor],
+    first: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain, planned = new_mlp(), new_mlp()
+    ac_client.apply(planned, binding_budget(profile(plain, BATCH)) / GIB)
+    for model in (plain, planned):
+        for i in range(3):
+            (model(BATCH).sum() if i == 0 and not first else through(model)).backward()
+    assert_equal([p.grad for p in planned.parameters()], [p.grad for p in plain.parameters()])
+    (said,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "runs without a plan" in said
+
+
+def scripted() -> nn.Module:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Sequential(nn.Linear(64, 64), nn.Tanh()))
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), torch.jit.script(inner), nn.Linear(64, 64), nn.Tanh())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_script_module_is_a_leaf_of_the_plan() -> None:
+    with pytest.raises(ac_client.InfeasibleBudget) as refused:
+        ac_client.apply(scripted(), 1e-6)(BATCH)
+    plain, planned = scripted(), scripted()
+    ac_client.apply(planned, (refused.value.smallest_found or 0) * 1.3 / GIB)  # its first runs differ
+    for _ in range(3):
+        assert_equal(gradients(planned, BATCH), gradients(plain, BATCH))
+    with pytest.raises(TypeError, match=r"nn\.Sequential\(model\)"):
+        ac_client.apply(torch.jit.script(nn.Linear(2, 2)), 1.0)
+
+
+@pytest.mark.parametrize("kind", ["register_forward_pre_hook", "register_forward_hook"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_apply_that_fails_at_a_hook_leaves_the_model_as_it_was(at: int, kind: str) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no hooks here")
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module = [model, model[0], model[1]][at]
+    setattr(module, kind, refuse)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no hooks here"):
+            ac_client.apply(model, 1.0)
+        assert hooks(model) == 0
+        with pytest.raises(ac_client.NotApplied):
+            ac_client.applied(model)
+    delattr(module, kind)
+    ac_client.apply(model, 1.0)
+
+
+def test_policy_of_a_step_with_less_static_bytes_warns(
+    budget_gb: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = plan(profile(new_model(), BATCH), budget_bytes=int(budget_gb * GIB)).policy()
+    for optimizes in (False, True):
+        model = new_model()
+        adam = torch.optim.AdamW(model.parameters()) if optimizes else None
+        ac_client.apply(model, policy=policy, optimizer=adam)
+        gradients(model, BATCH)
+        said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len(said) == optimizes
+    assert "the policy was planned for" in said[0]
 
 
 def test_report_without_a_budget_says_so(budget_gb: float) -> None:

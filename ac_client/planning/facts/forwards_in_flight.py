@@ -40,6 +40,7 @@ class BackwardFacts(NamedTuple):
     nbytes_outside: int = 0  # made between the model and the loss; on a CPU by differentiable ops
     held_nbytes: int = 0  # of outputs that are held, and that the plan counts as dropped
     nbytes_live: int = 0  # that the plan counts between forward and backward
+    graphs: int = 1  # of forwards, created since the last backward that freed one
 
 
 Listener = Callable[[BackwardFacts], None]

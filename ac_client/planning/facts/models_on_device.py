@@ -26,7 +26,7 @@ from ac_client.planning.next_action import StepFacts, next_action
 from autoac.planner.formats.profile import StaticBytes
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
-from autoac.profiler.distributed.fsdp import gathered_nbytes
+from autoac.profiler.distributed.fsdp import gathered_nbytes, unreduced_nbytes
 from autoac.profiler.static_memory import static_bytes
 from autoac.profiler.torch_facts.libraries import free_workspaces
 from autoac.profiler.torch_facts.streams import is_capturing
@@ -58,6 +58,7 @@ class ModelOnDevice:
         self._forward_at = 0  # turn at which the last planned forward began
         # What planned models that may never train hold, as last measured.
         self._idle: weakref.WeakKeyDictionary[ModelOnDevice, int] = weakref.WeakKeyDictionary()
+        self._unreduced = 0  # bytes of gradients that waited for a reduction as a forward began, at most
         self._uncounted = 0  # bytes on the device that no planned model holds, as last measured
         _all.add(self)
 
@@ -84,7 +85,7 @@ class ModelOnDevice:
             return 0
         device = device_of(model)
         state = self._optimizers.state_nbytes(device)
-        return static_bytes(model, (), {}, state, device).total + gathered_nbytes(model)
+        return static_bytes(model, (), {}, state, device).total + _unsharded_nbytes(model)
 
     def others_standing_nbytes(self) -> int:
         """Return the bytes that the neighbors and their optimizers hold now."""
@@ -116,7 +117,7 @@ class ModelOnDevice:
             free_workspaces(device)
         else:
             present, workspaces = min(present, counts.optimizer_state), counts.workspaces
-        held = static_bytes(model, args, kwargs, present, device).total + gathered_nbytes(model) + kept
+        held = static_bytes(model, args, kwargs, present, device).total + _unsharded_nbytes(model) + kept
 
         def more_than_held() -> int:
             training = set(self._others())
@@ -131,10 +132,12 @@ class ModelOnDevice:
             self._uncounted = more_than_held()
 
     def others_nbytes(self) -> int:
-        """Return the bytes on the device that the model does not hold."""
+        """Return the bytes on the device that the model does not hold, and those of unreduced gradients."""
+        if (model := self._model()) is not None:
+            self._unreduced = max(self._unreduced, unreduced_nbytes(model))
         training = set(self._others())
         idle = sum(nbytes for other, nbytes in self._idle.items() if other not in training)
-        return self._uncounted + idle + self.neighbors_nbytes()
+        return self._unreduced + self._uncounted + idle + self.neighbors_nbytes()
 
     def neighbors_nbytes(self) -> int:
         """Return the bytes that the neighbors hold between steps, and for their forwards in flight now."""
@@ -191,6 +194,10 @@ class ModelOnDevice:
             return  # between steps: the next forward counts it
         facts = StepFacts(waiting=waiting, others_nbytes=self.others_nbytes())
         bucket.warn(self._name, next_action(bucket.planned_for, facts))
+
+
+def _unsharded_nbytes(model: nn.Module) -> int:
+    return gathered_nbytes(model) + unreduced_nbytes(model)
 
 
 _all: weakref.WeakSet[ModelOnDevice] = weakref.WeakSet()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,7 +18,9 @@ from autoac.planner import Profile
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.profiler.distributed.fsdp import parameters_of
-from autoac.profiler.static_memory import innermost, optimizer_state_nbytes
+from autoac.profiler.static_memory import optimizer_state_nbytes, unwrapped
+
+STEPS_THAT_MAKE_STATE = 8  # of all optimizers of a model: an average of the weights may come late
 
 
 class ModelOptimizers:
@@ -34,13 +36,15 @@ class ModelOptimizers:
         after_step: returns the function to call with the optimizer after each step, if there is one.
     """
 
-    def __init__(self, model: nn.Module, given: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self, model: nn.Module, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+    ) -> None:
         self.steps = 0
         self.adopted = 0
         self.after_step: Callable[[], Callable[[torch.optim.Optimizer], None] | None] = _nothing
         self._model = weakref.ref(model)
         self._not_stepped = given  # kept alive until then, since the first plan counts its state
-        self._given = weakref.ref(innermost(given)) if given is not None else _nothing
+        self._given = [weakref.ref(one) for one in unwrapped(given)]
         self._adopted: list[weakref.ref[torch.optim.Optimizer]] = []
         self._of_others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         _watch(self)
@@ -48,8 +52,7 @@ class ModelOptimizers:
     @property
     def all(self) -> list[torch.optim.Optimizer]:
         """Return the known optimizers, each without its wrappers."""
-        given = self._given()
-        return [*([given] if given is not None else []), *self.not_passed]
+        return [one for ref in (*self._given, *self._adopted) if (one := ref()) is not None]
 
     @property
     def not_passed(self) -> list[torch.optim.Optimizer]:
@@ -58,7 +61,12 @@ class ModelOptimizers:
 
     def state_nbytes(self, device: torch.device) -> int:
         """Return the bytes of optimizer state on `device` now."""
-        return sum(optimizer_state_nbytes(optimizer, device) for optimizer in self.all)
+        return optimizer_state_nbytes(self.all, device)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Return numbers that change with steps that may make state: the first ones, or of new parameters."""
+        return min(self.steps, STEPS_THAT_MAKE_STATE), sum(len(one.state) for one in self.all)
 
     def has_state_of(self, model: nn.Module, profile: Profile) -> bool:
         """Return True if all the optimizer state that `profile` counts exists by now."""
@@ -75,7 +83,7 @@ class ModelOptimizers:
         model = self._model()
         if model is None or not _steps(optimizer, model):
             self._of_others.add(optimizer)
-        elif innermost(optimizer) is optimizer:  # a wrapper makes the inner one step
+        elif unwrapped(optimizer) == [optimizer]:  # others make those inside step
             self._adopted.append(weakref.ref(optimizer))
             self.adopted += 1
             self._not_stepped = None

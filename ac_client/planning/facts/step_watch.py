@@ -14,10 +14,11 @@ from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_watch import PeakWatch
 from ac_client.planning.loaded_policy import PlannedBucket
-from ac_client.planning.next_action import WATCHED_STEPS, StepFacts
+from ac_client.planning.next_action import SMALL, WATCHED_STEPS, StepFacts
 from ac_client.planning.options import ApplyOptions
 from autoac.profiler import device_of
 from autoac.profiler.static_memory import OptimizerBytes, optimizer_bytes
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.gradients import gradient_of
 from autoac.profiler.torch_facts.storage_table import has_storage
@@ -39,6 +40,7 @@ class StepWatch:
         self._kept = 0  # bytes that names of the last step held as the last forward began
         self._last_batch: list[weakref.ref[Tensor]] = []
         self._after_forward: tuple[int, int] | None = None  # allocated bytes, and their peak; None: not read
+        self._graphs = 0  # created by backwards since the last one that freed what it used
         self._stepped_at = 0  # steps of the optimizers when the last backward began
         self._adopted = 0  # optimizers that were adopted when their state was last compared with a plan's
         self.optimizers = ModelOptimizers(model, optimizer)
@@ -78,6 +80,11 @@ class StepWatch:
         if bucket.step.n_adopted != self.optimizers.adopted:
             bucket.step = replace(bucket.step, n_adopted=self.optimizers.adopted)
             needs, names = self._needs_of_optimizers(call.model)
+        elif bucket.step.progress != (progress := self.optimizers.progress):
+            bucket.step = replace(bucket.step, progress=progress)
+            counted = bucket.planned_for.optimizers
+            if (present := self.optimizers.state_nbytes(device_of(call.model))) > counted.state + SMALL:
+                needs = replace(counted, state=present)
         graph = self._in_flight.kept_nbytes(bucket.profile.kept_nbytes)
         batch = self._kept_batch(call)
         now = 0 if graph is None or waiting or loop.retains else graph + batch
@@ -123,6 +130,10 @@ class StepWatch:
     def in_backward(self, bucket: PlannedBucket, backward: BackwardFacts) -> StepFacts:
         """Return the facts as a backward begins through a forward that ran under `bucket`."""
         plan, profile, drops = bucket.plan, bucket.profile, bucket.planned_for.loop.drops
+        if not private.current_graph_task_keeps_graph() or self.optimizers.steps > self._stepped_at:
+            self._graphs = 0
+        self._graphs += backward.creates_graph and backward.first
+        backward = backward._replace(graphs=max(1, self._graphs))
         self._stepped_at = self.optimizers.steps
         if self._after_forward is not None and backward.first and (now := self._read_allocator()) is not None:
             (before, peak_before), (allocated, peak) = self._after_forward, now

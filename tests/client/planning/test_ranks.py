@@ -303,6 +303,19 @@ results["accumulated"] = same(gradients(reference), gradients(model))
 step(model, batch(), 3)
 results["planned later"] = ac_client.applied(model).policy is not None
 
+# The second microbatch finds whole gradients, which its plan counts.
+model, x = made("default"), batch(rows=32)
+ac_client.apply(model, tight(model, x) / GIB)
+step(model, x, 0)
+peak = ac_client.applied(model).policy.predicted.peak_bytes
+model, counted = made("default"), []
+ac_client.apply(model, peak / GIB)
+for synchronizes in (False, True):
+    model.set_requires_gradient_sync(synchronizes)
+    step(model, x, 0)
+    counted.append(ac_client.applied(model).policy.predicted.static_bytes)
+results["unreduced"] = [counted[1] - counted[0], sum(p.numel() * p.itemsize for p in model.parameters())]
+
 # A region that recomputes everything stays inside of the units.
 model, reference = made("default"), made("default")
 torch.manual_seed(rank)
@@ -332,6 +345,7 @@ def test_sharded_model_is_planned_within_its_units(tmp_path: Path) -> None:
         assert at["waits"]
         assert at["accumulated"]
         assert at["planned later"]
+        assert at["unreduced"][0] == at["unreduced"][1]
         assert at["region"]
 
 

@@ -269,6 +269,37 @@ def test_gradient_penalty_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixt
     assert_gradients_of_the_plain_model(model, Net(), step)
 
 
+@pytest.mark.parametrize(("times", "warns"), [(1, False), (6, True)])
+def test_graphs_of_meta_learning_are_warned_of_once_they_do_not_fit(
+    times: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def step(model: nn.Module) -> None:
+        torch.manual_seed(2)
+        weights: dict[str, Tensor] = dict(model.named_parameters())
+        for _ in range(times):
+            loss = torch.func.functional_call(model, weights, tuple(batches()))
+            made = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+            weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), made, strict=True)}
+        torch.func.functional_call(model, weights, tuple(batches())).backward()
+
+    model = ac_client.apply(WithLoss(), budget_for(WithLoss(), 6.0) / GIB)
+    for _ in range(2):
+        assert_gradients_of_the_plain_model(model, WithLoss(), step)
+    said = warnings(caplog)
+    assert len(said) == warns
+    assert all("such graphs before one is freed" in one for one in said)
+
+
+def test_backward_hooks_that_no_profile_calls_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = WithLoss()
+    model[3].register_full_backward_hook(lambda *_: None)
+    ac_client.apply(model, 1.0)
+    for _ in range(2):
+        several(1)(model)
+    (said,) = warnings(caplog)
+    assert "modules (3) have backward hooks" in said
+
+
 def test_retained_graph_is_warned_of_and_planned_for(caplog: pytest.LogCaptureFixture) -> None:
     def step(model: nn.Module) -> None:
         torch.manual_seed(2)

@@ -42,6 +42,18 @@ def test_autocast_is_an_argument_of_profile() -> None:
     assert not torch.is_autocast_enabled("cuda")
 
 
+def test_ops_of_other_libraries_with_autocast_kernels_are_left_alone() -> None:
+    with (
+        torch.library._scoped_library("shop", "DEF") as shop,
+        torch.library._scoped_library("shop", "IMPL") as of,
+    ):
+        shop.define("keep(Tensor x) -> Tensor")
+        shop.impl("keep", torch.clone, "CompositeExplicitAutograd")
+        of.impl("keep", torch.clone, "AutocastCUDA")
+        found = profile(Softmax(), torch.randn(4, 16), on=H100, autocast=torch.bfloat16)
+    assert kinds(found) == CAST
+
+
 def test_autocast_on_the_cpu_uses_the_lists_of_the_cpu() -> None:
     found = profile(Softmax(), torch.randn(4, 16), autocast=torch.bfloat16)
     assert kinds(found) == CAST[:4] + CAST[5:]

@@ -1,0 +1,218 @@
+"""Optimizers of all forms are counted, and the copy that the planner steps touches nothing of theirs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import ac_client
+from autoac.planner.units import GIB
+
+X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+
+
+def new_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4))
+    )
+
+
+class Momentum(torch.optim.Optimizer):
+    """Averages gradients. Subclasses add attributes of their own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        self.calls: Any = 0
+
+    def rate(self) -> float:
+        return 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        rate = self.rate()
+        for group in self.param_groups:
+            for p in group["params"]:
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                p.sub_(average.lerp_(p.grad, 0.1), alpha=rate * group["lr"])
+
+
+class WithNumber(Momentum):
+    def rate(self) -> float:
+        self.calls += 1
+        return 1 / self.calls
+
+
+class WithList(Momentum):
+    def rate(self) -> float:
+        self.calls = self.calls or []
+        self.calls.append(1)
+        return 1 / len(self.calls)
+
+
+class WithTensor(Momentum):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.calls = torch.zeros(())
+
+    def rate(self) -> float:
+        return 1 / float(self.calls.add_(1))
+
+
+class Settings:
+    calls = 0
+
+
+class WithObject(Momentum):
+    """Cannot be run on fake tensors: the copy would share the object."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.settings = Settings()
+
+    def rate(self) -> float:
+        self.settings.calls += 1
+        return 1 / self.settings.calls
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Does not call `Optimizer.__init__`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    param_groups = property(
+        lambda self: self.inner.param_groups, lambda self, v: setattr(self.inner, "param_groups", v)
+    )
+    state = property(lambda self: self.inner.state, lambda self, v: setattr(self.inner, "state", v))
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad()
+
+
+class Container(torch.optim.Optimizer):
+    """Is an optimizer, and holds others."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+class Averaging(Container):
+    """Has a state of its own, from its second step on."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"] if self.optimizers[0].state else ():
+            self.state[p].setdefault("slow", p.detach().clone())
+
+
+def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
+    parameters = list(model.parameters())
+    return [
+        torch.optim.AdamW(parameters[:8], foreach=False),
+        torch.optim.SGD(parameters[8:], 0.1, momentum=0.9),
+    ]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), foreach=False)
+
+
+KINDS: dict[str, Callable[[nn.Module], Any]] = {
+    "number": lambda m: WithNumber(m.parameters()),
+    "list": lambda m: WithList(m.parameters()),
+    "tensor": lambda m: WithTensor(m.parameters()),
+    "object": lambda m: WithObject(m.parameters()),
+    "wrapping": lambda m: Wrapping(adam(m)),
+    "container": lambda m: Container(halves(m)),
+    "container with state": lambda m: Averaging([adam(m)]),
+    "several": halves,
+}
+LATE = ("object", "container with state")
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 3) -> list[Tensor]:
+    for _ in range(steps):
+        model(X).square().mean().backward()
+        for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+            one.step()
+            one.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def state_nbytes(optimizer: Any) -> int:
+    parts = optimizer if isinstance(optimizer, list) else [optimizer]
+    parts = [*parts, *(one for part in parts for one in getattr(part, "optimizers", ()))]
+    return sum(t.nbytes for one in parts for state in one.state.values() for t in state.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_counts_and_steps_are_those_of_a_plain_loop(kind: str) -> None:
+    plain, planned = new_model(), new_model()
+    of_plain, of_planned = KINDS[kind](plain), KINDS[kind](planned)
+    ac_client.apply(planned, 1.0, optimizer=of_planned)
+    static = sum(p.nbytes for p in planned.parameters()) + X.nbytes
+    first = train(planned, of_planned, 1)
+    if kind not in LATE:
+        assert ac_client.applied(planned).policy.predicted.static_bytes == static + state_nbytes(of_planned)
+    assert all(map(torch.equal, first, train(plain, of_plain, 1)))
+    assert all(map(torch.equal, train(planned, of_planned), train(plain, of_plain)))
+    assert ac_client.applied(planned).policy.predicted.static_bytes == static + state_nbytes(of_planned)
+
+
+def test_hooks_of_all_optimizers_see_no_step_of_the_copy() -> None:
+    class OfBase(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = new_model()
+    torch.optim.AdamW(model.parameters())  # patches the step that the subclass calls
+    optimizer = OfBase(model.parameters())
+    stepped: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda one, *_: stepped.append(one))
+    try:
+        ac_client.apply(model, 1.0, optimizer=optimizer)
+        train(model, optimizer, 2)
+    finally:
+        handle.remove()
+    assert len(stepped) == 4
+    assert all(one is optimizer for one in stepped)
+
+
+def test_optimizer_that_appears_later_never_stops_a_loop(caplog: pytest.LogCaptureFixture) -> None:
+    def run(budget_gb: float) -> list[Tensor]:
+        model = new_model()
+        first, second = halves(model)[0], torch.optim.AdamW(list(model.parameters())[8:], foreach=False)
+        if budget_gb:
+            ac_client.apply(model, budget_gb, optimizer=first)
+        for i in range(3):
+            model(X[: 63 + (i > 0)]).square().mean().backward()  # a longer batch from the second step on
+            for one in (first, second):
+                one.step()
+                one.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    with pytest.raises(ac_client.InfeasibleBudget) as refused:
+        run(1e-6)
+    caplog.clear()
+    assert all(map(torch.equal, run(refused.value.smallest_found * 1.02 / GIB), run(0)))
+    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert any("cannot be kept" in one and "of state more than in the first step" in one for one in said)
