@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,7 +47,7 @@ def apply(
     model: Model,
     budget_gb: Budget = None,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     policy: Policy | PolicySet | str | os.PathLike[str] | None = None,
     alias: str | None = None,
     service: str | None = None,

@@ -39,8 +39,9 @@ class PlannedForward:
 
     def __init__(self, options: ApplyOptions, report: Callable[[OffPath], None], wrappers: Set[str]) -> None:
         self._options = options
-        self._report = report
+        self._report_left = report
         self._wrappers = wrappers
+        self.left = False  # its policy
         self._region: save_recompute_policy | None = None
         self._cursor: Cursor | None = None
         self._bucket: PlannedBucket | None = None
@@ -74,7 +75,7 @@ class PlannedForward:
             compares: backward compares what it recomputes.
         """
         loaded = bucket.loaded
-        self._bucket, self._unrecorded = bucket, 0
+        self._bucket, self._unrecorded, self.left = bucket, 0, False
         route = loaded.route(waiting)
         self._calls = [(ROOT, id(sys.exception()))]
         if compiled or has_compiled_parts:
@@ -103,6 +104,10 @@ class PlannedForward:
         self._region = region
         if active.region is not None and compares:
             active.region.compare(self._innermost)
+
+    def _report(self, off: OffPath) -> None:
+        self.left = True
+        self._report_left(off)
 
     @property
     def raises(self) -> bool:
