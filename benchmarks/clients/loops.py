@@ -25,19 +25,25 @@ class Done(NamedTuple):
 
 
 def own_loop(
-    model: nn.Module, optimizer: Any, step: Callable[[], None], budget_gb: float | None, messages: Any
+    model: nn.Module,
+    optimizer: Any,
+    batch: Callable[[], Any],
+    step: Callable[[Any], None],
+    budget_gb: float | None,
+    messages: Any,
 ) -> Done:
-    """Take the steps in a loop of our own."""
+    """Take the steps in a loop of our own, each on a batch that was made before it."""
     if budget_gb is not None:
         ac_client.apply(model, budget_gb, optimizer=optimizer)
     report = None
     for messages.step in range(STEPS):
         torch.manual_seed(messages.step)
+        made = batch()
         if budget_gb is not None and messages.step == MEASURED:
             with ac_client.applied(model).measure():
-                step()
+                step(made)
         else:
-            step()
+            step(made)
     if budget_gb is not None:
         report = ac_client.applied(model).report()
         ac_client.applied(model).remove()
@@ -154,15 +160,18 @@ def unet(budget_gb: float | None, messages: Any) -> Done:
     )
     optimizer, noises = torch.optim.AdamW(model.parameters(), 1e-4), DDPMScheduler(100)
 
-    def step() -> None:
+    def batch() -> Any:
         clean, noise, times = torch.randn(4, 3, 16, 16), torch.randn(4, 3, 16, 16), torch.randint(100, (4,))
-        found = model(noises.add_noise(clean, noise, times), times, return_dict=False)[0]
-        nn.functional.mse_loss(found, noise).backward()
+        return noises.add_noise(clean, noise, times), noise, times
+
+    def step(made: Any) -> None:
+        noisy, noise, times = made
+        nn.functional.mse_loss(model(noisy, times, return_dict=False)[0], noise).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    return own_loop(model, optimizer, step, budget_gb, messages)
+    return own_loop(model, optimizer, batch, step, budget_gb, messages)
 
 
 def image_model(budget_gb: float | None, messages: Any) -> Done:
@@ -178,17 +187,19 @@ def image_model(budget_gb: float | None, messages: Any) -> Done:
     optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=1e-3)
     average, loss, mixed = ModelEmaV3(model), SoftTargetCrossEntropy(), Mixup(0.8, num_classes=10)
 
-    def step() -> None:
+    def batch() -> Any:
         import numpy as np
 
         np.random.seed(messages.step)
-        x, target = mixed(torch.randn(8, 3, 64, 64), torch.randint(10, (8,)))
-        loss(model(x), target).backward()
+        return mixed(torch.randn(8, 3, 64, 64), torch.randint(10, (8,)))
+
+    def step(made: Any) -> None:
+        loss(model(made[0]), made[1]).backward()
         optimizer.step()
         optimizer.zero_grad()
         average.update(model)
 
-    done = own_loop(model, optimizer, step, budget_gb, messages)
+    done = own_loop(model, optimizer, batch, step, budget_gb, messages)
     return done._replace(weights=[*done.weights, *(p.detach() for p in average.module.parameters())])
 
 
@@ -262,13 +273,16 @@ def graph_network(budget_gb: float | None, messages: Any) -> Done:
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
 
-    def step() -> None:
+    def batch() -> Any:
         graphs = [Data(x=torch.randn(64, 32), edge_index=torch.randint(64, (2, 256))) for _ in range(8)]
-        nn.functional.cross_entropy(model(Batch.from_data_list(graphs)), torch.randint(4, (8,))).backward()
+        return Batch.from_data_list(graphs), torch.randint(4, (8,))
+
+    def step(made: Any) -> None:
+        nn.functional.cross_entropy(model(made[0]), made[1]).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return own_loop(model, optimizer, step, budget_gb, messages)
+    return own_loop(model, optimizer, batch, step, budget_gb, messages)
 
 
 def private_gradients(budget_gb: float | None, messages: Any) -> Done:
@@ -285,12 +299,15 @@ def private_gradients(budget_gb: float | None, messages: Any) -> Done:
         expected_batch_size=32,
     )
 
-    def step() -> None:
-        model(torch.randn(32, 64)).square().mean().backward()
+    def batch() -> Any:
+        return torch.randn(32, 64)
+
+    def step(made: Any) -> None:
+        model(made).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return own_loop(model, optimizer, step, budget_gb, messages)
+    return own_loop(model, optimizer, batch, step, budget_gb, messages)
 
 
 TEXTS = [{"text": sentence(i, 24)} for i in range(64)]
