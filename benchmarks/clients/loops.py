@@ -18,7 +18,7 @@ Loop = Callable[[float | None, Any], "Done"]
 
 
 class Done(NamedTuple):
-    """What a training left: all weights, and the report of a planned one."""
+    """Hold what a training left: all weights, and the report of a planned one."""
 
     weights: list[Tensor]
     report: Any
