@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans bench-offload clean
+.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans bench-offload bench-clients clean
 
 setup: $(READY)
 
@@ -137,6 +137,14 @@ bench-offload: $(READY)
 # Plans and bounds of 4,000 small random graphs, next to brute force: some minutes.
 bench-random-plans: $(READY)
 	PYTHONPATH=tests/planner $(BIN)/python -m random_plans
+
+# Five steps inside TRL, diffusers, timm, Lightning, PyG and Opacus, next to plain: a quarter of an hour. The
+# packages go into an environment of their own, which sees those of $(VENV).
+bench-clients: $(READY)
+	$(PYTHON) -m venv build/clients-venv
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo build/clients-venv/lib/python3.*/site-packages)/base.pth
+	build/clients-venv/bin/python -m pip -qq install --no-deps trl peft diffusers timm torch_geometric opacus datasets pandas pyarrow dill xxhash multiprocess python-dateutil tzdata six httpx lightning
+	build/clients-venv/bin/python -m benchmarks.clients
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

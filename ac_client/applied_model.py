@@ -28,7 +28,7 @@ from ac_client.planning.model_planning import ModelPlanning
 from ac_client.planning.options import ApplyOptions
 from ac_client.runtime.policy_context import active
 from autoac.planner import Plan, Policy, PolicySet, beyond_dispatch_in_words
-from autoac.profiler import Loop, device_of
+from autoac.profiler import device_of
 from autoac.profiler.compiler.second_stage import forget_code_that_calls
 from autoac.profiler.torch_facts.inductor import uncompiled
 
@@ -111,7 +111,7 @@ class Applied:
         if not model.training:
             raise RuntimeError("plan_for plans training steps: call model.train() first")
         self._planning.end_step()  # profiling is not part of the step before
-        return self._planning.chooser.plan_for(ModelCall(model, args, kwargs), Loop(self._planning.forwards))
+        return self._planning.chooser.plan_for(ModelCall(model, args, kwargs))
 
     def step(
         self, fn: Callable[[], Result], *, retry_oom: bool = False, keep_gradients: bool = False
@@ -238,7 +238,7 @@ class Applied:
             self._measured.remember(timeline, current, current.policy, current.plan)
         watch.peaks.discard()
         ran = [bucket for bucket in store.all if bucket.statistics.steps > steps.get(bucket, 0)]
-        if ran:
+        if ran and not self._measured.beyond_plan:
             bucket = max(ran, key=lambda bucket: bucket.policy.predicted.peak_bytes)
             if bucket.loaded in complete:
                 peak = bucket.statistics.peak = PeakBounds.exactly(timeline.peak_bytes)

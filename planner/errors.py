@@ -213,6 +213,7 @@ class Holding:
 
 
 MOST_HOLDINGS = 8  # lines of a text
+OPTIMIZER_STEP = "optimizer step"  # a moment, in words
 
 
 def holdings_in_lines(live: Sequence[Holding]) -> list[str]:
@@ -259,7 +260,12 @@ class InfeasibleBudget(PlannerError):
         if self.live:
             lines.append(f"That peak is at {peak_at}, while these are live:")
             lines += holdings_in_lines(self.live)
-        lines.append(f"Pass budget_gb={_ceil_gb(needed)} or more, or use a smaller batch.")
+        lines.append(
+            f"Pass budget_gb={_ceil_gb(needed)} or more, or use an optimizer with less state or fewer "
+            "temporaries (foreach=False). That peak is the optimizer's, so a smaller batch does not help."
+            if peak_at == OPTIMIZER_STEP
+            else f"Pass budget_gb={_ceil_gb(needed)} or more, or use a smaller batch."
+        )
         super().__init__("\n".join(lines))
 
 

@@ -89,7 +89,7 @@ ac_client/planning:     base service_client runtime compiled measure planner pla
 ac_client/entry:        base service_client runtime measure planning planner planner/base planner/formats
                         profiler profiler/base profiler/torch_facts profiler/compiler profiler/static
 ac_client:              base entry planner/base
-ac_client/integrations: base planning entry planner ac_client
+ac_client/integrations: base planning entry planner planner/base profiler ac_client
 ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler
 ac_client/demo:         measure planner planner/report ac_client
 ac_client/doctor:       base measure planner planner/base profiler profiler/timing profiler/torch_facts

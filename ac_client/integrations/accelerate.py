@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Unpack
 
-import torch
 from torch import nn
 
 from ac_client import Applied
@@ -40,16 +39,13 @@ def planned(
     accelerator: Accelerator,
     model: nn.Module,
     budget_gb: Budget = None,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
     **options: Unpack[ApplyArguments],
 ) -> Iterator[Applied]:
     """Apply a budget to a prepared model for a with-block, and remove it however the block ends.
 
     Args:
         model: the result of `accelerator.prepare`.
-        optimizer: the prepared optimizer or the one inside it.
-        budget_gb, options: as for `ac_client.apply`.
+        budget_gb, options: as for `ac_client.apply`. `optimizer` may be the prepared one or the one inside.
 
     Yields:
         The `Applied` of the model inside. Its report can be read after the block too.
@@ -59,5 +55,5 @@ def planned(
     """
     # Of a model with compiled regions, only the copy with the regions is called.
     inner = accelerator.unwrap_model(model, keep_torch_compile=not is_compiled_module(model))
-    with loop.planned(inner, budget_gb, optimizer=optimizer, **options) as at:
+    with loop.planned(inner, budget_gb, **options) as at:
         yield at

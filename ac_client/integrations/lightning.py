@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -27,6 +27,7 @@ from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import ApplyArguments
 from ac_client.integrations.session import Session
 from ac_client.planning.options import Budget
+from autoac.planner import PolicySet
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -54,6 +55,9 @@ class AutoACCallback(Callback):
     The budget is applied when training starts, after the sanity check and after a checkpoint was loaded, and
     removed when training ends or raises. The report's `metrics()` go to the module's loggers.
 
+    Checkpoints have the policies in the state of this callback. A training that is resumed from one runs
+    under them and plans only new shapes of batch, if budget, machine and libraries are the same.
+
     Args:
         budget_gb, options: as for `ac_client.apply`.
         module: path of the module to plan instead of the whole `training_step`, such as "model". For manual
@@ -80,6 +84,8 @@ class AutoACCallback(Callback):
         self._options = options
         self._session: Session | None = None
         self._report: Report | None = None
+        self._policies: PolicySet | None = None
+        self._saved = ""  # JSON of the policies in the checkpoint that is resumed from
         self._undo: Callable[[], None] | None = None
         self._steps_before = 0
         self._between_steps = True
@@ -100,6 +106,18 @@ class AutoACCallback(Callback):
         """The report of the running training, or of the last one; None before the first."""
         return self._session.at.report() if self._session is not None else self._report
 
+    @property
+    def policies(self) -> PolicySet | None:
+        """The policies of the running training, or of the last one; None before the first."""
+        return self._session.at.policies if self._session is not None else self._policies
+
+    def state_dict(self) -> dict[str, Any]:
+        policies = self.policies
+        return {"policies": policies.to_json()} if policies is not None and policies.buckets else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict.get("policies", "")
+
     def remove(self) -> None:
         """Remove the plan from the module. May be called twice."""
         undo, self._undo = self._undo, None
@@ -107,7 +125,7 @@ class AutoACCallback(Callback):
             undo()
         session, self._session = self._session, None
         if session is not None:
-            self._report = session.at.report()
+            self._report, self._policies = session.at.report(), session.at.policies
             session.close()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -173,9 +191,9 @@ class AutoACCallback(Callback):
         return session
 
     def _session_of(self, model: nn.Module, trainer: Trainer) -> Session:
-        return Session(
-            model, self._budget_gb, _optimizer_of(model, trainer.optimizers), self._measure, self._options
-        )
+        optimizers, saved = _optimizers_of(model, trainer.optimizers), self._saved
+        self._saved = ""
+        return Session(model, self._budget_gb, optimizers, self._measure, self._options, saved)
 
 
 class TrainingStepModule(nn.Module):
@@ -245,12 +263,13 @@ def _children(module: nn.Module) -> str:
     return ", ".join(name for name, _ in module.named_children())
 
 
-def _optimizer_of(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    """Return the optimizer with most of the model's parameter bytes; None if no optimizer has any."""
+def _optimizers_of(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    """Return those of `optimizers` that step parameters of `model`."""
     mine = {id(parameter) for parameter in model.parameters()}
-
-    def share(optimizer: torch.optim.Optimizer) -> int:
-        return sum(p.nbytes for group in optimizer.param_groups for p in group["params"] if id(p) in mine)
-
-    best = max(optimizers, key=share, default=None)
-    return best if best is not None and share(best) else None
+    return [
+        optimizer
+        for optimizer in optimizers
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+    ]

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Unpack
 
-import torch
 from torch import nn
 
 from ac_client import Applied, applied, apply
@@ -24,14 +23,12 @@ from ac_client.planning.options import Budget
 def planned(
     model: nn.Module,
     budget_gb: Budget = None,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
     **options: Unpack[ApplyArguments],
 ) -> Iterator[Applied]:
     """Apply a budget for a with-block, and remove it however the block ends.
 
     Args:
-        model, budget_gb, optimizer, options: as for `ac_client.apply`.
+        model, budget_gb, options: as for `ac_client.apply`.
 
     Yields:
         The model's `Applied`. Its report can be read after the block too.
@@ -39,7 +36,7 @@ def planned(
     Raises:
         ValueError, TypeError: as `ac_client.apply`.
     """
-    apply(model, budget_gb, optimizer=optimizer, **options)
+    apply(model, budget_gb, **options)
     at = applied(model)
     try:
         yield at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from ac_client import Applied, applied, apply
 from ac_client.integrations.options import ApplyArguments
+from ac_client.integrations.saved_policies import usable
 from ac_client.planning.options import Budget
 
 log = logging.getLogger("ac_client")
@@ -21,7 +23,9 @@ class Session:
     """A model that is planned until `close`.
 
     Args:
-        model, budget_gb, optimizer, options: as for `ac_client.apply`.
+        model, budget_gb, options: as for `ac_client.apply`.
+        optimizers: that the library steps, in addition to those among the options.
+        saved: JSON of the policies of the training that this one continues; "" if there are none.
         measure: measure the peak of the third step. By then gradients and optimizer state are as in later
             steps, and so is the plan, which the second step may replace because gradients exist.
     """
@@ -30,11 +34,18 @@ class Session:
         self,
         model: nn.Module,
         budget_gb: Budget,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         measure: bool,
         options: ApplyArguments,
+        saved: str = "",
     ) -> None:
-        apply(model, budget_gb, optimizer=optimizer, **options)
+        options = options.copy()
+        if saved and (policies := usable(saved, budget_gb, options, model)) is not None:
+            options["policy"] = policies
+        given = options.get("optimizer") or ()
+        several = [*optimizers, *(given if isinstance(given, Sequence) else (given,))]
+        options["optimizer"] = several[0] if len(several) == 1 else several or None
+        apply(model, budget_gb, **options)
         self.at: Applied = applied(model)
         self._name = type(model).__name__
         self._to_measure = measure

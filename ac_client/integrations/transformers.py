@@ -12,8 +12,10 @@ To remove the plan even if training raises, and to have every reporter log its m
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -21,10 +23,12 @@ from torch import nn
 
 from ac_client import Applied, ApplyError, NotApplied, Report
 from ac_client.errors import NO_TRAINING
+from ac_client.files import write_whole
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import ApplyArguments
 from ac_client.integrations.session import Session
 from ac_client.planning.options import Budget
+from autoac.planner import PolicySet
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -34,6 +38,8 @@ except ModuleNotFoundError as error:
     raise MissingLibrary("transformers", "transformers accelerate") from None
 
 log = logging.getLogger("ac_client")
+
+POLICIES_FILE = "autoac_policies.json"  # in a checkpoint's folder
 
 
 class AutoACCallback(TrainerCallback):
@@ -45,6 +51,9 @@ class AutoACCallback(TrainerCallback):
 
     The Trainer does not notify callbacks of an exception. If training raised, the model stays planned, which
     changes no number, until the next `train()` or `remove()`; `planned(trainer)` removes the plan at once.
+
+    Each checkpoint has the policies in `autoac_policies.json`. A training that is resumed from it runs under
+    them and plans only new shapes of batch, if budget, machine and libraries are the same.
 
     Args:
         budget_gb, options: as for `ac_client.apply`.
@@ -63,6 +72,7 @@ class AutoACCallback(TrainerCallback):
         self._options = options
         self._session: Session | None = None
         self._report: Report | None = None
+        self._policies: PolicySet | None = None
 
     @property
     def applied(self) -> Applied:
@@ -80,11 +90,16 @@ class AutoACCallback(TrainerCallback):
         """The report of the running training, or of the last one; None before the first."""
         return self._session.at.report() if self._session is not None else self._report
 
+    @property
+    def policies(self) -> PolicySet | None:
+        """The policies of the running training, or of the last one; None before the first."""
+        return self._session.at.policies if self._session is not None else self._policies
+
     def remove(self) -> None:
         """Remove the plan from the model. May be called twice."""
         session, self._session = self._session, None
         if session is not None:
-            self._report = session.at.report()
+            self._report, self._policies = session.at.report(), session.at.policies
             session.close()
 
     def on_init_end(
@@ -104,7 +119,11 @@ class AutoACCallback(TrainerCallback):
         self.remove()  # an earlier training raised, or auto_find_batch_size starts again
         _check(args)
         assert model is not None
-        self._session = Session(model, self._budget_gb, optimizer, self._measure, self._options)
+        folders = [_checkpoint_folder(args, state), Path(args.resume_from_checkpoint or os.devnull)]
+        files = [folder / POLICIES_FILE for folder in folders if state.global_step]
+        saved = next((file.read_text() for file in files if file.is_file()), "")
+        optimizers = [optimizer] if optimizer is not None else []
+        self._session = Session(model, self._budget_gb, optimizers, self._measure, self._options, saved)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -117,6 +136,13 @@ class AutoACCallback(TrainerCallback):
     ) -> None:
         if self._session is not None:
             self._session.step_ended()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        folder, policies = _checkpoint_folder(args, state), self.policies
+        if state.is_world_process_zero and folder.is_dir() and policies is not None and policies.buckets:
+            write_whole(folder / POLICIES_FILE, policies.to_json())
 
     def on_log(
         self,
@@ -163,6 +189,10 @@ def planned(
     finally:
         callback.remove()
         trainer.remove_callback(callback)
+
+
+def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
 
 
 def _check(args: TrainingArguments) -> None:

@@ -40,11 +40,13 @@ class MeasuredSteps:
     Attributes:
         marks: the marks of the step that is being measured; None if none is.
         peak_bytes: the peak of the last measured block; None if there was none.
+        beyond_plan: a step of the block ran on a batch that its plan does not cover.
     """
 
     def __init__(self) -> None:
         self.marks: StepMarks | None = None
         self.peak_bytes: int | None = None
+        self.beyond_plan = False
         self._last: PlannedStep | None = None
         self._timeline: AllocatorTimeline | None = None
         self._counted: Set[int] = frozenset()  # storages that are part of the block's base
@@ -69,7 +71,7 @@ class MeasuredSteps:
             base=base,
             ops=op_names([key for policy in policies for key in policy.decisions]),
         )
-        self.marks = StepMarks(timeline)
+        self.marks, self.beyond_plan = StepMarks(timeline), False
         try:
             with timeline:
                 self._timeline = timeline

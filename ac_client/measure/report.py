@@ -31,7 +31,7 @@ class Report:
     stall_us: float  # predicted: compute waits for copies
     recorded: int  # ops that the last forward recorded
     steps: int  # planned steps so far
-    off_path: str  # the first op at which a forward left the policy; "" if none did
+    off_path: str  # the first op at which the last forward left the policy; "" if it did not
     stale: str = ""  # what steps did that the prediction does not count; "" if nothing is known
     peak_at: str = ""  # the moment of the predicted peak
     live_at_peak: tuple[

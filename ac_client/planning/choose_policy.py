@@ -77,12 +77,8 @@ class PolicyChooser:
         self._group = (process_group_of(model) or AUTO) if group is None or group is AUTO else group
         self._to_meet = not given and group is not None  # the ranks, in the first forward
 
-    def for_batch(self, call: ModelCall, loop: Loop) -> PlannedBucket | None:
+    def for_batch(self, call: ModelCall) -> PlannedBucket | None:
         """Return the bucket that runs this batch, planned if necessary; None if the batch runs unplanned.
-
-        Args:
-            call: of the model, on the batch.
-            loop: the form of the loop, if the batch is planned.
 
         Raises:
             ShapeNotPlanned: strict, and no bucket covers the batch.
@@ -92,6 +88,7 @@ class PolicyChooser:
         if store.parameters.sample_changed(call.model):
             with self._planner.lock:
                 store.look_at_parameters(call.model)
+        loop = Loop(store.buckets.forwards)
         if self.ranks is None:
             self.ranks = ranks_of(call.model, self._group)
         if self._to_meet and (self.ranks is not None or (self._group is AUTO and has_other_ranks())):
@@ -102,7 +99,7 @@ class PolicyChooser:
         bucket = store.buckets.known.get(key)
         return self._plan_new_shape(call, loop, key) if bucket is None else bucket
 
-    def plan_for(self, call: ModelCall, loop: Loop) -> Policy:
+    def plan_for(self, call: ModelCall) -> Policy:
         """Plan for one more shape of batch.
 
         Raises:
@@ -111,7 +108,7 @@ class PolicyChooser:
         with self._planner.lock:
             if self._store.parameters.changed(call.model):
                 self._store.look_at_parameters(call.model)
-            return self._plan(call, loop).policy
+            return self._plan(call, Loop(self._store.buckets.forwards)).policy
 
     def _plan_new_shape(
         self, call: ModelCall, loop: Loop, key: Key, profiled: Profile | Exception | None = None
@@ -249,13 +246,18 @@ class PolicyChooser:
         self._planner.warn_once(
             "ranks",
             f"it is not known which ranks run each forward together ({reason}). So each rank plans alone. If "
-            "one fails, others may wait for it forever. Pass ac_client.apply(..., group=...) with the group "
+            "one fails, others may wait for it forever. Pass group=... with the group "
             "of the ranks that communicate in forward, or group=None if none do",
         )
 
     def _unplanned_now(self, busy: ProfilerBusy) -> PlannedBucket | None:
         """Return the bucket for a batch that cannot be profiled now; None: the batch runs unplanned."""
         if planned := self._store.all:
+            self._planner.warn_once(
+                "busy beyond",
+                "a batch that no bucket covers runs under the largest one now, and may need more memory than "
+                f"this bucket was planned for. It will be planned in a later forward: {busy}",
+            )
             return largest(self._store.buckets.all or planned)
         self._planner.warn_once(
             "busy", f"it runs without a plan now, and will be planned in a later forward: {busy}"

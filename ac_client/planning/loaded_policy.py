@@ -13,24 +13,27 @@ statistics; `planned_forward.py` keeps what a route has learned.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
 from ac_client.compiled.policy_parts import PartCalls
+from ac_client.planning.batch_shape import leaves_of
 from ac_client.planning.facts.peak_counter import PeakBounds
 from ac_client.planning.next_action import Action, CorrectPrediction, PlannedFor
 from ac_client.runtime.cursor import Route
 from autoac.planner import Plan, Policy, Profile
 from autoac.planner.errors import Holding
 from autoac.planner.formats.policy import Decision, cudnn_text
-from autoac.planner.formats.policy_set import Shape
+from autoac.planner.formats.policy_set import Extent, Shape
 from autoac.planner.formats.profile import ESTIMATED
-from autoac.planner.memory.lifetimes import live_at_peak
+from autoac.planner.memory.lifetimes import live_at_peak, waiting_storages
 from autoac.planner.memory.simulate import waiting_bytes
+from autoac.planner.problem.graph import StorageId
 from autoac.profiler import Loop, device_name
 from autoac.profiler.static_memory import OptimizerBytes
 from autoac.profiler.torch_facts.inductor import compiled_parts
@@ -96,6 +99,11 @@ class LoadedPolicy:
         return waiting_bytes(self.plan.graph, self.plan.save_set) if self.plan is not None else 0
 
     @cached_property
+    def waiting_storages(self) -> frozenset[StorageId]:
+        """Return the storages that the plan counts as live as backward begins; none without a plan."""
+        return waiting_storages(self.plan.graph, self.plan.save_set) if self.plan is not None else frozenset()
+
+    @cached_property
     def fragments(self) -> int | None:
         """Return how many bytes CUDA's allocator reserves beyond those of the peak; None if not known."""
         plan = self.plan
@@ -149,24 +157,18 @@ def other_environment(policy: Policy, device: torch.device) -> str:
     return ", ".join(f"{name} {planned[name]}, not {here[name]}" for name in differing)
 
 
-def skipped_modules(model: nn.Module, profile: Profile) -> frozenset[str]:
-    """Return the paths of modules with their own parameters that `profile` did not run.
+def skipped_modules(model: nn.Module, called: Set[str]) -> frozenset[str]:
+    """Return the paths of modules with their own parameters that are not in `called`.
 
-    A module has run if a module inside it has: a list of parametrizations runs no op of its own. The set is
-    empty if a part of the model is compiled, since compiled parts hide their modules.
+    The set is empty if a part of the model is compiled, since compiled parts hide their modules.
     """
     if compiled_parts(model):
         return frozenset()
-    ran = {module[:end] for module in profile.modules for end in _ends_of_parts(module)}
     return frozenset(
         path
         for path, module in model.named_modules()
-        if path and path not in ran and any(True for _ in module.parameters(recurse=False))
+        if path and path not in called and any(True for _ in module.parameters(recurse=False))
     )
-
-
-def _ends_of_parts(path: str) -> list[int]:
-    return [*(i for i, letter in enumerate(path) if letter == "."), len(path)]
 
 
 def corrected(policy: Policy, nbytes: int, total: int) -> Policy:
@@ -219,6 +221,7 @@ class PlannedBucket:
         ran_skipped: skipped modules of the step that a forward has run since.
         room_requests: how often other models on the device asked for room.
         room_requested: bytes that they asked for since the policy was planned.
+        without_gradients: step and terms from before the one that finds gradients, if the ops are the same.
         fitted: policy, step and terms from before the last loosening, which kept the limit.
         stale: what steps did that the prediction does not count; "" if nothing is known.
         warned: rows of the table of `next_action` that were warned of.
@@ -237,6 +240,7 @@ class PlannedBucket:
         self.room_requests = 0
         self.room_requested = 0
         self.warned: set[str] = set()
+        self.without_gradients: tuple[ProfiledStep, PlannedFor] | None = None
         self.fitted: tuple[LoadedPolicy, ProfiledStep, PlannedFor] | None = None
         terms = terms or PlannedFor(loaded.policy.budget_bytes, loop=Loop(len(loaded.policy.forwards)))
         self.observed = terms.loop
@@ -256,6 +260,11 @@ class PlannedBucket:
     def profile(self) -> Profile | None:
         """Return the profile that the policy was planned from; None if this process does not have it."""
         return self.step.profile
+
+    def covers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return True if the step that was planned covers a step on this batch, so that peaks compare."""
+        shape = self.step.shape
+        return shape is None or Extent.of(shape).covers(Extent.of_leaves(leaves_of(args, kwargs)))
 
     def load(self, loaded: LoadedPolicy, step: ProfiledStep, terms: PlannedFor) -> None:
         """Carry the policy out from the next forward on. It was planned for `step` and `terms`."""

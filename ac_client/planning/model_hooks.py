@@ -35,6 +35,7 @@ from autoac.profiler.unseen.fingerprints import Comparison
 log = logging.getLogger("ac_client")
 
 MOST_STEP_TIMES = 1000  # kept for the median
+LEFT = "the forward left its policy"
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class StepLog:
 
     forwards: int = 0  # that train, planned or not
     steps: int = 0  # planned forwards
-    off_path: str = ""  # the first op at which a forward left its policy
+    off_path: str = ""  # the first op at which the last forward left its policy
     began: list[float] = field(default_factory=list)  # when each planned forward began, in seconds
 
 
@@ -164,6 +165,7 @@ class ModelHooks:
             if not waiting:
                 marks.begin_forward()
             self._measured.note_batch(batch_tensors((*args, *kwargs.values())))
+            self._measured.beyond_plan |= not bucket.covers(args, kwargs)
         bucket.statistics.steps += 1
         self.log.steps += 1
         route = bucket.loaded.route(waiting)
@@ -171,7 +173,8 @@ class ModelHooks:
         compares = Comparison.enabled and (asked or not route.compared)
         route.compared = True
         if not waiting:
-            planning.watch.peaks.begin_step(bucket, compares=compares and bucket.loaded.recomputes)
+            compared_too = compares and bucket.loaded.recomputes
+            planning.watch.peaks.begin_step(bucket, ModelCall(model, args, kwargs), compares=compared_too)
         if len(self.log.began) < MOST_STEP_TIMES:
             self.log.began.append(time.perf_counter())
         self._of_thread.forward.begin(
@@ -189,6 +192,10 @@ class ModelHooks:
         bucket = None if profiling else self._of_thread.forward.end(whole=not raised)
         self._read_counter()
         if bucket is not None and not raised:
+            if not self._of_thread.forward.left:
+                self.log.off_path = ""
+                if bucket.stale.startswith(LEFT):
+                    bucket.stale = ""
             self._planning.forward_ended(bucket, out)
         elif bucket is not None:  # the step will not end
             self._planning.watch.peaks.discard()
@@ -213,6 +220,7 @@ class ModelHooks:
     def _enter(self, path: str) -> None:
         if self._measured.marks is not None:
             self._measured.marks.enter_module(path)
+        self._planning.planner.called.add(path)
         self._of_thread.forward.enter(path)
 
     def _leave(self, path: str) -> None:
@@ -222,12 +230,10 @@ class ModelHooks:
 
     def _left_policy(self, off: OffPath) -> None:
         if (bucket := self._planning.store.current) is not None:
-            bucket.stale = f"the forward left its policy, {off}"
-        if not self.log.off_path:
-            self.log.off_path = str(off)
-            log.warning(
-                "%s left its policy: %s. Ops that the policy does not contain are saved, so this step may "
-                "need more memory than was predicted",
-                self._name,
-                off,
-            )
+            bucket.stale = f"{LEFT}, {off}"
+        self.log.off_path = str(off)
+        self._planning.planner.warn_once(
+            "left",
+            f"it left its policy: {off}. Ops that the policy does not contain are saved, so this step may "
+            "need more memory than was predicted",
+        )

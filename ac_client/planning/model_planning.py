@@ -30,7 +30,7 @@ from ac_client.planning.policy_store import PolicyStore
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError, Policy, PolicySet, Profile
 from autoac.planner.units import format_bytes
-from autoac.profiler import Loop, ProfilerBusy, device_of
+from autoac.profiler import ProfilerBusy, device_of
 from autoac.profiler.errors import ProfilerError
 from autoac.profiler.static_memory import optimizer_bytes, static_bytes
 
@@ -59,7 +59,6 @@ class ModelPlanning:
         watch: the facts about the steps.
         planner: profiles batches and plans them.
         chooser: finds or makes the policy of a batch.
-        forwards: number of forwards before one backward to plan for.
     """
 
     def __init__(
@@ -72,10 +71,10 @@ class ModelPlanning:
         on_failure: Callable[[], Callable[[], None] | None],
     ) -> None:
         self.options = options
-        self.forwards = options.forwards_in_flight or 1
         self.store = PolicyStore(model, options, policy)
         self.watch = StepWatch(model, options, optimizer)
         self._name = type(model).__name__
+        self._found_gradients = False  # the last forward did, from before it
         self.planner = BatchPlanner(self._name, options, self.watch.optimizers, self.watch.on_device)
         self.chooser = PolicyChooser(
             model, self.store, self.planner, given=policy is not None, on_failure=on_failure
@@ -92,17 +91,22 @@ class ModelPlanning:
             ShapeNotPlanned: strict, and no bucket covers the batch.
             PlannerError, RemoteError, ProfilerError: planning failed.
         """
-        bucket = self.chooser.for_batch(call, Loop(self.forwards))
+        bucket = self.chooser.for_batch(call)
         if bucket is None:
             return None
-        gradients = not bucket.planned_for.gradients and self.store.parameters.gradients_exist()
-        facts = self.watch.before_forward(call, bucket, self.forwards, waiting, gradients=gradients)
+        planned, buckets = bucket.planned_for, self.store.buckets
+        buckets.most_forwards = max(buckets.most_forwards, waiting + 1)
+        gradients = not planned.gradients or (
+            planned.frees_gradients is not False and bucket.without_gradients is not None
+        )
+        self._found_gradients = gradients = gradients and self.store.parameters.gradients_exist()
+        facts = self.watch.before_forward(call, bucket, buckets, waiting, gradients=gradients)
         while isinstance(action := self._next(bucket, facts), PlanAgain):
             facts = facts._replace(can_profile=facts.can_profile and not action.profiles)
             if action.row == "other models":
                 facts, bucket.room_requested = facts._replace(room_requested=0), 0
             if (loop := action.terms.loop) != bucket.planned_for.loop:
-                facts, bucket.observed, self.forwards = facts._replace(loop=loop), loop, loop.forwards
+                facts, bucket.observed, buckets.forwards = facts._replace(loop=loop), loop, loop.forwards
             # Any other batch waits for one like the batch that was profiled.
             if not action.profiles or call.shape == bucket.step.shape:
                 self._plan_again(bucket, action, call)
@@ -206,8 +210,10 @@ class ModelPlanning:
         if self.options.budget_bytes is None or bucket.loaded is not loaded:
             return
         facts, planned = self.watch.in_backward(bucket, backward), bucket.planned_for
-        if planned.frees_gradients and bucket.profile is not None and self.store.parameters.gradients_exist():
-            facts = facts._replace(gradients=bucket.profile.gradient_nbytes)
+        if bucket.profile is not None and (planned.frees_gradients or self._found_gradients):
+            exist, nbytes = self.store.parameters.gradients_exist(), bucket.profile.gradient_nbytes
+            freed = self._found_gradients and not exist and bucket.without_gradients is not None
+            facts = facts._replace(gradients=nbytes if exist else 0, freed_gradients=freed)
         while isinstance(action := next_action(planned, facts), PlanAgain):
             bucket.warn(self._name, action)
             planned = action.terms
@@ -222,6 +228,7 @@ class ModelPlanning:
 
     def _plan_again(self, bucket: PlannedBucket, action: PlanAgain, call: ModelCall | None = None) -> None:
         terms, step, profile = action.terms, bucket.step, bucket.profile
+        without_gradients = bucket.without_gradients
         assert profile is not None
         with self.planner.lock:
             try:
@@ -236,9 +243,16 @@ class ModelPlanning:
                     terms = replace(terms, others_nbytes=others, limit=limit)
                     action = replace(action, terms=terms)
                     step = ProfiledStep(call.shape, found)
+                    same_ops = action.row == "gradients" and terms.loop == bucket.planned_for.loop
+                    without_gradients = (bucket.step, bucket.planned_for) if same_ops else None
+                elif action.row == "gradients" and without_gradients is not None:
+                    step, before = without_gradients
+                    assert step.profile is not None
+                    step = replace(step, profile=_for_terms(step.profile, before, terms))
                 else:
                     step = replace(step, profile=_for_terms(profile, bucket.planned_for, terms))
                 self._load(bucket, step, action, call)
+                bucket.without_gradients = without_gradients
             except ProfilerBusy:
                 return
             except (ProfilerError, PlannerError, RemoteError) as error:

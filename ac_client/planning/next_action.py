@@ -6,7 +6,7 @@ the facts that are known then:
 
     before a forward        waiting, loop, gradients, stepped, optimizers, others_nbytes, ran_skipped
     a forward has ended     ran_skipped
-    a backward begins       backward, gradients
+    a backward begins       backward, gradients, freed_gradients
     an optimizer stepped    optimizers
     a step is over          peak, whole, reserved_over, stalled_us; or had_nbytes, if memory ran out
 
@@ -115,6 +115,7 @@ class StepFacts(NamedTuple):
     reserved_over: int = 0  # by which the step took what the allocator has reserved over the budget
     of_reserved: bool = False  # the budget is for what the allocator has reserved
     stalled_us: float = 0.0  # that compute waited for copies
+    freed_gradients: bool = False  # that existed before the step, and do not before backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,7 @@ def _fragments(planned: PlannedFor, facts: StepFacts) -> Action | None:
     if not facts.of_reserved or planned.elsewhere or is_tightest or correction.times >= MOST_CORRECTIONS:
         advice = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         if not facts.of_reserved:
-            advice += ', or pass budget_of="reserved" to ac_client.apply to have the budget count them'
+            advice += ', or pass budget_of="reserved" with the budget, which then counts them'
         return Keep(f"{held}. Where the device is nearly full, {advice}")
     correction = replace(correction, times=correction.times + 1, withheld=correction.withheld + over)
     return PlanAgain(replace(planned, correction=correction), held)
@@ -274,8 +275,15 @@ def _gradients(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Plan for gradients before the step, as microbatches after the first have, or `set_to_none=False`.
 
     The new plan then serves first microbatches too, which need less. If no plan fits, and the optimizer has
-    stepped, the loop is assumed to free the gradients before backward: `zero_grad` follows the forward.
+    stepped, the loop is assumed to free the gradients before backward: `zero_grad` follows the forward. If
+    backward has shown that it does, go back to a plan without them.
     """
+    if facts.gradients and planned.gradients and planned.frees_gradients and not facts.waiting:
+        kept = max(planned.kept_nbytes, facts.kept_nbytes)
+        return PlanAgain(
+            replace(planned, gradients=False, kept_nbytes=kept, correction=_anew(planned)),
+            "gradients of the step before are freed between forward and backward",
+        )
     if not facts.gradients or planned.gradients or planned.frees_gradients or not facts.can_profile:
         return None
     loop, freed = _loop_to_plan(planned, facts), None
@@ -297,7 +305,7 @@ def _optimizers(planned: PlannedFor, facts: StepFacts) -> Action | None:
         return None
     names, more = facts.optimizer_names, needs.state - counted.state
     warning = (
-        f"{names} steps it and was not passed to ac_client.apply. This plan does not count the optimizer's "
+        f"{names} steps it and was not passed as optimizer=... with the budget. This plan does not count its "
         f"state of {format_bytes(more)}, so this step may go over the budget. The next step is planned with "
         "the state. Pass it in optimizer=..., a list if there are several, to have it counted from the first "
         "step on"
@@ -394,7 +402,7 @@ def _loop(planned: PlannedFor, facts: StepFacts) -> Action | None:
         warning = _may_go_over(
             planned,
             f"{in_flight} forwards wait for one backward, and the plan is for {planned.loop.forwards}",
-            "pass forwards_in_flight=N to ac_client.apply to have the first step planned for N",
+            "pass forwards_in_flight=N with the budget to have the first step planned for N",
             again=in_flight <= MOST_FORWARDS,
         )
     profiles = replace(loop, drops=planned.loop.drops) != planned.loop
@@ -453,7 +461,7 @@ def _graph_retained(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 def _outputs_held(planned: PlannedFor, facts: StepFacts) -> Action | None:
     backward = facts.backward
-    if backward is None or not backward.first or planned.loop.drops <= backward.dropped:
+    if backward is None or not backward.first or not (planned.loop.drops and backward.held_nbytes):
         return None
     warning = ""
     if planned.peak + backward.held_nbytes > planned.limit:
@@ -477,10 +485,16 @@ def _outputs_dropped(planned: PlannedFor, facts: StepFacts) -> Action | None:
     return PlanAgain(replace(planned, loop=replace(planned.loop, drops=backward.dropped)))
 
 
+def _gradients_freed(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    if not (facts.freed_gradients and planned.gradients) or planned.loop.forwards > 1:
+        return None
+    return None if planned.frees_gradients is not None else PlanAgain(replace(planned, frees_gradients=True))
+
+
 def _gradients_held(planned: PlannedFor, facts: StepFacts) -> Action | None:
     if facts.backward is None or not facts.backward.first or not planned.frees_gradients:
         return None
-    if not facts.gradients:
+    if planned.gradients or not facts.gradients:
         return None
     warning = _may_go_over(
         planned,
@@ -502,7 +516,7 @@ def _loss_outside(planned: PlannedFor, facts: StepFacts) -> Action | None:
         planned,
         f"between the model's forward and its backward about {format_bytes(backward.nbytes_outside)} were "
         "made, which are in no plan",
-        "pass loss=... to ac_client.apply, or compute the loss in the model's forward",
+        "pass loss=... with the budget, or compute the loss in the model's forward",
     )
     return Keep(warning)
 
@@ -529,6 +543,7 @@ BACKWARD: dict[str, Row] = {
     "graph retained": _graph_retained,
     "outputs held": _outputs_held,
     "outputs dropped": _outputs_dropped,
+    "gradients freed": _gradients_freed,
     "gradients held": _gradients_held,
     "loss outside": _loss_outside,
 }

@@ -112,14 +112,14 @@ class OomRetry:
             error.add_note(
                 "The first step is profiled before it is planned, so no plan limits its memory. Train on "
                 "a smaller batch first, or plan without the device: autoac.profiler.profile(model, ..., "
-                "on=DATASHEETS[...]), and pass the plan to ac_client.apply as policy=...."
+                "on=DATASHEETS[...]), and pass the plan as policy=...."
             )
             return
         budget = self._planning.options.budget_bytes
         of = f" of a budget of {format_bytes(budget)}" if budget is not None else ""
         error.add_note(f"The planned peak was {format_bytes(bucket.policy.predicted.peak_bytes)}{of}.")
         error.add_note(
-            "Pass a smaller budget_gb or more headroom_gb to ac_client.apply, use a smaller batch, or run "
+            "Pass a smaller budget_gb or more headroom_gb, use a smaller batch, or run "
             "the step as ac_client.applied(model).step(fn, retry_oom=True)."
         )
 

@@ -85,6 +85,7 @@ class BatchPlanner:
         options: as passed to `apply`.
         lock: held while this model is planned; a forward on another thread waits for the plan.
         name: of the model, in messages.
+        called: paths of the modules that were called since the last profile began.
         warn_once: warns for the model.
     """
 
@@ -94,6 +95,7 @@ class BatchPlanner:
         self.options = options
         self.lock = threading.RLock()
         self.name = name
+        self.called: set[str] = set()
         self.warn_once = WarnOnce(name)
         self._optimizers = optimizers
         self._on_device = on_device
@@ -121,6 +123,7 @@ class BatchPlanner:
         allocator = allocator_peak(device_of(call.model, call.args, call.kwargs))
         before = allocator.allocated_peak() if allocator is not None else 0
         self._thread.profiling = True
+        self.called.clear()
         loss = self.options.loss
         if loss is not None and loop.forwards > 1 and (self.options.forwards_in_flight or 1) == 1:
             loss = _summed(loss)
@@ -416,7 +419,7 @@ class BatchPlanner:
                 "Compile the blocks of the model before ac_client.apply (for block in model.layers: "
                 "block.compile()), or train larger batches",
             )
-        skipped = skipped_modules(call.model, profile)
+        skipped = skipped_modules(call.model, self.called)
         return ProfiledStep(call.shape, profile, rank_nbytes, self._optimizers.adopted, skipped)
 
 

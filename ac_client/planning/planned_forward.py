@@ -33,8 +33,9 @@ class PlannedForward:
 
     def __init__(self, options: ApplyOptions, report: Callable[[OffPath], None], wrappers: Set[str]) -> None:
         self._options = options
-        self._report = report
+        self._report_left = report
         self._wrappers = wrappers
+        self.left = False  # its policy
         self._region: save_recompute_policy | None = None
         self._cursor: Cursor | None = None
         self._bucket: PlannedBucket | None = None
@@ -66,7 +67,7 @@ class PlannedForward:
             compares: backward compares what it recomputes.
         """
         loaded = bucket.loaded
-        self._bucket, self._unrecorded = bucket, 0
+        self._bucket, self._unrecorded, self.left = bucket, 0, False
         route = loaded.route(waiting)
         self._calls = [(ROOT, id(sys.exception()))]
         if compiled or has_compiled_parts:
@@ -99,6 +100,10 @@ class PlannedForward:
             active.region.module = self._innermost
             if compares:
                 active.region.graph.compare()
+
+    def _report(self, off: OffPath) -> None:
+        self.left = True
+        self._report_left(off)
 
     @property
     def raises(self) -> bool:

@@ -34,6 +34,7 @@ class PolicyStore:
     def __init__(self, model: nn.Module, options: ApplyOptions, policy: Policy | PolicySet | None) -> None:
         self._name = type(model).__name__
         self._shapes = options.shapes
+        self._forwards = options.forwards_in_flight or 1
         self.current: PlannedBucket | None = None
         given = [] if policy is None else [(None, policy)] if isinstance(policy, Policy) else policy.buckets
         self._given = []
@@ -92,7 +93,7 @@ class PolicyStore:
                     "%s: other parameters train, or in another dtype or mode: batches are planned again",
                     self._name,
                 )
-            buckets = self._by_trained[self.parameters.key] = ShapeBuckets()
+            buckets = self._by_trained[self.parameters.key] = ShapeBuckets(self._forwards)
             for bucket in self._given:
                 buckets.add(bucket)
             if len(self._given) == 1 and self._given[0].shape is None:

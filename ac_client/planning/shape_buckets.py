@@ -34,9 +34,13 @@ class ShapeBuckets:
         single_policy: the bucket that runs every batch, if there is one.
         unplanned: keys of batches that have nothing to differentiate.
         known: the bucket chosen for a key; read by each forward.
+        forwards: number of forwards before one backward to plan for.
+        most_forwards: in flight at once, so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forwards: int = 1) -> None:
+        self.forwards = forwards
+        self.most_forwards = 1
         self.all: list[PlannedBucket] = []
         self.single_policy: PlannedBucket | None = None
         self.unplanned: set[Key] = set()

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
+from autoac.planner.errors import OPTIMIZER_STEP
+
 OpId = NewType("OpId", int)
 """Position of an op in forward order."""
 VersionId = NewType("VersionId", int)
@@ -169,7 +171,7 @@ class Graph:
             return f"{self.ops[moment].name}, forward"
         if moment < self.end:
             return f"{self.steps[moment - len(self.ops)].name}, backward step {moment - len(self.ops)}"
-        return "optimizer step"
+        return OPTIMIZER_STEP
 
 
 def chain(*nbytes: int, runtime_us: Sequence[float] | None = None, static_bytes: int = 0) -> Graph:

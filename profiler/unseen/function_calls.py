@@ -87,7 +87,7 @@ def watch_functions() -> None:
 
 def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     plain = super(private.SingleLevelFunction, cls).apply
-    if private.len_dispatch_stack() and not _is_torchs_own(cls):
+    if private.len_dispatch_stack() and not _is_known(cls):
         for mode in reversed(private.get_current_dispatch_mode_stack()):
             run = getattr(mode, "run_function", None)
             if run is not None:
@@ -95,9 +95,9 @@ def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     return plain(*args, **kwargs)
 
 
-def _is_torchs_own(cls: type) -> bool:
-    """Return True for the Functions of torch itself, whose kernels are all dispatched."""
-    return cls.__module__.partition(".")[0] == "torch"
+def _is_known(cls: type) -> bool:
+    """Return True for the Functions of torch itself and of this package, whose kernels are all dispatched."""
+    return cls.__module__.partition(".")[0] in ("torch", "autoac")
 
 
 def facts_of_function(cls: type) -> OpFacts:

@@ -441,6 +441,17 @@ def test_another_batch_shape_is_right_and_reported_if_its_ops_differ(
     assert_equal([p.grad for p in planned.parameters()], [p.grad for p in plain.parameters()])
     assert "aten.mul.Tensor" in ac_client.applied(planned).report().off_path
     assert sum("left its policy" in message for message in caplog.messages) == 1
+    assert "left its policy" in ac_client.applied(planned).report().stale
+    gradients(planned, BATCH)
+    report = ac_client.applied(planned).report()
+    assert (report.off_path, report.stale) == ("", ""), "the last step has followed"
+
+
+def test_input_that_an_op_made_is_followed(budget_gb: float) -> None:
+    model = ac_client.apply(new_model(), budget_gb, strict=True)
+    for _ in range(2):
+        x = BATCH.clone().requires_grad_() * 2
+        scalar(model(x)).backward()
 
 
 def test_strict_raises_where_the_ops_differ(budget_gb: float) -> None:

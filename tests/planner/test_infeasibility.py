@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autoac.planner import Constraints, InfeasibleBudget, plan
@@ -39,3 +41,10 @@ def test_blame_is_written_a_line_for_each_constraint() -> None:
         "    2.00 KiB  2 ops  (pin_save 'm')",
         "pin_recompute has 3 ops recomputed, whose outputs are live from their first use on.",
     ]
+
+
+def test_smaller_batch_is_no_advice_where_the_peak_is_the_optimizers() -> None:
+    with pytest.raises(InfeasibleBudget, match="a smaller batch does not help"):
+        plan(replace(chain(1, 8, 1), closing_bytes=100), budget_bytes=50)
+    with pytest.raises(InfeasibleBudget, match="or use a smaller batch"):
+        plan(replace(chain(1, 8, 1), closing_bytes=1), budget_bytes=2)

@@ -38,7 +38,7 @@ class BackwardFacts(NamedTuple):
     dropped: frozenset[int] = frozenset()  # outputs that the loop has let go of, by position among all
     dropped_nbytes: int = 0  # of these, without what backward starts from
     nbytes_outside: int = 0  # made between the model and the loss; on a CPU by differentiable ops
-    held_nbytes: int = 0  # of outputs that are held, and that the plan counts as dropped
+    held_nbytes: int = 0  # of outputs that only the loop can hold, and that the plan counts as dropped
     nbytes_live: int = 0  # that the plan counts between forward and backward
     graphs: int = 1  # of forwards, created since the last backward that freed one
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_counter import AllocatorPeak, PeakBounds, allocator_peak
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
@@ -67,12 +68,13 @@ class PeakWatch:
         """Return True if the step that runs is watched."""
         return self._readings is not None
 
-    def begin_step(self, bucket: PlannedBucket, *, compares: bool = False) -> None:
+    def begin_step(self, bucket: PlannedBucket, call: ModelCall, *, compares: bool = False) -> None:
         """Take the first reading of a step under `bucket`, if it is one of the first.
 
-        Note how much was reserved since the last step.
+        Note how much was reserved since the last step. A batch that `bucket` does not cover is not compared.
 
         Args:
+            call: of the model, on the batch.
             compares: backward compares contents in this step, for which it allocates up to 2 MiB more.
         """
         if self.allocator is None or bucket.statistics.compared >= WATCHED_STEPS:
@@ -80,7 +82,8 @@ class PeakWatch:
         before = self.allocator.allocated() if self._reserved is None else self._reserved
         self._reserved = self.allocator.reserved()  # a profile has given back what it took
         self._reserved_outside += max(0, self._reserved - before)
-        counts = None if compares or not self.is_complete(bucket) else [self.allocator.allocated_peak()]
+        comparable = not compares and self.is_complete(bucket) and bucket.covers(call.args, call.kwargs)
+        counts = [self.allocator.allocated_peak()] if comparable else None
         if counts is not None and bucket.policy.moves and bucket.statistics.compared == WATCHED_STEPS - 1:
             stalls.watch()
         self._readings = _Readings(bucket, bucket.loaded, counts, self.written())

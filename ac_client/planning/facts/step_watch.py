@@ -16,6 +16,7 @@ from ac_client.planning.facts.peak_watch import PeakWatch
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.next_action import SMALL, WATCHED_STEPS, StepFacts
 from ac_client.planning.options import ApplyOptions
+from ac_client.planning.shape_buckets import ShapeBuckets
 from autoac.profiler import device_of
 from autoac.profiler.static_memory import OptimizerBytes, optimizer_bytes
 from autoac.profiler.torch_facts import private
@@ -36,7 +37,6 @@ class StepWatch:
     def __init__(self, model: nn.Module, options: ApplyOptions, optimizer: Any) -> None:
         self._options = options
         self._in_flight = ForwardsInFlight()
-        self._most_forwards = 1  # in flight at once, so far
         self._kept = 0  # bytes that names of the last step held as the last forward began
         self._last_batch: list[weakref.ref[Tensor]] = []
         self._after_forward: tuple[int, int] | None = None  # allocated bytes, and their peak; None: not read
@@ -58,22 +58,22 @@ class StepWatch:
         self.on_device.close()
 
     def before_forward(
-        self, call: ModelCall, bucket: PlannedBucket, forwards: int, waiting: int, *, gradients: bool
+        self, call: ModelCall, bucket: PlannedBucket, buckets: ShapeBuckets, waiting: int, *, gradients: bool
     ) -> StepFacts:
         """Return the facts as a forward begins.
 
         Args:
             call: of the model, on the batch.
             bucket: the bucket that runs the forward.
-            forwards: the number of forwards before one backward that steps are planned for now.
+            buckets: those of the parameters that train now.
             waiting: how many forwards wait for their backward.
             gradients: True if gradients exist before the step.
         """
-        self._most_forwards = max(self._most_forwards, waiting + 1)
-        most = forwards if self._options.forwards_in_flight is not None else self._most_forwards
-        loop = bucket.observed
-        if loop.forwards != forwards:
-            loop = replace(loop, forwards=forwards)
+        most, loop = buckets.most_forwards, bucket.observed
+        if self._options.forwards_in_flight is not None:
+            most = buckets.forwards
+        if loop.forwards != buckets.forwards:
+            loop = replace(loop, forwards=buckets.forwards)
         if bucket.profile is None:  # the policy stays
             return StepFacts(waiting, loop, most, ran_skipped=bucket.ran_skipped)
         needs, names = None, ""
@@ -92,7 +92,7 @@ class StepWatch:
             state = (needs or bucket.planned_for.optimizers).state
             counts = bucket.profile.static.model_copy(update={"optimizer_state": state})
             self.on_device.measure_uncounted(call.args, call.kwargs, now, counts=counts)
-        nbytes = bucket.profile.gradient_nbytes if gradients else 0
+        nbytes = bucket.profile.gradient_nbytes + bucket.profile.static.gradients if gradients else 0
         if bucket.planned_for.frees_gradients and not waiting:
             now += nbytes
         kept_before, self._kept = self._kept, now
@@ -146,7 +146,10 @@ class StepWatch:
             live = plan.graph.static_bytes + bucket.loaded.waiting_nbytes
             backward = backward._replace(nbytes_live=live)
         if profile is not None and not drops <= backward.dropped:
-            backward = backward._replace(held_nbytes=profile.output_nbytes(drops - backward.dropped))
+            rows, by_plan = profile.outputs, bucket.loaded.waiting_storages
+            by_autograd = {i for i, s in zip(rows.position, rows.storage, strict=True) if s in by_plan}
+            held = drops - backward.dropped - by_autograd
+            backward = backward._replace(held_nbytes=profile.output_nbytes(held))
         return StepFacts(backward=backward)
 
     def _read_allocator(self) -> tuple[int, int] | None:

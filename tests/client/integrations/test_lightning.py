@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -211,14 +212,18 @@ def test_exception_leaves_nothing_behind(tmp_path: Path) -> None:
         _ = callback.applied
 
 
-def test_resumed_training_ends_with_the_same_weights_and_plain_files(tmp_path: Path) -> None:
+def test_resumed_training_ends_with_the_same_weights_and_plain_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plain, first, ours = Lit(), Lit(), Lit()
     trainer = fitted(tmp_path, plain, [], max_epochs=2)
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
     fitted(tmp_path, first, [AutoACCallback(BUDGET_GB)]).save_checkpoint(tmp_path / "half.ckpt")
     callback = AutoACCallback(BUDGET_GB)
     trainer = trainer_of(tmp_path, [callback], max_epochs=2)
-    trainer.fit(ours, loader(), loader(4), ckpt_path=tmp_path / "half.ckpt")
+    with caplog.at_level(logging.INFO, "ac_client"):
+        trainer.fit(ours, loader(), loader(4), ckpt_path=tmp_path / "half.ckpt")
+    assert "profiling" not in caplog.text, "its policies were saved with the checkpoint"
     trainer.save_checkpoint(tmp_path / "ours.ckpt")
     assert callback.report is not None
     assert callback.report.steps == 4

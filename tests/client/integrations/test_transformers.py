@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import ac_client
+from ac_client.integrations.transformers import POLICIES_FILE as FILE
 from ac_client.integrations.transformers import AutoACCallback, planned
 from ac_client.measure.memory_timeline import AllocatorTimeline
+from autoac.planner import PolicySet
 from benchmarks.models.gpt2 import gpt2
 
 BUDGET_GB = 0.0026
@@ -124,7 +127,9 @@ def test_weights_equal_those_of_an_unplanned_training_at_a_lower_peak(
     assert_untouched(ours.model)
 
 
-def test_resumed_training_ends_with_the_same_weights_and_plain_files(tmp_path: Path) -> None:
+def test_resumed_training_ends_with_the_same_weights_and_plain_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saved = {"save_strategy": "steps", "save_steps": 2}
     plain = trained(tmp_path / "plain", [], **saved)
     first = trainer_of(tmp_path / "ours", [AutoACCallback(BUDGET_GB), Raise(at=3)], **saved)
@@ -132,13 +137,16 @@ def test_resumed_training_ends_with_the_same_weights_and_plain_files(tmp_path: P
         first.train()
     callback = AutoACCallback(BUDGET_GB)
     ours = trainer_of(tmp_path / "ours", [callback], **saved)
-    ours.train(resume_from_checkpoint=True)
+    with caplog.at_level(logging.INFO, "ac_client"):
+        ours.train(resume_from_checkpoint=True)
+    assert "profiling" not in caplog.text, "its policies were saved with the checkpoint"
+    assert callback.policies == PolicySet.from_json((tmp_path / "ours/checkpoint-4" / FILE).read_text())
     assert callback.report is not None
     assert callback.report.steps == 2
     assert callback.report.predicted_peak_bytes < callback.report.save_all_peak_bytes
     assert_same(weights(ours.model), weights(plain.model))
     folders = [tmp_path / name / "checkpoint-4" for name in ("plain", "ours")]
-    names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    names = [sorted(path.name for path in folder.iterdir() if path.name != FILE) for folder in folders]
     assert names[0] == names[1]
     for name in names[0]:
         content = [(folder / name).read_bytes() for folder in folders]
@@ -147,6 +155,36 @@ def test_resumed_training_ends_with_the_same_weights_and_plain_files(tmp_path: P
             assert content[0] == content[1]
     loaded = GPT2LMHeadModel.from_pretrained(folders[1])
     assert_same(weights(loaded), weights(plain.model))
+
+
+@pytest.mark.parametrize(
+    "again",
+    [{"budget_gb": 1.1 * BUDGET_GB}, {"budget_gb": BUDGET_GB, "constraints": ac_client.Constraints()}],
+)
+def test_training_resumed_under_other_terms_is_planned_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, again: dict[str, Any]
+) -> None:
+    trained(tmp_path, [AutoACCallback(BUDGET_GB)], save_strategy="steps", save_steps=1, max_steps=1)
+    ours = trainer_of(tmp_path, [AutoACCallback(**again)], max_steps=2)
+    with caplog.at_level(logging.INFO, "ac_client"):
+        ours.train(resume_from_checkpoint=True)
+    assert "profiling" in caplog.text
+
+
+def test_loss_outside_of_the_model_is_planned_if_it_is_passed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loss(out: Any) -> Tensor:
+        log_probs = -nn.functional.log_softmax(out.logits[:, :-1], dim=-1)
+        return log_probs.sum(dim=-1).mean() + log_probs.gather(-1, log_probs.argmax(-1, True)).mean()
+
+    smooth = {"label_smoothing_factor": 0.1, "max_steps": 2}
+    callback = AutoACCallback(BUDGET_GB, loss=loss, forwards_in_flight=1, verify=1)
+    ours = trained(tmp_path / "ours", [callback], **smooth)
+    assert_same(weights(ours.model), weights(trained(tmp_path / "plain", [], **smooth).model))
+    assert callback.report is not None
+    assert callback.report.recomputed > 0
+    assert "loss=" not in caplog.text
 
 
 class Stop(Exception):

@@ -227,6 +227,21 @@ def test_largest_bucket_serves_larger_batches_while_torchs_profiler_runs(budget_
     assert at.report().buckets == 2
 
 
+def test_measured_step_on_a_batch_that_no_bucket_covers_corrects_nothing(
+    budget_gb: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, planned = new_model(), ac_client.apply(new_model(), budget_gb)
+    at = ac_client.applied(planned)
+    for _ in range(2):
+        assert_as_plain(planned, plain, SMALL)
+    policy = at.policy
+    with at.measure():
+        assert_as_plain(planned, plain, LARGE)
+    assert at.policy is policy
+    assert at.report().corrections == 0
+    assert sum("runs under the largest one now" in message for message in caplog.messages) == 1
+
+
 def test_first_policy_can_serve_every_shape() -> None:
     plain, planned = new_model(), ac_client.apply(new_model(), 1.0, shapes="first")
     for of in (SMALL, LARGE):
@@ -391,6 +406,23 @@ def test_other_parameters_that_train_have_a_plan_of_their_own(
     assert "recompute" not in policies[2].decisions.values()
     assert profiled["times"] == 2
     assert at.report().buckets == 2
+
+
+def test_forwards_in_flight_of_other_parameters_are_not_planned_for(caplog: pytest.LogCaptureFixture) -> None:
+    """A discriminator is frozen for the generator's step, and sees two batches in its own."""
+    caplog.set_level(logging.INFO)
+    model = ac_client.apply(new_model(), 1.0)
+
+    def step(forwards: int) -> None:
+        model.requires_grad_(forwards > 1)
+        x = batch(SMALL).requires_grad_() * 1
+        sum(model(x)["logits"].sum() for _ in range(forwards)).backward()
+        model.zero_grad()
+
+    for forwards in (1, 2, 1, 2):
+        step(forwards)
+    assert sum("profiling one step" in message for message in caplog.messages) == 2
+    assert not any(record.levelno >= logging.WARNING for record in caplog.records)
 
 
 def test_single_frozen_parameter_is_noticed_within_a_few_forwards(budget_gb: float) -> None:

@@ -29,6 +29,7 @@ from autoac.planner import (
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import observe
 from autoac.profiler.steps.training_loop import Loop
+from benchmarks.models.gpt2 import gpt2
 
 ROWS, WIDTH = 128, 32
 
@@ -379,6 +380,33 @@ def test_gradients_that_the_loop_frees_between_forward_and_backward_do_not_count
     assert at.report().predicted_peak_bytes > budget
 
 
+def test_gradients_that_are_freed_after_forward_are_not_planned_for_though_they_fit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def step(model: nn.Module) -> None:
+        torch.manual_seed(2)
+        loss = model(batches()[0])
+        model.zero_grad()
+        loss.backward()
+
+    plain, model = WithLoss(), WithLoss()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    budget = budget_for(plain, 0.9, sgd)
+    at = ac_client.applied(ac_client.apply(model, budget / GIB, optimizer=sgd))
+    caplog.set_level(logging.INFO)
+    recomputed = []
+    for _ in range(4):
+        step(model)
+        recomputed.append(at.report().recomputed)
+        sgd.step()
+    assert recomputed[0] < recomputed[1] > recomputed[2] == recomputed[3]
+    assert sum("profiling one step" in message for message in caplog.messages) == 2
+    report = measured_again(model, step)
+    assert report.measured_peak_bytes <= report.predicted_peak_bytes <= budget
+    assert not warnings(caplog)
+    assert_gradients_of_the_plain_model(model, plain, step)
+
+
 def test_optimizer_that_is_replaced_is_let_go(caplog: pytest.LogCaptureFixture) -> None:
     model = WithLoss()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
@@ -594,6 +622,59 @@ def test_parametrized_module_is_not_skipped(caplog: pytest.LogCaptureFixture) ->
     assert sum("profiling one step" in message for message in caplog.messages) == 1
 
 
+class Whole(torch.autograd.Function):
+    """Runs a module as one op."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.module, ctx.weights = module, weights
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.module(x)
+        return None, *torch.autograd.grad(out, (x, *ctx.weights), gradient)
+
+
+class Position(nn.Module):
+    """Returns its parameter and runs no op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self) -> Tensor:
+        return self.position
+
+
+class InOneOp(WithLoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.at = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), Position()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Whole.apply(self.block, x + self.at(), *self.block.parameters())
+        for layer in list(self)[:12]:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_module_that_runs_inside_of_a_function_or_runs_no_op_is_not_skipped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = ac_client.apply(InOneOp(), budget_for(InOneOp(), 0.6) / GIB)
+    caplog.set_level(logging.INFO)
+    for _ in range(3):
+        several(1)(model)
+        model.zero_grad()
+    assert not warnings(caplog)
+    assert sum("profiling one step" in message for message in caplog.messages) == 1
+    assert_gradients_of_the_plain_model(model, InOneOp(), several(1))
+
+
 def test_layers_that_the_first_batch_skipped_are_decided_like_their_siblings() -> None:
     def layers(runs: list[int]) -> Skips:
         model = Skips()
@@ -717,3 +798,32 @@ def test_outputs_that_the_loop_drops_are_not_planned_as_held(caplog: pytest.LogC
         assert report.measured_peak_bytes <= budget
     assert len(warnings(caplog)) == 1
     assert_gradients_of_the_plain_model(model, Head(), drops)
+
+
+def test_outputs_that_autograd_saves_too_do_not_count_as_held(caplog: pytest.LogCaptureFixture) -> None:
+    """The cache of a language model: its loop drops it, and attention needs it in backward."""
+
+    def cached() -> nn.Module:
+        torch.manual_seed(0)
+        return gpt2(layers=2, width=32, heads=4, vocabulary=64, positions=64, use_cache=True)
+
+    ids = torch.arange(256).reshape(4, 64) % 64
+
+    def step(model: nn.Module) -> None:
+        torch.manual_seed(2)
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    whole = observe(cached(), (), {"input_ids": ids, "labels": ids})
+    dropping = whole.with_dropped_outputs(whole.droppable_outputs)
+    held, dropped = (find_minimum_peak(one, time_limit_s=5) for one in (whole, dropping))
+    assert dropped.found < held.proven
+    budget = (dropped.found + held.proven) // 2
+    model = ac_client.apply(cached(), budget / GIB)
+    for _ in range(2):
+        step(model)
+        model.zero_grad()
+    report = measured(model, step)
+    assert report.measured_peak_bytes <= report.predicted_peak_bytes <= budget
+    (said,) = [message for message in warnings(caplog) if message.startswith("GPT2")]
+    assert "if the training loop holds all outputs" in said
+    assert_gradients_of_the_plain_model(model, cached(), step)

@@ -1,0 +1,1 @@
+"""Planned training inside other libraries' loops, next to plain."""
