@@ -250,7 +250,7 @@ def budget_at(name: str, share: float, found: Found) -> int:
 
 
 def upper(name: str) -> str:
-    """Return the way whose peak is +100 %: matrix products are no part of a U-Net."""
+    """Return the way whose peak is +100 %: a U-Net has no matrix products."""
     return "plain" if name == "U-Net" else "selective"
 
 

@@ -44,7 +44,7 @@ cd "$here/src" && exec python3 -m benchmarks.gpu_quarter --out "$OUT" --seconds 
 
 
 def main() -> None:
-    """Make the folder anew."""
+    """Make the folder; what it had is removed."""
     folder, patches = Path(sys.argv[1]), sys.argv[2:]
     shutil.rmtree(folder, ignore_errors=True)
     for name, place in PLACES.items():
