@@ -7,7 +7,7 @@ import statistics
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -101,17 +101,30 @@ class Trained:
     predicted_reserved_bytes: int | None = None  # before the second step
 
 
-def train(case: Case, budget_bytes: int | None = None, host_bytes: int = 0) -> Trained:
+def train(
+    case: Case,
+    budget_bytes: int | Literal["device"] | None = None,
+    host_bytes: int = 0,
+    *,
+    norms_only: bool = False,
+    timing: AbstractContextManager[Any] | None = None,
+) -> Trained:
     """Train for a few steps. With `budget_bytes` they are planned, and may move `host_bytes` to the host.
+
+    Args:
+        case: the model and its batch.
+        budget_bytes: the budget; "device" as for `apply`.
+        host_bytes: the budget of the host.
+        norms_only: return the norm of each tensor of the numbers, without copies to the CPU.
+        timing: entered while steps are timed.
 
     Raises:
         InfeasibleBudget: no plan keeps the budget.
     """
     model, optimizer, batch = case.made()
     if budget_bytes is not None:
-        ac_client.apply(
-            model, budget_bytes / GIB, optimizer=optimizer, host_budget_gb=host_bytes / GIB or None
-        )
+        budget_gb = budget_bytes if budget_bytes == "device" else budget_bytes / GIB
+        ac_client.apply(model, budget_gb, optimizer=optimizer, host_budget_gb=host_bytes / GIB or None)
 
     def forward_backward() -> Tensor:
         with case.autocast():
@@ -139,15 +152,23 @@ def train(case: Case, budget_bytes: int | None = None, host_bytes: int = 0) -> T
     found = {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     found |= {"loss": loss, **dict(model.named_buffers())}
     found |= {"generator": torch.cuda.get_rng_state(case.device)}
-    numbers = Numbers({name: tensor.detach().cpu().clone() for name, tensor in found.items()})
+    numbers = Numbers(
+        {
+            name: torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).cpu()
+            if norms_only and tensor.is_floating_point()
+            else tensor.detach().cpu().clone()
+            for name, tensor in found.items()
+        }
+    )
     del loss, found
-    device_s = statistics.median(
-        seconds(forward_backward, case.device, optimizer.zero_grad) for _ in range(TIMED)
-    )
-    host_s, wall_s = zip(
-        *(_host_and_wall_s(forward_backward, case.device, optimizer.zero_grad) for _ in range(TIMED)),
-        strict=True,
-    )
+    with timing or nullcontext():
+        device_s = statistics.median(
+            seconds(forward_backward, case.device, optimizer.zero_grad) for _ in range(TIMED)
+        )
+        host_s, wall_s = zip(
+            *(_host_and_wall_s(forward_backward, case.device, optimizer.zero_grad) for _ in range(TIMED)),
+            strict=True,
+        )
     return Trained(
         peak,
         slack,
