@@ -64,12 +64,14 @@ class save_recompute_policy:
         log: EventLog | None = None,
         checkpoint: UseGroup | None = None,
         site: Hashable = None,
+        cuts: bool = False,
     ) -> None:
         self._policy = parse_policy(policy)
         self._packing = packing
         self._checkpoint = checkpoint
         self._site = site
         self._log = log
+        self._cuts = cuts
         self._entered: tuple[Region, PolicyFrame] | None = None
 
     def __enter__(self) -> None:
@@ -84,7 +86,7 @@ class save_recompute_policy:
         caller = sys._getframe(1)
         region = active.region
         if region is None:
-            region = Region(self._log)
+            region = Region(self._log, cuts=self._cuts)
             region.open()
             active.region = region
         site = (
