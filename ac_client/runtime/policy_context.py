@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ac_client.runtime.cursor import UseGroup
+from ac_client.runtime.cuts import Cuts
 from ac_client.runtime.nested_policies import (
     Packing,
     PlannedPolicy,
@@ -64,7 +65,7 @@ class save_recompute_policy:
         log: EventLog | None = None,
         checkpoint: UseGroup | None = None,
         site: Hashable = None,
-        cuts: bool = False,
+        cuts: Cuts | None = None,
     ) -> None:
         self._policy = parse_policy(policy)
         self._packing = packing

@@ -109,7 +109,7 @@ class RecordedFunction:
             self._versions.append(version)
             self._storages.enter(tensor.untyped_storage(), version)
             if self._storages.cuts is not None:
-                self._storages.cuts.note_made(tensor.untyped_storage())
+                self._storages.cuts.note_made(tensor.untyped_storage(), version.serial)
             self._storages.note_contents(version, tensor)
         return self._versions[slot]
 

@@ -103,12 +103,12 @@ class Region(RecordingMode):
 
     supports_higher_order_operators = True  # each passes as one opaque op
 
-    def __init__(self, log: EventLog | None = None, *, cuts: bool = False) -> None:
+    def __init__(self, log: EventLog | None = None, *, cuts: Cuts | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._log = log
         self.graph = RegionGraph(log)
         self.storages = TrackedStorages(self.graph)
-        self.storages.cuts = Cuts() if cuts else None
+        self.storages.cuts = cuts
         self._hooks = RegionHooks(self.storages, self.graph)
         self._frames: list[PolicyFrame] = []
         self._policy = PolicyStack(())

@@ -143,32 +143,23 @@ class TrackedStorages:
             self.enter(tensor.untyped_storage(), weakref.ref(source))
 
     def cut(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
-        """Before an op: make a cut if it is time for one, and hold what the op is the first to read after one.
+        """Make a cut before an op if it is time for one, and hold what the op is the first to read.
 
         Args:
             read: the tensors among the op's arguments.
-            written: those of them that the op writes; their new contents are held in their place.
+            written: those of them that the op writes, whose new contents are held in their place.
         """
-        assert self.cuts is not None
-        due = self.cuts.due
-        for storage in self.cuts.cut():
-            version = self._table.of(storage)
-            if type(version) is NodeVersion:
-                due.update(run.serial for run in version.runs)
-        if not due:
-            return
+        cuts = self.cuts
+        assert cuts is not None
+        cuts.cut()
         rewritten = {tensor.untyped_storage()._cdata for tensor in written if has_storage(tensor)}
         for tensor in read:
             origin = self.origin(tensor) if has_storage(tensor) else None
-            if (
-                type(origin) is NodeVersion
-                and origin.serial in due
-                and tensor.untyped_storage()._cdata not in rewritten
-            ):
-                with self._graph.lock:
-                    for version in origin.runs:
-                        due.discard(version.serial)
-                        pin_version(version, tensor, next_order())
+            if type(origin) is NodeVersion and tensor.untyped_storage()._cdata not in rewritten:
+                for version in origin.runs:
+                    if cuts.note_read(version.serial):
+                        with self._graph.lock:
+                            pin_version(version, tensor, next_order())
 
     def before_write(self, tensors: Iterable[Tensor], *, untrack: bool) -> None:
         """Copy what recorded ops have read from outside of `tensors`' storages, before they are written.
@@ -402,7 +393,7 @@ class TrackedStorages:
             self._table.put(storage, version)
         )  # as `enter`, whose call would double the cost
         if self.cuts is not None:
-            self.cuts.note_made(storage)
+            self.cuts.note_made(storage, version.serial)
         if self.compares_reads:
             self.note_contents(version, tensor)
         return weakref.ref(version)

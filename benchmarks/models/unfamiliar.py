@@ -1,4 +1,4 @@
-"""Twenty architectures of transformers that the zoo does not have, from configurations, at a second a step."""
+"""Twenty architectures of transformers that the zoo does not have, small enough for a second a step."""
 
 from __future__ import annotations
 
