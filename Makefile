@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans bench-offload bench-clients clean
+.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans bench-offload bench-clients clean
 
 setup: $(READY)
 
@@ -84,6 +84,10 @@ bench-public-steps: $(READY)
 # Predicted and measured peak of the zoo's models, optimizer included: a quarter of an hour.
 bench-peak: $(READY)
 	$(BIN)/python -m benchmarks.peak
+
+# A first step without a profile: peaks and numbers, over 53 models. Five minutes.
+bench-observed: $(READY)
+	$(BIN)/python -m benchmarks.observed_step
 
 # Compiled models: predicted and measured peaks and gradients, then next to activation_memory_budget: an hour.
 bench-compiled: $(READY)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ac_client.runtime.cursor import UseGroup
+from ac_client.runtime.cuts import Cuts
 from ac_client.runtime.policy_context import save_recompute_policy
 
 ROWS, COLUMNS = 4, 6
@@ -98,7 +99,12 @@ def _instruction(chance: random.Random, pool: list[Tensor]) -> Tensor | None:
 
 
 def gradients(
-    program: Program, policy: object, *, nested: bool = False, twice: bool = False
+    program: Program,
+    policy: object,
+    *,
+    nested: bool = False,
+    twice: bool = False,
+    cuts: Cuts | None = None,
 ) -> list[Tensor | None] | str:
     """Return the gradients of the inputs and the results, or the kind of error that autograd raises.
 
@@ -111,7 +117,7 @@ def gradients(
         if policy is None:
             results = program.run(inputs)
         else:
-            with save_recompute_policy(policy):
+            with save_recompute_policy(policy, cuts=cuts):
                 results = program.run(inputs, nested=chooser)
         if not results:
             return []

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ac_client.runtime.cursor import UseGroup
+from ac_client.runtime.cuts import Cuts
 from ac_client.runtime.nested_policies import (
     Packing,
     PlannedPolicy,
@@ -64,12 +65,14 @@ class save_recompute_policy:
         log: EventLog | None = None,
         checkpoint: UseGroup | None = None,
         site: Hashable = None,
+        cuts: Cuts | None = None,
     ) -> None:
         self._policy = parse_policy(policy)
         self._packing = packing
         self._checkpoint = checkpoint
         self._site = site
         self._log = log
+        self._cuts = cuts
         self._entered: tuple[Region, PolicyFrame] | None = None
 
     def __enter__(self) -> None:
@@ -84,7 +87,7 @@ class save_recompute_policy:
         caller = sys._getframe(1)
         region = active.region
         if region is None:
-            region = Region(self._log)
+            region = Region(self._log, cuts=self._cuts)
             region.open()
             active.region = region
         site = (

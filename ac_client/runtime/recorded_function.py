@@ -108,6 +108,8 @@ class RecordedFunction:
                 version.add_later_run(group, node, tensor)
             self._versions.append(version)
             self._storages.enter(tensor.untyped_storage(), version)
+            if self._storages.cuts is not None:
+                self._storages.cuts.note_made(tensor.untyped_storage(), version.serial)
             self._storages.note_contents(version, tensor)
         return self._versions[slot]
 

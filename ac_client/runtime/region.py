@@ -62,6 +62,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ac_client.runtime.cursor import UseGroup
+from ac_client.runtime.cuts import Cuts
 from ac_client.runtime.moves.region_moves import RegionMoves
 from ac_client.runtime.nested_policies import SAVES, PlannedPolicy, PolicyConflict, PolicyFrame, PolicyStack
 from ac_client.runtime.nodes import FixedShapeOp, Node, NodeVersion, UnsupportedTensor, next_order
@@ -102,11 +103,12 @@ class Region(RecordingMode):
 
     supports_higher_order_operators = True  # each passes as one opaque op
 
-    def __init__(self, log: EventLog | None = None) -> None:
+    def __init__(self, log: EventLog | None = None, *, cuts: Cuts | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._log = log
         self.graph = RegionGraph(log)
         self.storages = TrackedStorages(self.graph)
+        self.storages.cuts = cuts
         self._hooks = RegionHooks(self.storages, self.graph)
         self._frames: list[PolicyFrame] = []
         self._policy = PolicyStack(())
@@ -277,6 +279,9 @@ class Region(RecordingMode):
             moves.before_write(written_tensors(facts, args, kwargs or {}))
         if self._function is not None:
             return self._run_in_function(self._function, func, facts, args, kwargs)
+        if self.storages.cuts is not None:
+            written = written_tensors(facts, args, kwargs or {}) if facts.mutates else ()
+            self.storages.cut(tensors_in(args, kwargs or {}), written)
         if self._log is not None:
             self._log.add("compute", facts.name)
         if facts.fills_packed >= 0:
@@ -317,6 +322,8 @@ class Region(RecordingMode):
             self._save_crossing(call.arguments.tensors)
             for tensor in call.arguments.tensors:
                 hold_for_current_stream(tensor)
+        if self.storages.cuts is not None:
+            self.storages.cut(call.arguments.tensors, ())
         if self._log is not None:
             self._log.add("compute", call.facts.name)
         decided = self._policy.saves_function(call.facts)

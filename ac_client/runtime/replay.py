@@ -457,12 +457,14 @@ def _argument(
 def _buffers_to_write(node: Node, running: Pass) -> dict[int, torch.UntypedStorage]:
     """Return the storages that an in-place op writes in its replay, by id of the stand-in that they replace.
 
-    Take the storage of the old version if nothing else will need that version, else a copy (rule e).
+    Take the storage of the old version if nothing else will need that version, else a copy (rule e). What is
+    held in place of a version is copied too.
     """
     buffers: dict[int, torch.UntypedStorage] = {}
     for old, _ in node.rewrites:
         storage = running.cache[old.serial].untyped_storage()
-        if running.remaining_uses(old) == 1 and not old.handles and not running.uncounted:
+        pinned = old.node.order < 0
+        if running.remaining_uses(old) == 1 and not (old.handles or pinned or running.uncounted):
             del running.cache[old.serial]
         else:
             storage = storage.clone()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ac_client.runtime.cuts import Cuts
 from ac_client.runtime.nodes import (
     Node,
     NodeVersion,
@@ -57,6 +58,7 @@ class TrackedStorages:
         writes: number of writes to tracked storages.
         compares_reads: True if what is read is compared with what a recorded op has written.
         watches_code: True outside of plans: new code and new parameters switch the comparison on.
+        cuts: of an observed step; None in other steps.
     """
 
     def __init__(self, graph: RegionGraph) -> None:
@@ -67,6 +69,7 @@ class TrackedStorages:
         self.writes = 0
         self.compares_reads = False
         self.watches_code = False
+        self.cuts: Cuts | None = None
         self._last_look = LastLook[NodeVersion]()
         self._since_pause: list[weakref.ref[torch.UntypedStorage]] = []  # entered since the last pause
 
@@ -139,6 +142,25 @@ class TrackedStorages:
                     source = pin_version(version, tensor, next_order())
             self.enter(tensor.untyped_storage(), weakref.ref(source))
 
+    def cut(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+        """Make a cut before an op if it is time for one, and hold what the op is the first to read.
+
+        Args:
+            read: the tensors among the op's arguments.
+            written: those of them that the op writes, whose new contents are held in their place.
+        """
+        cuts = self.cuts
+        assert cuts is not None
+        cuts.cut()
+        rewritten = {tensor.untyped_storage()._cdata for tensor in written if has_storage(tensor)}
+        for tensor in read:
+            origin = self.origin(tensor) if has_storage(tensor) else None
+            if type(origin) is NodeVersion and tensor.untyped_storage()._cdata not in rewritten:
+                for version in origin.runs:
+                    if cuts.note_read(version.serial):
+                        with self._graph.lock:
+                            pin_version(version, tensor, next_order())
+
     def before_write(self, tensors: Iterable[Tensor], *, untrack: bool) -> None:
         """Copy what recorded ops have read from outside of `tensors`' storages, before they are written.
 
@@ -157,8 +179,11 @@ class TrackedStorages:
                     source.keep_copy()
                 if origin is not _written_unseen:
                     self._table.drop(tensor)
-            elif untrack:
-                self._table.drop(tensor)
+            else:
+                if origin.node.order < 0:  # held by a cut
+                    origin.node.args[0].keep_copy()
+                if untrack:
+                    self._table.drop(tensor)
 
     def before_silent_write(self, tensors: Sequence[Tensor]) -> None:
         """Prepare for a write to `tensors` that advances no version counter, by a collective or a Function.
@@ -367,6 +392,8 @@ class TrackedStorages:
         self._since_pause.append(
             self._table.put(storage, version)
         )  # as `enter`, whose call would double the cost
+        if self.cuts is not None:
+            self.cuts.note_made(storage, version.serial)
         if self.compares_reads:
             self.note_contents(version, tensor)
         return weakref.ref(version)
@@ -381,6 +408,8 @@ class TrackedStorages:
         for old, tensor in rewritten:
             new = NodeVersion(node, tensor, raw=True)
             made.append(new)
+            if self.cuts is not None:
+                self.cuts.note_rewritten(old.serial, new.serial)
             rewrites.append((old, weakref.ref(new)))
             self.enter(tensor.untyped_storage(), new)
             self.note_contents(new, tensor)

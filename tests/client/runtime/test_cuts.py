@@ -1,0 +1,166 @@
+"""Test that a step without a plan holds little, and computes what the plain step computes, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from programs import Program, gradients
+from stepping import allocated_peak, seed
+from torch import Tensor, nn
+
+from ac_client.runtime.cuts import Cuts
+from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.write_guard import StaleError
+
+PROGRAMS = int(os.environ.get("AUTOAC_PROGRAMS", "300"))  # the nightly target runs more
+ROWS, WIDTH = 512, 64
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Layer(nn.Module):
+    """A layer that makes 16 times what it passes on, in one of several forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.rise, self.fall = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fall(torch.tanh(self.rise(x.sigmoid())).sin().exp())
+        match self.form:
+            case "residual":
+                return x + y
+            case "residual in place":
+                return x.add_(y) if not x.is_leaf else x + y
+            case "relu in place":
+                return torch.relu_(y)
+            case "function":
+                out: Tensor = _Doubled.apply(y)  # type: ignore[no-untyped-call]
+                return out
+        return y
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        doubled = 2 * x
+        ctx.save_for_backward(doubled.exp())
+        return doubled
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (saved,) = ctx.saved_tensors
+        return gradient * saved
+
+
+def train(form: str, cuts: Cuts | None, results: list[list[Tensor]]) -> None:
+    seed(0)
+    model = nn.Sequential(*(Layer(form) for _ in range(16)))
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    if cuts is None:
+        out = model(x)
+    else:
+        with save_recompute_policy("recompute_all", cuts=cuts):
+            out = model(x)
+    out.square().mean().backward()
+    results.append([out.detach(), *(t.grad for t in (x, *model.parameters()) if t.grad is not None)])
+
+
+@pytest.mark.parametrize("form", ["plain", "residual", "residual in place", "relu in place", "function"])
+def test_cuts_lower_the_peak_and_change_no_bit(form: str) -> None:
+    results: list[list[Tensor]] = []
+    plain = allocated_peak(lambda: train(form, None, results))
+    observed = allocated_peak(lambda: train(form, Cuts(), results))
+    saved = plain - 4 * 16 * 2 * 4 * WIDTH * WIDTH * 2  # less parameters and gradients
+    assert observed < plain - 0.5 * saved
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_recomputing_all_without_cuts_saves_nothing() -> None:
+    results: list[list[Tensor]] = []
+
+    def step(cuts: Cuts | None) -> None:
+        train("plain", cuts, results)
+
+    never = Cuts(factor=float("inf"))
+    assert allocated_peak(lambda: step(Cuts())) < 0.7 * allocated_peak(lambda: step(never))
+
+
+def test_hidden_states_that_the_caller_keeps_are_not_held_twice() -> None:
+    layers = nn.ModuleList(Layer("residual") for _ in range(8))
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    kept = [x]
+    with save_recompute_policy("recompute_all", cuts=Cuts()):
+        for layer in layers:
+            kept.append(layer(kept[-1]))
+    torch.stack(kept).sum().backward()
+    observed = x.grad
+    x.grad = None
+    plain = [x]
+    for layer in layers:
+        plain.append(layer(plain[-1]))
+    torch.stack(plain).sum().backward()
+    assert same(observed, x.grad)
+
+
+def test_a_gradient_inside_of_forward_is_that_of_the_plain_step() -> None:
+    layers = nn.Sequential(*(Layer("residual") for _ in range(4)))
+
+    def forces(cuts: Cuts | None) -> Tensor:
+        x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).requires_grad_()
+        if cuts is None:
+            (force,) = torch.autograd.grad(layers(x).sum(), x, create_graph=True)
+        else:
+            with save_recompute_policy("recompute_all", cuts=cuts):
+                (force,) = torch.autograd.grad(layers(x).sum(), x, create_graph=True)
+        force.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(forces(None), forces(Cuts()))
+
+
+def test_a_write_after_forward_to_what_a_cut_holds_is_an_error() -> None:
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6))
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    between = []
+    with save_recompute_policy("recompute_all", cuts=Cuts(factor=0.0)):
+        for layer in layers:
+            x = layer(x)
+            between.append(x.detach())
+    for tensor in between[:-1]:
+        tensor.add_(1)
+    with pytest.raises(StaleError, match="modified by an inplace operation"):
+        x.sum().backward()
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+
+
+@settings(max_examples=PROGRAMS, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    program_seed=st.integers(0, 2**32),
+    length=st.integers(3, 30),
+    factor=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    twice=st.booleans(),
+)
+def test_random_program_has_the_plain_gradients(
+    program_seed: int, length: int, factor: float, twice: bool
+) -> None:
+    program = Program(program_seed, length)
+    plain = gradients(program, None, twice=twice)
+    observed = gradients(program, "recompute_all", twice=twice, cuts=Cuts(factor))
+    if plain == "modified":
+        return  # plain autograd rejects the program; under recomputation it may run
+    assert isinstance(plain, list) == isinstance(observed, list), (plain, observed)
+    if isinstance(plain, list):
+        assert all(same(a, b) for a, b in zip(plain, observed, strict=True))
