@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -110,11 +111,16 @@ def train(make: Callable[[], tuple[nn.Module, Batch]], way: str) -> Step:
     return Step(timeline.peak_since("step"), cpu_s, numbers)
 
 
+def tiny_case(case: tiny.ZooModel) -> tuple[nn.Module, Batch]:
+    """Return a model of `models/tiny.py`, and its batch."""
+    return case.make(), case.batch()
+
+
 def cases(sizes: list[str]) -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Batch]]]]:
     """Yield the name of each model, and a function that makes it and its batch."""
     if "tiny" in sizes:
         for case in (*tiny.ZOO, *tiny.IRREGULAR):
-            yield f"tiny {case.name}", lambda case=case: (case.make(), case.batch())
+            yield f"tiny {case.name}", partial(tiny_case, case)
     if "medium" in sizes:
         yield from medium.MODELS.items()
     if "unfamiliar" in sizes:

@@ -18,7 +18,7 @@ A worked example, layers that make 100 bytes inside and 10 between them:
     14              110     10      120     not yet: 110 < 120
     15              220     10      120     holds 10 more; from here on before every second layer
 
-- What a cut holds is held when an op reads it next. What no op reads any more is no input of a recompute.
+- What a cut holds is held when an op reads it next. No recompute starts from what no op reads.
 - If an op writes it in place first, its new version is held instead. If an op writes it later, what is held
   is copied before, and the new version is recorded like any other.
 - Live is what recorded ops made since the last cut, unless no op has read it while the newer half of these
