@@ -59,17 +59,6 @@ async def receive_body(request: Request, settings: Settings, most_bytes: int | N
     return EncodedBody(coding, bytes(content))
 
 
-def is_small(body: EncodedBody) -> bool:
-    """Return True if the body has at most `SMALL` bytes, as sent and, by its frame's header, decoded."""
-    size = len(body.content)
-    if size <= SMALL and body.coding == "zstd":
-        try:
-            size = zstandard.frame_content_size(body.content)
-        except zstandard.ZstdError:
-            return False
-    return 0 <= size <= SMALL  # -1: the header does not say
-
-
 def decode_body(body: EncodedBody, most_bytes: int) -> bytes:
     """Return the decoded body. This takes up to a tenth of a second: call it in a thread.
 

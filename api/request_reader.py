@@ -21,8 +21,8 @@ from cachetools import LRUCache
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from autoac.api.errors import Busy
-from autoac.api.request_body import SMALL, EncodedBody, decode_body, is_small, receive_body
+from autoac.api.errors import BodyTooLarge, Busy
+from autoac.api.request_body import SMALL, EncodedBody, decode_body, receive_body
 from autoac.api.requests import Kind, Model, ParsedRequest, parse_request, read_json, validated
 from autoac.api.settings import Settings
 from autoac.api.solving.child_process import Solver
@@ -90,8 +90,8 @@ class RequestReader:
         key = (kind, body.coding, digest)
         if key in self._parsed:
             return self._parsed[key]
-        if is_small(body):
-            plain = await to_thread.run_sync(decode_body, body, SMALL)
+        plain = await to_thread.run_sync(_decoded_if_small, body)
+        if plain is not None:
             most_seconds = self.settings.solve_time_limit_s
             parsed = await to_thread.run_sync(parse_request, kind, plain, most_seconds)
         else:
@@ -116,6 +116,16 @@ class RequestReader:
                 yield
                 return
         raise Busy(RETRY_AFTER_S)
+
+
+def _decoded_if_small(body: EncodedBody) -> bytes | None:
+    """Return the decoded body; None if it has more than `SMALL` bytes, as sent or decoded."""
+    if len(body.content) > SMALL:
+        return None
+    try:
+        return decode_body(body, SMALL)
+    except BodyTooLarge:
+        return None
 
 
 async def while_connected(request: Request, work: Callable[[], Awaitable[T]]) -> T:

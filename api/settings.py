@@ -113,6 +113,9 @@ class Settings(BaseSettings):
             complaints = error.errors(include_url=False, include_input=False, include_context=False)
             lines = [f"AUTOAC_{'_'.join(map(str, c['loc'])).upper()}: {c['msg']}" for c in complaints]
             raise InvalidSettings("; ".join(lines)) from None
+        except ValueError as error:  # pydantic's own, for a file that it cannot read
+            cause = error.__cause__ or error
+            raise InvalidSettings(f"AUTOAC_SECRETS_DIR must have readable files: {cause}") from None
 
     @property
     def draws(self) -> bool:

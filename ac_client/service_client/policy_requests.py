@@ -274,13 +274,15 @@ def on_profile(policy: Policy, profile: Profile, budget_bytes: int, headroom_byt
 
     The peak, by the simulator, must be within the budget. The time that the policy adds, as a share of the
     step, must be near the share that the policy states. Otherwise it was planned for other run times, and
-    another plan may add much less.
+    another plan may add much less. Without rates of a link, the time of moves is unknown.
 
     Args:
         policy: the policy, with its constraints.
         profile: a step with the same ops.
         budget_bytes, headroom_bytes: as for `plan`.
     """
+    if policy.moves and profile.link is None:
+        return None
     try:
         plan = as_planned(policy, profile)
     except OtherProfile:

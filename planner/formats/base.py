@@ -96,10 +96,10 @@ def read_data(cls: type[Model], data: Any, malformed: type[MalformedProfile | Ma
 
 
 def complaints(error: ValidationError, limit: int = MAX_COMPLAINTS) -> list[str]:
-    """Return the first complaints of pydantic as "where: what", without the input itself."""
+    """Return the first complaints of pydantic as "where: what", or "what" of the whole, without the input."""
     found = error.errors(include_url=False, include_input=False, include_context=False)
     lines = [
-        f"{'.'.join(str(part) for part in c['loc']) or 'profile'}: {c['msg'].removeprefix('Value error, ')}"
+        ": ".join([*filter(None, [".".join(map(str, c["loc"]))]), c["msg"].removeprefix("Value error, ")])
         for c in found[:limit]
     ]
     return lines + ([f"and {len(found) - limit} more"] if len(found) > limit else [])

@@ -24,6 +24,7 @@ from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.time_limit import relative_gap
 from autoac.planner.units import format_bytes, format_us
 
+SMALL_SHARE = 0.001  # of the step: a solver may stop there without a bound
 LARGE_GAP = 0.05  # of the recompute time: a larger gap gets a sentence of its own
 
 
@@ -141,6 +142,8 @@ def _moves(
 def _proof(recompute_us: float, bound_us: float, step_us: float, stopped: str) -> str:
     """Return what is proven of the schedules that the planner considers (docs/formulation.md)."""
     gap = relative_gap(recompute_us, bound_us)
+    if stopped == Stopped.OPTIMAL.value and not bound_us and recompute_us > SMALL_SHARE * step_us:
+        return "The solver reached its gap by other run times; how good the plan is by these is not known."
     of_step = f" and {(recompute_us - bound_us) / step_us:.2%} of the step" if step_us > 0 else ""
     proven = "No plan considered recomputes less within this budget (proven)"
     if gap > 0:

@@ -18,7 +18,8 @@ from autoac.api.storage.database import Database
 from autoac.api.storage.keys import Scope, create_key
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy
-from autoac.planner.formats.profile import Profile
+from autoac.planner.formats.profile import LinkRates, Profile
+from autoac.planner.offload import plan_with_host
 from autoac.planner.plan import plan, plan_of
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import OpId
@@ -203,6 +204,17 @@ def test_policy_with_use_groups_is_judged_with_them(step: Profile) -> None:
         judged += 1
     assert judged
     assert False in peaks
+
+
+def test_moves_are_not_taken_without_rates_of_a_link() -> None:
+    """Without the rates, no move would take any time."""
+    link = LinkRates(out_bytes_per_us=20e3, in_bytes_per_us=20e3, latency_us=1.0)
+    step = timed(chain_profile(*2 * SIZES), *(1000.0,) * 10).model_copy(update={"link": link})
+    rules, budget = Constraints(host_budget_bytes=GIB), tightest(step) * 2 // 3
+    policy = plan_with_host(step, budget_bytes=budget, constraints=rules).policy()
+    assert policy.moves
+    assert fits(policy, step, budget, 0)
+    assert not fits(policy, step.model_copy(update={"link": None}), budget, 0)
 
 
 def subsets(ops: Iterable[OpId]) -> Iterator[tuple[OpId, ...]]:

@@ -101,6 +101,10 @@ def test_secrets_may_be_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("AUTOAC_SECRETS_DIR", str(tmp_path / "AUTOAC_TOKEN"))
     with pytest.raises(InvalidSettings, match="AUTOAC_SECRETS_DIR must be a folder"):
         Settings.load()
+    monkeypatch.setenv("AUTOAC_SECRETS_DIR", str(tmp_path))
+    (tmp_path / "AUTOAC_PORT").symlink_to("missing")
+    with pytest.raises(InvalidSettings, match="AUTOAC_SECRETS_DIR must have readable files"):
+        Settings.load()
 
 
 def test_refusal_to_listen_is_one_line() -> None:

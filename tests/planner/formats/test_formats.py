@@ -176,6 +176,12 @@ def test_unknown_version_has_its_own_error() -> None:
         Policy.from_json(json.dumps(policy))
 
 
+def test_complaint_about_a_whole_policy_names_no_profile() -> None:
+    policy = json.loads(recomputing_policy().to_json()) | {"version": 2}
+    with pytest.raises(MalformedPolicy, match="not a valid policy: version must be 1"):
+        Policy.from_json(json.dumps(policy))
+
+
 def test_policy_that_packs_is_of_an_unknown_version() -> None:
     older = json.loads(recomputing_policy().to_json()) | {"version": 3}
     older["decisions"] |= {next(iter(older["decisions"])): "pack"}

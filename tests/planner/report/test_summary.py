@@ -126,3 +126,10 @@ def test_gap_of_more_than_five_percent_is_said_in_words() -> None:
     assert "a gap of 10.0% of the recompute and 0.00% of the step" in says
     assert "The gap is large" in says
     assert "large" not in summary._proof(100.0, 99.0, 1e6, Stopped.WORK_LIMIT.value)
+
+
+def test_plan_of_other_run_times_is_not_called_proven() -> None:
+    says = summary._proof(1e5, 0.0, 1e6, Stopped.OPTIMAL.value)
+    assert "not known" in says
+    assert "proven" not in says
+    assert "too little of the step" in summary._proof(100.0, 0.0, 1e6, Stopped.OPTIMAL.value)
