@@ -6,7 +6,6 @@ ProfilerError
 +-- NothingToProfile  the step has no gradient to compute
 +-- CannotProfile     the model cannot run a step that leaves it unchanged
 +-- CannotFake        an op needs values, or a kernel, that a fake step does not have
-+-- Unsteady          two steps of the model on one batch differ
 +-- PinConflict       a module and a module inside it have different pins
 +-- UnsupportedTorch  this version of torch was not tested, or lacks a private name; an ImportError too
 """
@@ -77,20 +76,6 @@ class CannotFake(ProfilerError):
 
     def __reduce__(self) -> tuple[type[CannotFake], tuple[str, str]]:
         return CannotFake, (self.op, self.why)
-
-
-class Unsteady(ProfilerError):
-    """Two steps of the model on one batch differ."""
-
-    def __init__(self, where: str, first: str, second: str) -> None:
-        self.where, self.first, self.second = where, first, second
-        super().__init__(
-            f"two steps on the same batch differ at {where}: first {first}, then {second}; "
-            "profile the model in mode 'hollow', which runs one"
-        )
-
-    def __reduce__(self) -> tuple[type[Unsteady], tuple[str, str, str]]:
-        return Unsteady, (self.where, self.first, self.second)
 
 
 class PinConflict(ProfilerError):
