@@ -40,7 +40,7 @@ GROUP_OF_FILE = {
     },
     "ac_client": {
         "base": ("errors", "files", "model_loader"),
-        "entry": ("apply", "applied_model", "arguments"),
+        "entry": ("apply", "applied_model", "arguments", "pins"),
     },
 }
 
