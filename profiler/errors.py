@@ -12,11 +12,13 @@ ProfilerError
 
 from __future__ import annotations
 
+from autoac.planner.errors import PickledError
+
 TESTED_TORCH = "2.13"
 """The minor version of torch that the tests run on, as in pyproject.toml."""
 
 
-class ProfilerError(Exception):
+class ProfilerError(PickledError):
     """Base of all errors of the profiler."""
 
 
@@ -42,9 +44,6 @@ class ShardsInUse(ProfilerBusy):
             "profile the model before the first such step, or after the last",
         )
 
-    def __reduce__(self) -> tuple[type[ShardsInUse], tuple[str]]:
-        return ShardsInUse, (self.where,)
-
 
 class NothingToProfile(ProfilerError):
     """The step has no gradient to compute."""
@@ -60,9 +59,6 @@ class CannotProfile(ProfilerError):
         self.where, self.why, self.instead = where, why, instead
         super().__init__(f"{where} cannot be profiled: {why}; {instead}")
 
-    def __reduce__(self) -> tuple[type[CannotProfile], tuple[str, str, str]]:
-        return CannotProfile, (self.where, self.why, self.instead)
-
 
 class CannotFake(ProfilerError):
     """An op needs values, or a kernel, that a fake step does not have."""
@@ -74,9 +70,6 @@ class CannotFake(ProfilerError):
             "without `on`"
         )
 
-    def __reduce__(self) -> tuple[type[CannotFake], tuple[str, str]]:
-        return CannotFake, (self.op, self.why)
-
 
 class PinConflict(ProfilerError):
     """A module and a module inside it have different pins."""
@@ -86,9 +79,6 @@ class PinConflict(ProfilerError):
         super().__init__(
             f"{inner} is pinned {inner_pin} inside {outer}, which is pinned {outer_pin}; unpin one of them"
         )
-
-    def __reduce__(self) -> tuple[type[PinConflict], tuple[str, str, str, str]]:
-        return PinConflict, (self.outer, self.outer_pin, self.inner, self.inner_pin)
 
 
 class UnsupportedTorch(ProfilerError, ImportError):
@@ -100,6 +90,3 @@ class UnsupportedTorch(ProfilerError, ImportError):
             f"torch must be {TESTED_TORCH}, got {installed}: {why}. Install torch=={TESTED_TORCH}.*, or a "
             "version of autoac that was tested with this torch"
         )
-
-    def __reduce__(self) -> tuple[type[UnsupportedTorch], tuple[str, str]]:
-        return UnsupportedTorch, (self.installed, self.why)
