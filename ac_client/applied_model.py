@@ -36,8 +36,6 @@ log = logging.getLogger("ac_client")
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 
-MOST_STEP_TIMES = 1000  # kept for the median
-
 
 class Applied:
     """The handle of a planned model. Get it by `ac_client.applied(model)`.

@@ -151,7 +151,7 @@ KEEP = Keep()
 
 
 def next_action(planned: PlannedFor, facts: StepFacts) -> Action:
-    """Return what to do about a plan, now that these facts are known: the first row of `TABLE` that applies.
+    """Return what to do about a plan, now that these facts are known: the first row that applies.
 
     A plan that was made elsewhere stays; then only the warning is left.
     """
@@ -534,7 +534,6 @@ BACKWARD: dict[str, Row] = {
     "gradients held": _gradients_held,
     "loss outside": _loss_outside,
 }
-TABLE = MEASURED | LOOP | BACKWARD
 
 
 # --- words ------------------------------------------------------------------------------------------------
