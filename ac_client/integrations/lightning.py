@@ -144,12 +144,13 @@ class AutoACCallback(PlannedTrainings, Callback):
         """Return the named module, or the step as a module: NOTE [ The step as a module ]."""
         if self._module is not None:
             try:
-                return pl_module.get_submodule(self._module)
+                model: nn.Module = pl_module.get_submodule(self._module)
             except AttributeError as error:
                 raise ApplyError(
                     f"{type(pl_module).__name__} has no module {self._module!r} ({error}): pass "
                     f"the path of one of its modules, such as {_children(pl_module)}"
                 ) from None
+            return model
         if not pl_module.automatic_optimization:
             raise ApplyError(
                 f"{type(pl_module).__name__} optimizes manually, so its training_step contains backward and "
