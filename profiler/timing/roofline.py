@@ -16,7 +16,7 @@ CACM 52(4), 2009. Sources of the efficiencies are given where they are defined.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
@@ -226,17 +226,12 @@ H100 = Device(
 )
 """NVIDIA H100 Tensor Core GPU datasheet; dense numbers: H100 architecture white paper, table 2."""
 
-H200 = Device(
-    "NVIDIA H200 SXM",
-    _peaks(989.4, 1978.9),
-    66.9e12,
-    4.8e12,
-    _mib(143_156),
+H200 = replace(
+    H100,
+    name="NVIDIA H200 SXM",
+    bytes_per_s=4.8e12,
+    memory_bytes=_mib(143_156),
     efficiency=H200_MEASURED,
-    capability=(9, 0),
-    cudnn=CUDNN_OF_WHEELS,
-    workspace_nbytes=workspace_of((9, 0)),
-    link_bytes_per_s=PCIE_5,
 )
 """NVIDIA H200 Tensor Core GPU datasheet; an H100 with 141 GB of HBM3e."""
 
