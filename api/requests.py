@@ -215,9 +215,8 @@ class Answer:
     """The response to a request for a solve: JSON, and a plot if one was made."""
 
     text: str  # JSON
-    drawing: bytes | None = field(
-        default=None, repr=False
-    )  # the plot of a policy or a frontier, if one was made
+    # The plot of a policy or a frontier, if one was made.
+    drawing: bytes | None = field(default=None, repr=False)
 
 
 def read_json(body: bytes) -> Any:

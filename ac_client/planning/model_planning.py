@@ -36,13 +36,7 @@ from autoac.profiler.static_memory import optimizer_bytes, static_bytes
 
 log = logging.getLogger("ac_client")
 
-_LOUD = (
-    "loosened too far",
-    "over the limit",
-    "fragments",
-    "stalls",
-    "far under the limit",
-)  # measured
+_LOUD = ("loosened too far", "over the limit", "fragments", "stalls", "far under the limit")  # measured
 
 
 class ModelPlanning:
@@ -238,10 +232,8 @@ class ModelPlanning:
                 return
             except (ProfilerError, PlannerError, RemoteError) as error:
                 correction = replace(bucket.planned_for.correction, times=terms.correction.times)
-                bucket.planned_for, bucket.stale = (
-                    replace(terms, correction=correction),
-                    action.reason,
-                )  # once
+                bucket.planned_for = replace(terms, correction=correction)  # once
+                bucket.stale = action.reason
                 log.warning(
                     "%s: %s, and no plan could be made for that (%s). The present plan stays",
                     self._name,

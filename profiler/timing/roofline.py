@@ -119,9 +119,8 @@ class Device:
     bytes_per_s: float  # of its memory
     memory_bytes: int
     launch_us: float = 4.0  # from one small kernel to the next in eager mode
-    efficiency: Mapping[KernelKind, float] = field(
-        default_factory=lambda: AMPERE
-    )  # part of the peaks, in (0, 1]
+    # Part of the peaks, in (0, 1].
+    efficiency: Mapping[KernelKind, float] = field(default_factory=lambda: AMPERE)
     device_type: str = "cuda"  # "cuda" (AMD too) or "cpu": which kernels run
     allocator_rounding: int = 512  # bytes
     capability: tuple[int, int] | None = None  # of CUDA; None: not NVIDIA's
