@@ -15,10 +15,10 @@ from .errors import (
     SolverOutOfTime,
 )
 from .measure.report import Report
+from .pins import Pin, pin
 from .runtime.checkpoint import checkpoint, checkpoint_sequential
 from .runtime.cursor import LeftThePath
 from .runtime.nested_policies import PolicyConflict
-from .runtime.pins import Pin, pin
 from .runtime.policy_context import save_recompute_policy, tag
 from .runtime.split_backward import split_backward
 from .runtime.write_guard import ContentsDiffer, StaleError

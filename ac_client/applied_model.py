@@ -6,11 +6,11 @@ import logging
 import os
 import statistics
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,10 +35,6 @@ from autoac.profiler.torch_facts.inductor import uncompiled
 log = logging.getLogger("ac_client")
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
-
-MOST_STEP_TIMES = 1000  # kept for the median
-
-Result = TypeVar("Result")
 
 
 class Applied:
@@ -113,27 +109,6 @@ class Applied:
         self._planning.end_step()  # profiling is not part of the step before
         return self._planning.chooser.plan_for(ModelCall(model, args, kwargs))
 
-    def step(
-        self, fn: Callable[[], Result], *, retry_oom: bool = False, keep_gradients: bool = False
-    ) -> Result:
-        """Run `fn()`, the forward and backward of one step, and handle an out-of-memory error.
-
-        With `retry_oom` a step that runs out of memory is undone, planned again for less memory, and run
-        once more: gradients that it made are dropped, buffers and generators are put back. Otherwise the
-        error is raised with advice.
-
-        Args:
-            fn: forward and backward, the same if called again; `zero_grad` and the optimizer stay outside.
-            retry_oom: run the step a second time.
-            keep_gradients: copy the gradients that exist before the step to the host's memory, to be able to
-                undo a step that adds to them (gradient accumulation). Without it, such a step runs again
-                only if it ran out of memory before it added to them.
-
-        Raises:
-            torch.OutOfMemoryError: also from the second run, or the step could not be undone. A note says so.
-        """
-        return self._hooks.retry.run(fn, retry_oom=retry_oom, keep_gradients=keep_gradients)
-
     def report(self, html: str | os.PathLike[str] | None = None) -> Report:
         """Return predicted and measured peak and step time so far, and what is live at the peak.
 
@@ -189,7 +164,6 @@ class Applied:
             buckets=len(buckets),
             corrections=sum(bucket.statistics.corrections for bucket in buckets),
             corrected_by_bytes=policy.corrected_by_bytes if policy else 0,
-            retries=self._hooks.retry.retries,
             allocated_peak_bytes=allocated,
             reserved_peak_bytes=reserved,
             predicted_reserved_bytes=predicted_reserved,

@@ -21,12 +21,13 @@ from collections.abc import Sequence
 from autoac.planner.errors import InfeasibleBudget as InfeasibleBudget
 from autoac.planner.errors import InvalidBudget as InvalidBudget
 from autoac.planner.errors import InvalidConstraints as InvalidConstraints
+from autoac.planner.errors import PickledError
 from autoac.planner.errors import SolverOutOfTime as SolverOutOfTime
 from autoac.planner.formats.policy_set import Shape, shape_in_words
 from autoac.profiler.errors import PinConflict as PinConflict
 
 
-class ApplyError(ValueError):
+class ApplyError(PickledError, ValueError):
     """The model or an argument cannot be used; nothing was changed."""
 
 
@@ -53,11 +54,8 @@ class CompiledModel(ApplyError):
         self.where, self.how = where, how
         super().__init__(f"{where} compiles more than a model, which a plan cannot follow: {how}")
 
-    def __reduce__(self) -> tuple[type[CompiledModel], tuple[str, str]]:
-        return CompiledModel, (self.where, self.how)
 
-
-class NotApplied(LookupError):
+class NotApplied(PickledError, LookupError):
     """`applied(model)` was called on a model that is not planned."""
 
     def __init__(
@@ -70,7 +68,7 @@ NO_TRAINING = "its plan begins and ends with the training; `report` has the repo
 """The next step of NotApplied for a callback."""
 
 
-class ShapeNotPlanned(LookupError):
+class ShapeNotPlanned(PickledError, LookupError):
     """No bucket covers the batch, in strict mode. Nothing was computed.
 
     Args:
@@ -94,19 +92,13 @@ class ShapeNotPlanned(LookupError):
             f"{'; '.join(map(shape_in_words, planned))}. {advice}"
         )
 
-    def __reduce__(self) -> tuple[type[ShapeNotPlanned], tuple[Shape, Sequence[Shape], bool]]:
-        return ShapeNotPlanned, (self.shape, self.planned, self.budgeted)
 
-
-class RankFailed(RuntimeError):
+class RankFailed(PickledError, RuntimeError):
     """Another rank could not be profiled or planned because of an unexpected error."""
 
     def __init__(self, rank: int, kind: str, words: str) -> None:
         self.rank, self.kind, self.words = rank, kind, words
         super().__init__(f"no rank is planned, because rank {rank} raised {kind}: {words}")
-
-    def __reduce__(self) -> tuple[type[RankFailed], tuple[int, str, str]]:
-        return RankFailed, (self.rank, self.kind, self.words)
 
 
 class CommandError(Exception):

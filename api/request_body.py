@@ -11,9 +11,8 @@ from fastapi import Request
 from autoac.api.errors import BodyTooLarge, BodyTooSlow, Undecodable, UnsupportedBody
 from autoac.api.settings import Settings
 
-SMALL = (
-    64 << 10
-)  # bytes of a decoded body up to which a child process would take longer to start than to check it
+SMALL = 64 << 10
+"""Bytes of a decoded body up to which a child process would take longer to start than to check it."""
 MAX_WINDOW = 8 << 20
 """Largest window of a zstd frame, in bytes; RFC 9659 sets it for HTTP."""
 MOST_RATIO = 250  # decoded bytes per byte sent; a profile of 50,000 equal ops has 37

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 
 from autoac.api.errors import MalformedRequest, NotJson
 from autoac.planner.errors import InvalidBudget, MalformedProfile
+from autoac.planner.formats import base
 from autoac.planner.formats.base import MAX_INT, Count, complaints
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy
@@ -214,29 +215,21 @@ class Answer:
     """The response to a request for a solve: JSON, and a plot if one was made."""
 
     text: str  # JSON
-    drawing: bytes | None = field(
-        default=None, repr=False
-    )  # the plot of a policy or a frontier, if one was made
+    # The plot of a policy or a frontier, if one was made.
+    drawing: bytes | None = field(default=None, repr=False)
 
 
 def read_json(body: bytes) -> Any:
     """Return the data of a decoded body.
 
     Raises:
-        NotJson: the body is not JSON, is nested too deeply, has numbers that JSON does not have, or an object
-            has the same name twice.
+        NotJson: as the ValueError of `base.read_json`, or the body is not UTF-8.
     """
     try:
         # Decoded as UTF-8 first: json.loads would guess the encoding of bytes.
-        return json.loads(str(body, "utf-8"), parse_constant=_no_such_number, object_pairs_hook=_once)
-    except RecursionError:
-        raise NotJson("the body is nested too deeply") from None
-    except UnicodeDecodeError:
-        raise NotJson("the body is not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise NotJson(f"the body is not JSON: {error.msg} at character {error.pos}") from None
-    except ValueError:  # an integer of more than 4,300 digits
-        raise NotJson("the body has a number that cannot be read") from None
+        return base.read_json(str(body, "utf-8"))
+    except ValueError as error:
+        raise NotJson(f"the body is not JSON: {error}") from None
 
 
 def validated(model: type[Model], data: Any) -> Model:
@@ -375,19 +368,3 @@ def _frontier(profile: Profile, found: Frontier) -> dict[str, Any]:
     ]
     floor_of = {"proven_bytes": found.floor.proven, "found_bytes": found.floor.found}
     return _head(profile, "frontier") | {"floor": floor_of, "plans": plans}
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object with these members.
-
-    Raises:
-        NotJson: two members have the same name.
-    """
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise NotJson("the body has an object with the same name twice")
-    return made
-
-
-def _no_such_number(name: str) -> float:
-    raise json.JSONDecodeError(f"{name} is not JSON", "", 0)

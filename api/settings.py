@@ -87,9 +87,7 @@ class Settings(BaseSettings):
 
     keep_policies_days: Days | None = None  # `db prune` deletes older ones; None: keep all
     keep_policies_count: Annotated[int, Field(ge=1)] | None = None  # newest of a fingerprint and budget
-    keep_drawings_bytes: Annotated[int, Field(ge=0)] = (
-        1024 * MIB
-    )  # of all plots; the oldest are deleted at once
+    keep_drawings_bytes: Annotated[int, Field(ge=0)] = 1024 * MIB  # the oldest plots are deleted at once
     keep_jobs_days: Days = 30
     keep_audit_days: Days = 365
 

@@ -236,7 +236,6 @@ def measured(
             "save_all": report.save_all_peak_bytes,
             "gap": report.gap,
             "corrections": report.corrections,
-            "retries": report.retries,
             "off_path": report.off_path,
             "plan_s": plan_s,
         }

@@ -40,7 +40,14 @@ _PUBLISHED = {  # names in `to_dict`, where they differ from the argument's
 }
 
 
-class PlannerError(Exception):
+class PickledError(Exception):
+    """Base of errors that pickle with their text and fields, whatever arguments their constructor takes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_unpickled, (type(self), self.args, self.__dict__))
+
+
+class PlannerError(PickledError):
     """Base of all errors of the planner."""
 
     def __init__(self, message: str) -> None:
@@ -48,9 +55,6 @@ class PlannerError(Exception):
 
     def __str__(self) -> str:
         return printable(super().__str__())  # names in it may be from a file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_unpickled, (type(self), self.args, self.__dict__))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the error as JSON data: `kind`, `detail` (its text), and its arguments."""
@@ -95,7 +99,7 @@ def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
         yield from _subclasses(subclass)
 
 
-def _unpickled(cls: type[PlannerError], args: tuple[Any, ...], state: dict[str, Any]) -> PlannerError:
+def _unpickled(cls: type[PickledError], args: tuple[Any, ...], state: dict[str, Any]) -> PickledError:
     error = cls.__new__(cls)
     error.args = args
     error.__dict__.update(state)

@@ -6,7 +6,6 @@ from .errors import (
     ProfilerBusy,
     ProfilerError,
     ShardsInUse,
-    Unsteady,
     UnsupportedTorch,
 )
 from .model_device import device_of
@@ -30,7 +29,6 @@ __all__ = [
     "ProfilerError",
     "ShardsInUse",
     "Times",
-    "Unsteady",
     "UnsupportedTorch",
     "datasheet_of_this_cpu",
     "device_name",

@@ -6,18 +6,19 @@ ProfilerError
 +-- NothingToProfile  the step has no gradient to compute
 +-- CannotProfile     the model cannot run a step that leaves it unchanged
 +-- CannotFake        an op needs values, or a kernel, that a fake step does not have
-+-- Unsteady          two steps of the model on one batch differ
 +-- PinConflict       a module and a module inside it have different pins
 +-- UnsupportedTorch  this version of torch was not tested, or lacks a private name; an ImportError too
 """
 
 from __future__ import annotations
 
+from autoac.planner.errors import PickledError
+
 TESTED_TORCH = "2.13"
 """The minor version of torch that the tests run on, as in pyproject.toml."""
 
 
-class ProfilerError(Exception):
+class ProfilerError(PickledError):
     """Base of all errors of the profiler."""
 
 
@@ -43,9 +44,6 @@ class ShardsInUse(ProfilerBusy):
             "profile the model before the first such step, or after the last",
         )
 
-    def __reduce__(self) -> tuple[type[ShardsInUse], tuple[str]]:
-        return ShardsInUse, (self.where,)
-
 
 class NothingToProfile(ProfilerError):
     """The step has no gradient to compute."""
@@ -61,9 +59,6 @@ class CannotProfile(ProfilerError):
         self.where, self.why, self.instead = where, why, instead
         super().__init__(f"{where} cannot be profiled: {why}; {instead}")
 
-    def __reduce__(self) -> tuple[type[CannotProfile], tuple[str, str, str]]:
-        return CannotProfile, (self.where, self.why, self.instead)
-
 
 class CannotFake(ProfilerError):
     """An op needs values, or a kernel, that a fake step does not have."""
@@ -75,23 +70,6 @@ class CannotFake(ProfilerError):
             "without `on`"
         )
 
-    def __reduce__(self) -> tuple[type[CannotFake], tuple[str, str]]:
-        return CannotFake, (self.op, self.why)
-
-
-class Unsteady(ProfilerError):
-    """Two steps of the model on one batch differ."""
-
-    def __init__(self, where: str, first: str, second: str) -> None:
-        self.where, self.first, self.second = where, first, second
-        super().__init__(
-            f"two steps on the same batch differ at {where}: first {first}, then {second}; "
-            "profile the model in mode 'hollow', which runs one"
-        )
-
-    def __reduce__(self) -> tuple[type[Unsteady], tuple[str, str, str]]:
-        return Unsteady, (self.where, self.first, self.second)
-
 
 class PinConflict(ProfilerError):
     """A module and a module inside it have different pins."""
@@ -101,9 +79,6 @@ class PinConflict(ProfilerError):
         super().__init__(
             f"{inner} is pinned {inner_pin} inside {outer}, which is pinned {outer_pin}; unpin one of them"
         )
-
-    def __reduce__(self) -> tuple[type[PinConflict], tuple[str, str, str, str]]:
-        return PinConflict, (self.outer, self.outer_pin, self.inner, self.inner_pin)
 
 
 class UnsupportedTorch(ProfilerError, ImportError):
@@ -115,6 +90,3 @@ class UnsupportedTorch(ProfilerError, ImportError):
             f"torch must be {TESTED_TORCH}, got {installed}: {why}. Install torch=={TESTED_TORCH}.*, or a "
             "version of autoac that was tested with this torch"
         )
-
-    def __reduce__(self) -> tuple[type[UnsupportedTorch], tuple[str, str]]:
-        return UnsupportedTorch, (self.installed, self.why)

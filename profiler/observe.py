@@ -6,8 +6,6 @@ import logging
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
-from functools import partial
-from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -25,7 +23,6 @@ from autoac.profiler.known_step import KnownStep, StepKnown
 from autoac.profiler.model_device import check_one_device, device_of
 from autoac.profiler.static_memory import optimizer_bytes, static_bytes, workspace_bytes
 from autoac.profiler.steps import fake, hollow
-from autoac.profiler.steps.compare_plain import with_times_of
 from autoac.profiler.steps.hollow import HollowStep
 from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss, TrainingStep
 from autoac.profiler.timing.cache import OpTime, Times, machine
@@ -39,7 +36,7 @@ from autoac.profiler.torch_facts.private import tree_leaves
 
 log = logging.getLogger("autoac.profiler")
 
-Mode = Literal["hollow", "measured", "fake"]
+Mode = Literal["hollow", "fake"]
 
 
 def profile(
@@ -70,8 +67,7 @@ def profile(
             requires a gradient.
         on: the datasheet of a device, such as `DATASHEETS["h100"]`; or a `torch.device` of this machine, on
             which each kind of op then runs by itself to be timed, so the step need not fit.
-        mode: "hollow", "measured" or "fake" (docs/profiling.md). "measured" also runs a plain step, which
-            needs the memory of one, and takes run times from it. By default "fake" with `on`, else "hollow".
+        mode: "hollow" or "fake" (docs/profiling.md). By default "fake" with `on`, else "hollow".
         times: the cache of run times, or the path of its file. By default the file named by the environment
             variable AUTOAC_TIMES, if any.
         autocast: the type that the step is cast to, as under `torch.autocast`. By default that of the
@@ -88,7 +84,6 @@ def profile(
             `cudaMallocAsync` and pluggable ones; or a part of the step allocates on a thread that
             torch.profiler does not watch.
         CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
-        Unsteady: with mode="measured", the model took another path in the second step.
         ValueError: `mode` or `on` is invalid, they contradict each other, or the device of `on` is not here.
         TypeError: `model` is not a module, or `loss` did not return a tensor.
     """
@@ -176,7 +171,7 @@ def observe(
                     ),
                 )
             try:
-                step, notes = _real_step(subject, device, environment, mode == "measured", times, known)
+                step, notes = _real_step(subject, device, environment, times, known)
             except StepKnown as found:
                 return found.profile
     else:
@@ -270,23 +265,22 @@ def _check_mode(mode: Mode | None, on: Device | torch.device | None) -> None:
             f"on must be a device of this machine, to run ops, got torch.device({str(on)!r}); pass "
             "DATASHEETS[...] to estimate run times"
         )
-    if mode not in (None, "hollow", "measured", "fake"):
-        raise ValueError(f"mode must be 'hollow', 'measured' or 'fake', got {mode!r}")
+    if mode not in (None, "hollow", "fake"):
+        raise ValueError(f"mode must be 'hollow' or 'fake', got {mode!r}")
     if mode == "fake" and on is None:
         raise ValueError("mode='fake' needs a device: pass on=DATASHEETS[...] or on=torch.device(...)")
-    if mode in ("hollow", "measured") and on is not None:
-        raise ValueError(f"mode={mode!r} runs on the model's own device: leave out on=..., or mode=...")
+    if mode == "hollow" and on is not None:
+        raise ValueError("mode='hollow' runs on the model's own device: leave out on=..., or mode=...")
 
 
 def _real_step(
     subject: TrainingStep,
     device: torch.device,
     environment: Environment,
-    plain_too: bool,
     times: Times | None,
     known_step: KnownStep | None,
 ) -> tuple[HollowStep, list[str]]:
-    """Run a hollow step, and with `plain_too` a plain one for its run times. Return it with notes."""
+    """Run a hollow step. Return it with notes."""
     here = machine(device, environment.device_name)
     known: dict[Hashable, OpTime] = {}
     notes: list[str] = []
@@ -295,19 +289,7 @@ def _real_step(
         known.update(times.ops(here, signatures) if times is not None else {})
         return dict(known)
 
-    run = partial(hollow.run, subject, device, watch=known_step)
-    if plain_too:
-        # The hollow step goes first: a plain one does not show what Python holds without autograd.
-        hollow_step = run(time_ops=False)
-        plain = run(plain=True, known=look_up)
-        step = with_times_of(hollow_step, plain)
-        peak = max([0, *accumulate(change.nbytes for change in plain.allocations.changes)])
-        notes.append(
-            f"measured: a plain step that dropped its outputs held {peak} bytes at most "
-            "in addition to the bytes before it"
-        )
-    else:
-        step = run(known=look_up)
+    step = hollow.run(subject, device, known=look_up, watch=known_step)
     if times is not None:
         times.keep_ops(here, {key: row for key, row in step.op_times.items() if key not in known})
     kinds = step.op_times.keys() - {BETWEEN_OPS}

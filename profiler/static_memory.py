@@ -213,7 +213,9 @@ def _with_fakes(fakes: Mapping[int, Tensor], value: Any) -> Any:
     """Return a copy of `value` with fake tensors: the fake mode writes to a real one that meets no fake."""
 
     def fake(leaf: Any) -> Any:
-        return fakes.get(id(leaf), torch.empty_like(leaf)) if isinstance(leaf, Tensor) else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return fakes[id(leaf)] if id(leaf) in fakes else torch.empty_like(leaf)
 
     return tree_map(fake, value)
 

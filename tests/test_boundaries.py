@@ -40,7 +40,7 @@ GROUP_OF_FILE = {
     },
     "ac_client": {
         "base": ("errors", "files", "model_loader"),
-        "entry": ("apply", "applied_model", "arguments"),
+        "entry": ("apply", "applied_model", "arguments", "pins"),
     },
 }
 
@@ -56,7 +56,7 @@ planner/plans:          base formats problem memory solver
 planner/pipeline:       base formats problem solver plans
 planner/report:         base formats problem memory solver plans
 planner:                plans pipeline report
-profiler/base:
+profiler/base:          planner/base
 profiler/torch_facts:   base planner/formats
 profiler/unseen:        torch_facts checkpoints planner/formats
 profiler/compiler:      base torch_facts planner/formats

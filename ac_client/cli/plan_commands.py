@@ -35,6 +35,8 @@ from ac_client.files import check_writable, write_whole
 if TYPE_CHECKING:
     from autoac.planner import Plan, Stages
 
+OutputFile = Annotated[Path, typer.Option("-o", "--output", help="File to write; - for stdout.")]
+
 
 def profile(
     function: Annotated[
@@ -45,9 +47,7 @@ def profile(
             "the keys model, args, kwargs, loss, optimizer. The current folder is searched for MODULE first.",
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="File to write; - for stdout.")] = Path(
-        "profile.json"
-    ),
+    output: OutputFile = Path("profile.json"),
     on: Annotated[
         str | None,
         typer.Option(metavar="DEVICE", help="Estimate for an absent device: h100, h200, a100, ..."),
@@ -128,9 +128,7 @@ def plan(
         float,
         typer.Option("--budget-gb", help="GiB that may be live on the device at any moment of the step."),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="File to write; - for stdout.")] = Path(
-        "policy.json"
-    ),
+    output: OutputFile = Path("policy.json"),
     gradients: Annotated[
         Literal["present", "absent"] | None,
         typer.Option(help="Whether gradients exist before the step; the default is as profiled."),

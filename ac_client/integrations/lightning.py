@@ -21,13 +21,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import nn
 
-from ac_client import Applied, ApplyError, CompiledModel, NotApplied, Report, applied
-from ac_client.errors import NO_TRAINING
+from ac_client import ApplyError, CompiledModel, applied
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import ApplyArguments
-from ac_client.integrations.session import Session
+from ac_client.integrations.planned_trainings import PlannedTrainings
 from ac_client.planning.options import Budget
-from autoac.planner import PolicySet
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -49,7 +47,7 @@ log = logging.getLogger("ac_client")
 _LOG_METHODS = ("log", "log_dict")
 
 
-class AutoACCallback(Callback):
+class AutoACCallback(PlannedTrainings, Callback):
     """Plan the training steps of one `fit`.
 
     The budget is applied when training starts, after the sanity check and after a checkpoint was loaded, and
@@ -77,39 +75,12 @@ class AutoACCallback(Callback):
         measure: bool = False,
         **options: Unpack[ApplyArguments],
     ) -> None:
-        super().__init__()
-        self._budget_gb = budget_gb
+        super().__init__("LightningModule", budget_gb, measure, options)
         self._module = module
-        self._measure = measure
-        self._options = options
-        self._session: Session | None = None
-        self._report: Report | None = None
-        self._policies: PolicySet | None = None
         self._saved = ""  # JSON of the policies in the checkpoint that is resumed from
         self._undo: Callable[[], None] | None = None
         self._steps_before = 0
         self._between_steps = True
-
-    @property
-    def applied(self) -> Applied:
-        """The `Applied` of the module in training.
-
-        Raises:
-            NotApplied: no training is running.
-        """
-        if self._session is None:
-            raise NotApplied("LightningModule", NO_TRAINING)
-        return self._session.at
-
-    @property
-    def report(self) -> Report | None:
-        """The report of the running training, or of the last one; None before the first."""
-        return self._session.at.report() if self._session is not None else self._report
-
-    @property
-    def policies(self) -> PolicySet | None:
-        """The policies of the running training, or of the last one; None before the first."""
-        return self._session.at.policies if self._session is not None else self._policies
 
     def state_dict(self) -> dict[str, Any]:
         policies = self.policies
@@ -123,10 +94,7 @@ class AutoACCallback(Callback):
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
-        session, self._session = self._session, None
-        if session is not None:
-            self._report, self._policies = session.at.report(), session.at.policies
-            session.close()
+        super().remove()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.remove()
@@ -135,27 +103,31 @@ class AutoACCallback(Callback):
                 "torch.compile(LightningModule)",
                 "pass the LightningModule itself to fit, and compile the modules that it calls",
             )
-        self._session = self._planned(trainer, pl_module)
+        model = self._to_plan(pl_module)
+        saved, self._saved = self._saved, ""
+        self._begin(model, _optimizers_of(model, trainer.optimizers), saved)
+        if isinstance(model, TrainingStepModule):
+            self._undo = model.replace_method()
         self._steps_before = trainer.global_step
         self._between_steps = True
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._session is not None and self._between_steps:
+        if self._between_steps:
             self._between_steps = False
-            self._session.step_begins()
+            self._step_begins()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._session is None:
+        if self._applied is None:
             return
         if trainer.global_step != self._steps_before:
             self._steps_before = trainer.global_step
             self._between_steps = True
-            self._session.step_ended()
-        pl_module.log_dict(self._session.at.report().metrics())
+            self._step_ended()
+        pl_module.log_dict(self._applied.report().metrics())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.remove()
@@ -168,32 +140,24 @@ class AutoACCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.remove()
 
-    def _planned(self, trainer: Trainer, pl_module: LightningModule) -> Session:
-        """Plan the named module, or the step as a module: NOTE [ The step as a module ]."""
+    def _to_plan(self, pl_module: LightningModule) -> nn.Module:
+        """Return the named module, or the step as a module: NOTE [ The step as a module ]."""
         if self._module is not None:
             try:
-                model = pl_module.get_submodule(self._module)
+                model: nn.Module = pl_module.get_submodule(self._module)
             except AttributeError as error:
                 raise ApplyError(
                     f"{type(pl_module).__name__} has no module {self._module!r} ({error}): pass "
                     f"the path of one of its modules, such as {_children(pl_module)}"
                 ) from None
-            return self._session_of(model, trainer)
+            return model
         if not pl_module.automatic_optimization:
             raise ApplyError(
                 f"{type(pl_module).__name__} optimizes manually, so its training_step contains backward and "
                 "cannot be planned as one forward: name the module that it calls, "
                 f"AutoACCallback(module=...), such as {_children(pl_module)}"
             )
-        step = TrainingStepModule(pl_module)
-        session = self._session_of(step, trainer)
-        self._undo = step.replace_method()
-        return session
-
-    def _session_of(self, model: nn.Module, trainer: Trainer) -> Session:
-        optimizers, saved = _optimizers_of(model, trainer.optimizers), self._saved
-        self._saved = ""
-        return Session(model, self._budget_gb, optimizers, self._measure, self._options, saved)
+        return TrainingStepModule(pl_module)
 
 
 class TrainingStepModule(nn.Module):

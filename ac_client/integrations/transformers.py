@@ -21,14 +21,12 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from ac_client import Applied, ApplyError, NotApplied, Report
-from ac_client.errors import NO_TRAINING
+from ac_client import ApplyError
 from ac_client.files import write_whole
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import ApplyArguments
-from ac_client.integrations.session import Session
+from ac_client.integrations.planned_trainings import PlannedTrainings
 from ac_client.planning.options import Budget
-from autoac.planner import PolicySet
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -42,7 +40,7 @@ log = logging.getLogger("ac_client")
 POLICIES_FILE = "autoac_policies.json"  # in a checkpoint's folder
 
 
-class AutoACCallback(TrainerCallback):
+class AutoACCallback(PlannedTrainings, TrainerCallback):
     """Plan the Trainer's model for the duration of `train()`.
 
     The budget is applied when training begins: by then the optimizer exists, a checkpoint to resume from is
@@ -67,40 +65,7 @@ class AutoACCallback(TrainerCallback):
     def __init__(
         self, budget_gb: Budget = None, *, measure: bool = False, **options: Unpack[ApplyArguments]
     ) -> None:
-        self._budget_gb = budget_gb
-        self._measure = measure
-        self._options = options
-        self._session: Session | None = None
-        self._report: Report | None = None
-        self._policies: PolicySet | None = None
-
-    @property
-    def applied(self) -> Applied:
-        """The `Applied` of the model in training.
-
-        Raises:
-            NotApplied: no training is running.
-        """
-        if self._session is None:
-            raise NotApplied("Trainer's model", NO_TRAINING)
-        return self._session.at
-
-    @property
-    def report(self) -> Report | None:
-        """The report of the running training, or of the last one; None before the first."""
-        return self._session.at.report() if self._session is not None else self._report
-
-    @property
-    def policies(self) -> PolicySet | None:
-        """The policies of the running training, or of the last one; None before the first."""
-        return self._session.at.policies if self._session is not None else self._policies
-
-    def remove(self) -> None:
-        """Remove the plan from the model. May be called twice."""
-        session, self._session = self._session, None
-        if session is not None:
-            self._report, self._policies = session.at.report(), session.at.policies
-            session.close()
+        super().__init__("Trainer's model", budget_gb, measure, options)
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -122,20 +87,17 @@ class AutoACCallback(TrainerCallback):
         folders = [_checkpoint_folder(args, state), Path(args.resume_from_checkpoint or os.devnull)]
         files = [folder / POLICIES_FILE for folder in folders if state.global_step]
         saved = next((file.read_text() for file in files if file.is_file()), "")
-        optimizers = [optimizer] if optimizer is not None else []
-        self._session = Session(model, self._budget_gb, optimizers, self._measure, self._options, saved)
+        self._begin(model, [optimizer] if optimizer is not None else [], saved)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if self._session is not None:
-            self._session.step_begins()
+        self._step_begins()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if self._session is not None:
-            self._session.step_ended()
+        self._step_ended()
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -152,9 +114,9 @@ class AutoACCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        if self._session is None or logs is None or not ("loss" in logs or "train_loss" in logs):
+        if self._applied is None or logs is None or not ("loss" in logs or "train_loss" in logs):
             return
-        metrics = self._session.at.report().metrics()
+        metrics = self._applied.report().metrics()
         logs.update(metrics)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(metrics)  # an earlier copy of `logs`

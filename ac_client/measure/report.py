@@ -41,7 +41,6 @@ class Report:
     buckets: int = 1  # policies for different batch shapes; the numbers above are of the last that ran
     corrections: int = 0  # how often the model was planned again because a measured peak differed
     corrected_by_bytes: int = 0  # by how much the policy's budget was lowered for that
-    retries: int = 0  # steps that ran out of memory and ran again
     allocated_peak_bytes: int | None = None  # of the allocator's counter since its last reset (CUDA)
     reserved_peak_bytes: int | None = None  # memory that the allocator then held on the device (CUDA)
     predicted_reserved_bytes: int | None = None  # of the device, fragments included (CUDA)
@@ -98,10 +97,10 @@ class Report:
         ]
         if self.buckets > 1:
             lines.append(f"  shapes: {self.buckets} buckets; the numbers above are of the last one")
-        if self.corrections or self.retries:
+        if self.corrections:
             lines.append(
                 f"  corrections: planned again {self.corrections} times, budget lowered by "
-                f"{format_bytes(self.corrected_by_bytes)}; {self.retries} steps run again"
+                f"{format_bytes(self.corrected_by_bytes)}"
             )
         if self.reserved_peak_bytes is not None and self.allocated_peak_bytes is not None:
             lines.append(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,6 @@ from ac_client.measure.measured_steps import MeasuredSteps
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.optimizer_steps import UnplannedSteps
 from ac_client.planning.model_planning import ModelPlanning
-from ac_client.planning.oom_retry import OomRetry, is_out_of_memory
 from ac_client.planning.plan_batch import check_hooks
 from ac_client.planning.planned_forward import ForwardOfThread
 from ac_client.runtime.cursor import OffPath
@@ -55,7 +53,6 @@ class ModelHooks:
         remove: returns the function that removes the plan from the model.
 
     Attributes:
-        retry: runs a step again that ran out of memory.
         log: of the forwards so far.
     """
 
@@ -69,7 +66,6 @@ class ModelHooks:
         self.log = StepLog()
         self._name = type(model).__name__
         self._of_thread = ForwardOfThread(planning.options, self._left_policy, wrapper_paths(model))
-        self.retry = OomRetry(model, planning, self._of_thread)
         self._planning = planning
         self._measured = measured
         self._remove = remove
@@ -187,7 +183,7 @@ class ModelHooks:
         )
 
     def _forward_ended(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
-        error, profiling = sys.exception(), self._planning.planner.profiling
+        profiling = self._planning.planner.profiling
         raised = self._of_thread.forward.raises
         bucket = None if profiling else self._of_thread.forward.end(whole=not raised)
         self._read_counter()
@@ -201,11 +197,6 @@ class ModelHooks:
             self._planning.watch.peaks.discard()
             for route in bucket.loaded.forwards:
                 route.compared = False
-        if out is None and is_out_of_memory(error):
-            assert error is not None
-            self.retry.note(
-                error, f"{'Profiling a step' if profiling else 'A planned forward'} ran out of memory."
-            )
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._read_counter()

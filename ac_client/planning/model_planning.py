@@ -36,14 +36,7 @@ from autoac.profiler.static_memory import optimizer_bytes, static_bytes
 
 log = logging.getLogger("ac_client")
 
-_LOUD = (
-    "out of memory",
-    "loosened too far",
-    "over the limit",
-    "fragments",
-    "stalls",
-    "far under the limit",
-)  # measured
+_LOUD = ("loosened too far", "over the limit", "fragments", "stalls", "far under the limit")  # measured
 
 
 class ModelPlanning:
@@ -181,24 +174,6 @@ class ModelPlanning:
                     format_bytes(predicted),
                 )
 
-    def tighten(self, bucket: PlannedBucket, before: int) -> None:
-        """Plan again for less memory than the device turned out to have.
-
-        Args:
-            bucket: whose step ran out of memory.
-            before: what the allocator had counted before the step.
-
-        Raises:
-            PlannerError, RemoteError: no tighter plan was found.
-        """
-        allocator, had = self.watch.peaks.allocator, bucket.planned_for.peak
-        if allocator is not None and (counted := allocator.allocated_peak()) > before:
-            had = counted
-        action = self._next(bucket, StepFacts(had_nbytes=had))
-        assert isinstance(action, PlanAgain)
-        with self.planner.lock:
-            self._load(bucket, bucket.step, action)
-
     def _next(self, bucket: PlannedBucket, facts: StepFacts) -> Action:
         """Return the next action, after its warning if it has one."""
         action = next_action(bucket.planned_for, facts)
@@ -257,10 +232,8 @@ class ModelPlanning:
                 return
             except (ProfilerError, PlannerError, RemoteError) as error:
                 correction = replace(bucket.planned_for.correction, times=terms.correction.times)
-                bucket.planned_for, bucket.stale = (
-                    replace(terms, correction=correction),
-                    action.reason,
-                )  # once
+                bucket.planned_for = replace(terms, correction=correction)  # once
+                bucket.stale = action.reason
                 log.warning(
                     "%s: %s, and no plan could be made for that (%s). The present plan stays",
                     self._name,
@@ -292,8 +265,6 @@ class ModelPlanning:
             self._load_otherwise(bucket, action, action.otherwise)
             return
         peak = policy.predicted.peak_bytes + correction.nbytes
-        if infeasible is not None and action.row == "out of memory" and peak >= bucket.planned_for.peak:
-            raise infeasible
         policy = policy.model_copy(update={"budget_bytes": self.options.budget_bytes})
         loaded = LoadedPolicy(corrected(policy, correction.nbytes, correction.total), plan)
         if call is not None and action.profiles:

@@ -8,7 +8,7 @@ the facts that are known then:
     a forward has ended     ran_skipped
     a backward begins       backward, gradients, freed_gradients
     an optimizer stepped    optimizers
-    a step is over          peak, whole, reserved_over, stalled_us; or had_nbytes, if memory ran out
+    a step is over          peak, whole, reserved_over, stalled_us
 
 A plan is made only before a forward and after a step. For facts from the other moments, the next forward is
 planned again; a warning comes at once if the running step may go over the budget.
@@ -38,7 +38,6 @@ MISPREDICTED = 0.01  # of the limit: less is not worth another prediction
 STALLED = 0.01  # of the step: shorter waits for copies, unforeseen, are not worth planning again
 SLOWER = 0.5  # of the rates of a link that turned out to be slower
 SMALL = 1 << 10  # bytes: less is not worth planning again
-TIGHTER = 0.9  # of a planned peak that the device did not have room for
 MOST_FORWARDS = 8  # that are planned for unasked: a profile runs them all
 MOST_MODULE_TRIES = 8  # batches that are profiled to find one that runs more modules
 
@@ -57,7 +56,7 @@ class Correction:
     loosened: int = 0  # how often a measured peak far under the limit changed it
     may_loosen: bool = True  # no looser plan went over the limit
     nbytes: int = 0  # needed beyond what the simulator counts; negative if less is needed
-    withheld: int = 0  # of the limit, which the device did not have or another model asked for
+    withheld: int = 0  # of the limit, for fragments, or because another model asked for them
 
     @property
     def total(self) -> int:
@@ -111,7 +110,6 @@ class StepFacts(NamedTuple):
     backward: BackwardFacts | None = None
     peak: PeakBounds | None = None
     whole: bool = False  # the steps of `peak` had all of the optimizer's state, and its step
-    had_nbytes: int | None = None  # that the device had when it ran out of memory
     reserved_over: int = 0  # by which the step took what the allocator has reserved over the budget
     of_reserved: bool = False  # the budget is for what the allocator has reserved
     stalled_us: float = 0.0  # that compute waited for copies
@@ -153,11 +151,11 @@ KEEP = Keep()
 
 
 def next_action(planned: PlannedFor, facts: StepFacts) -> Action:
-    """Return what to do about a plan, now that these facts are known: the first row of `TABLE` that applies.
+    """Return what to do about a plan, now that these facts are known: the first row that applies.
 
     A plan that was made elsewhere stays; then only the warning is left.
     """
-    measured = facts.peak is not None or facts.had_nbytes is not None or facts.reserved_over > 0
+    measured = facts.peak is not None or facts.reserved_over > 0
     kept = KEEP
     for name, row in (MEASURED if measured else BACKWARD if facts.backward is not None else LOOP).items():
         action = row(planned, facts)
@@ -173,16 +171,6 @@ def next_action(planned: PlannedFor, facts: StepFacts) -> Action:
 
 
 # --- the device and its allocator -------------------------------------------------------------------------
-
-
-def _out_of_memory(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    if facts.had_nbytes is None:
-        return None
-    withheld = planned.limit - min(int(planned.peak * TIGHTER), facts.had_nbytes)
-    return PlanAgain(
-        replace(planned, correction=replace(planned.correction, withheld=max(0, withheld))),
-        f"it ran out of memory under a plan with a peak of {format_bytes(planned.peak)}",
-    )
 
 
 def _loosened_too_far(planned: PlannedFor, facts: StepFacts) -> Action | None:
@@ -522,7 +510,6 @@ def _loss_outside(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 MEASURED: dict[str, Row] = {
-    "out of memory": _out_of_memory,
     "loosened too far": _loosened_too_far,
     "over the limit": _over_limit,
     "fragments": _fragments,
@@ -547,7 +534,6 @@ BACKWARD: dict[str, Row] = {
     "gradients held": _gradients_held,
     "loss outside": _loss_outside,
 }
-TABLE = MEASURED | LOOP | BACKWARD
 
 
 # --- words ------------------------------------------------------------------------------------------------

@@ -112,16 +112,10 @@ class FunctionPolicy:
         return parse_decision(self.function(_CONTEXT, out, op, *args, **passed), self.description, op)
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFunctionPolicy:
+class TorchFunctionPolicy(FunctionPolicy):
     """Ask a function `(ctx, op, *args, **kwargs)`, the form that torch's selective checkpoint takes."""
 
-    function: PolicyCallable
-    needs_output = True  # as ctx.op_output
-
-    @property
-    def description(self) -> str:
-        return _describe(self.function)
+    __slots__ = ()
 
     def decide(self, op: Any, facts: OpFacts, args: Args, kwargs: Kwargs, out: Any) -> CheckpointPolicy:
         context = SelectiveCheckpointContext(is_recompute=False, op_output=out)

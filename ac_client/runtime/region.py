@@ -101,8 +101,6 @@ class Region(RecordingMode):
         module: in a plan, returns the path of the module that runs.
     """
 
-    supports_higher_order_operators = True  # each passes as one opaque op
-
     def __init__(self, log: EventLog | None = None, *, cuts: Cuts | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._log = log
@@ -120,11 +118,6 @@ class Region(RecordingMode):
         self._asks_inside = False  # policies are asked about the ops inside of that call
         self._has_streams = has_streams()
         self._stream = private.current_stream() if self._has_streams else 0  # that the last op ran on
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return True, or else Dynamo would leave compiled submodules uncompiled (pytorch#164143)."""
-        return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -389,9 +389,8 @@ class TrackedStorages:
         if written and any(has_storage(old) and old.untyped_storage() is storage for old in written):
             return None  # from outside: its origin was dropped before the write
         version = NodeVersion(node, tensor)
-        self._since_pause.append(
-            self._table.put(storage, version)
-        )  # as `enter`, whose call would double the cost
+        # As `enter`, whose call would double the cost.
+        self._since_pause.append(self._table.put(storage, version))
         if self.cuts is not None:
             self.cuts.note_made(storage, version.serial)
         if self.compares_reads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from autoac.planner.errors import PickledError
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.storage_table import is_wrapper
 
@@ -12,7 +13,7 @@ class StaleError(RuntimeError):
     """Raised in backward if a tensor that it needs was written in place after forward recorded it."""
 
 
-class ContentsDiffer(RuntimeError):
+class ContentsDiffer(PickledError, RuntimeError):
     """Raised in backward if a recomputed tensor does not have the contents that it had in forward.
 
     Backward compares in the first step and where `verify` asks for it, and has not used the tensor. `op` is
@@ -37,9 +38,6 @@ class ContentsDiffer(RuntimeError):
             "not dispatch, a write through another tensor's .data), or the op is not deterministic. Save it, "
             f"with {pin} before the step"
         )
-
-    def __reduce__(self) -> tuple[type[ContentsDiffer], tuple[str, ...]]:
-        return ContentsDiffer, (self.op, self.module, self.tensor)
 
 
 def version_counter(tensor: Tensor) -> int:

@@ -17,7 +17,6 @@ from ac_client.service_client.errors import ServiceUnavailable
 from autoac.planner import as_planned
 from autoac.planner.errors import (
     InfeasibleBudget,
-    InfeasibleConstraints,
     InvalidBudget,
     InvalidConstraints,
     MalformedPolicy,
@@ -40,13 +39,8 @@ MOST_CANDIDATES = 3  # stored policies to fetch, the newest first
 ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*(/[A-Za-z0-9][A-Za-z0-9._@+-]*){0,3}")
 MOST_ALIAS_LENGTH = 200
 MOST_TIME_OFF = 0.1  # of the step: by how much the added time of a stored policy may be off on this profile
-PLANNER_ERRORS = (
-    InfeasibleBudget,
-    InfeasibleConstraints,
-    InvalidBudget,
-    InvalidConstraints,
-    SolverOutOfTime,
-)  # that a service raises for a request of ours
+# That a service raises for a request of ours.
+PLANNER_ERRORS = InfeasibleBudget, InvalidBudget, InvalidConstraints, SolverOutOfTime
 
 
 def request_policy(

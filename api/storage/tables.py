@@ -136,9 +136,8 @@ jobs = Table(
     Column("number", Number, primary_key=True, autoincrement=True),
     Column("id", String(32), nullable=False, unique=True),
     Column("kind", String(16), nullable=False),
-    Column(
-        "request_key", Digest, nullable=False
-    ),  # hash of kind, profile and options: equal requests share a job
+    # Hash of kind, profile and options: equal requests share a job.
+    Column("request_key", Digest, nullable=False),
     Column("profile_digest", Digest, ForeignKey("profiles.digest"), nullable=False, index=True),
     Column("options", Text, nullable=False),  # JSON
     Column("owner", Text, nullable=False),  # the caller that asked first

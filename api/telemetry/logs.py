@@ -62,9 +62,8 @@ def _formatter() -> structlog.stdlib.ProcessorFormatter:
 
 
 def _to_stderr(*_: object) -> structlog.PrintLogger:
-    return structlog.PrintLogger(
-        sys.stderr
-    )  # looked up each time: a program that embeds the service may replace it
+    # Looked up each time: a program that embeds the service may replace it.
+    return structlog.PrintLogger(sys.stderr)
 
 
 class RequestLog:

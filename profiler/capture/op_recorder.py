@@ -130,8 +130,6 @@ class OpRecorder(RecordingMode):
         needs_checkpoints: True if checkpoints must not run as plain calls: NOTE [ Needed checkpoints ].
     """
 
-    supports_higher_order_operators = True  # each passes as one opaque op
-
     def __init__(
         self,
         mark: Callable[[], int],
@@ -167,10 +165,6 @@ class OpRecorder(RecordingMode):
     def is_idle(self) -> bool:
         """Return True while the profiler runs ops of its own, in no compiled graph."""
         return self.paused and not self._compiled_depth
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -4,8 +4,7 @@ NOTE [ What replaces a saved tensor ]
 A floating-point activation becomes a description: size, strides, type. Backward gets ones of that
 description, so every kernel runs, on meaningless numbers. Integer and bool tensors index and decide, so
 they are copied, except for bytes that encode floating-point numbers. External tensors (parameters, inputs)
-are kept as they are. In a plain step (`plain=True`) all are kept as they are, and marks are placed where a
-hollow step places them.
+are kept as they are.
 """
 
 from __future__ import annotations
@@ -59,10 +58,9 @@ class SavedTensorRecorder:
         out_of_reach: ops whose output was unpacked while they could not run.
     """
 
-    def __init__(self, recorder: OpRecorder, mark: Callable[[], int], *, plain: bool = False) -> None:
+    def __init__(self, recorder: OpRecorder, mark: Callable[[], int]) -> None:
         self._recorder = recorder
         self._mark = mark
-        self._plain = plain
         self._windows: list[Window] = []  # by saved tensor
         self.versions: list[int] = []
         self.packed: list[int] = []
@@ -87,15 +85,8 @@ class SavedTensorRecorder:
         self.versions.append(version)
         self.packed.append(len(recorder.record.ops))
         self._windows.append(window_of(tensor))
-        content = None
         floats = tensor.is_floating_point() or tensor.is_complex() or self._encodes_floats(tensor, version)
-        if self._plain:
-            content = tensor
-            if not floats:
-                self._mark()
-        elif not floats:
-            content = self.copy_of(tensor)
-        return _HollowHandle(index, tensor, content, weakref.ref(self))
+        return _HollowHandle(index, tensor, None if floats else self.copy_of(tensor), weakref.ref(self))
 
     def add(self, version: int) -> int:
         """Record that compiled code saves all of `version`, and return the number of the saved tensor."""

@@ -346,12 +346,15 @@ def _clear(shards: Shards) -> None:
         leaf.grad = None  # left by a step that raised, or under no_sync
 
 
-class _OwnShard:
-    """Replace an all-gather: every other rank's shard is a copy of this rank's."""
+class _OwnComm:
+    """Replace a collective by what this rank does alone, in buffers that `real` allocates."""
 
     def __init__(self, real: Any) -> None:
-        self._real = real
         self.allocate = real.allocate
+
+
+class _OwnShard(_OwnComm):
+    """Replace an all-gather: every other rank's shard is a copy of this rank's."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
@@ -361,12 +364,8 @@ class _OwnShard:
                 part.copy_(input_tensor.view(-1))
 
 
-class _OwnPart:
+class _OwnPart(_OwnComm):
     """Replace a reduce-scatter: return this rank's part of its own gradient."""
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-        self.allocate = real.allocate
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False

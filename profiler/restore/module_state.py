@@ -63,12 +63,9 @@ class ModuleState:
 
     Args:
         model: the root.
-        copy: copies a tensor that is an attribute of a module.
     """
 
-    def __init__(
-        self, model: nn.Module, copy: Callable[[Tensor], Tensor] = lambda tensor: tensor.detach().clone()
-    ) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._name = type(model).__name__
         self._holders: list[Holder] = []
         self._with_threads: list[tuple[Attributes, Holder, Any]] = []  # not restored; owner and key
@@ -84,7 +81,7 @@ class ModuleState:
             self._slots_of(type(module))
             for value in module.__dict__.values():
                 if isinstance(value, Tensor) and has_storage(value) and not value.is_inference():
-                    self._tensors.append((value, copy(value), value._version))
+                    self._tensors.append((value, value.detach().clone(), value._version))
         i = 0
         while i < len(self._holders):
             self._follow(self._holders[i])

@@ -1,1 +1,1 @@
-"""Run one training step for the profiler: hollow, fake, or next to a plain one."""
+"""Run one training step for the profiler: hollow or fake."""

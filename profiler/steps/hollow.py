@@ -35,9 +35,8 @@ For `h = x @ w; y = relu(h); loss = y.sum()` with 32 bytes for each of h and y, 
 From this record, to_profile.py derives that y is saved by op 1, needed by ReluBackward0 and dropped after it.
 The planner then decides if y is saved or recomputed.
 
-What must stay true: a plain step (`plain=True`, everything saved) places the same marks at the same ops,
-which compare_plain.py checks; the user's objects are afterwards as before; every forward starts from the
-same state. This file knows neither the columns of a Profile nor anything of the planner.
+What must stay true: the user's objects are afterwards as before; every forward starts from the same state.
+This file knows neither the columns of a Profile nor anything of the planner.
 """
 
 from __future__ import annotations
@@ -99,10 +98,6 @@ KnownTimes = Callable[[Set[Hashable]], Mapping[Hashable, OpTime]]
 """Return the run times that need not be measured, among those of the given signatures."""
 
 
-def _no_known_times(_signatures: Set[Hashable]) -> Mapping[Hashable, OpTime]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
     """A training step that is ready to run."""
@@ -150,19 +145,15 @@ def run(
     subject: TrainingStep,
     device: torch.device,
     *,
-    plain: bool = False,
-    known: KnownTimes = _no_known_times,
-    time_ops: bool = True,
+    known: KnownTimes,
     watch: PartWatch | None = None,
 ) -> HollowStep:
-    """Run one hollow step, or with `plain` one that saves everything, as training does.
+    """Run one hollow step.
 
     Args:
         subject: the step.
         device: the device of the model.
-        plain: hand autograd the activations themselves. Needs the memory that training needs.
         known: returns run times that need not be measured.
-        time_ops: False to run no forward for run times alone.
         watch: follows the calls of compiled graphs, and may stop the step.
 
     Raises:
@@ -179,7 +170,7 @@ def run(
     backlog = Backlog(device)
     allocations = AllocationRecord(device, clock_of(device, backlog))
     recorder = OpRecorder(allocations.mark)
-    saved = SavedTensorRecorder(recorder, allocations.mark, plain=plain)
+    saved = SavedTensorRecorder(recorder, allocations.mark)
     with (
         generators_restored(device),
         modules_restored(model),
@@ -203,7 +194,7 @@ def run(
             unseen = _find_unseen_writes(step)
             traced = _trace(step, shards, recorder, saved, allocations)
             _save_unseen(traced.forward, unseen)
-            op_times = _time(step, traced, warm_up, known, time_ops)
+            op_times = _time(step, traced, warm_up, known)
             traced = replace(
                 traced, op_times=op_times, timing_note=backlog.note(), unplanned=tuple(call.unplanned)
             )
@@ -214,7 +205,7 @@ def run(
     if NEEDED not in traced.unplanned:
         return traced
     with checkpoints_left_alone(needed=True):
-        again = run(subject, device, plain=plain, known=known, time_ops=time_ops, watch=watch)
+        again = run(subject, device, known=known, watch=watch)
     return replace(again, unplanned=(NEEDED, *again.unplanned))
 
 
@@ -327,7 +318,7 @@ def _force_saves_of_units(record: ForwardRecord, shards: Shards, out_of_reach: S
 
 
 def _time(
-    step: PreparedStep, traced: HollowStep, warm_up: _WarmUp, known: KnownTimes, time_ops: bool
+    step: PreparedStep, traced: HollowStep, warm_up: _WarmUp, known: KnownTimes
 ) -> Mapping[Hashable, OpTime]:
     """Return the run time of each kind of op: from `known`, from the trace, or from further forwards."""
     ops, at = traced.forward.ops, traced.times_ns
@@ -340,7 +331,7 @@ def _time(
     in_trace_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in ops]
     samples: Samples = {}
     # Clocks differ between ranks, so with collectives they must not decide how often forward runs.
-    if time_ops and not any(op.facts.collective for op in ops):
+    if not any(op.facts.collective for op in ops):
         # The warm-up was cold, the trace was recorded: the shorter one is closer to a forward.
         forward_ns = min(warm_up.forward_ns, at[traced.backward_begin] - at[0])
         step_ns = forward_ns + at[traced.backward_end] - at[traced.backward_begin]

@@ -16,7 +16,7 @@ CACM 52(4), 2009. Sources of the efficiencies are given where they are defined.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
@@ -119,9 +119,8 @@ class Device:
     bytes_per_s: float  # of its memory
     memory_bytes: int
     launch_us: float = 4.0  # from one small kernel to the next in eager mode
-    efficiency: Mapping[KernelKind, float] = field(
-        default_factory=lambda: AMPERE
-    )  # part of the peaks, in (0, 1]
+    # Part of the peaks, in (0, 1].
+    efficiency: Mapping[KernelKind, float] = field(default_factory=lambda: AMPERE)
     device_type: str = "cuda"  # "cuda" (AMD too) or "cpu": which kernels run
     allocator_rounding: int = 512  # bytes
     capability: tuple[int, int] | None = None  # of CUDA; None: not NVIDIA's
@@ -226,17 +225,12 @@ H100 = Device(
 )
 """NVIDIA H100 Tensor Core GPU datasheet; dense numbers: H100 architecture white paper, table 2."""
 
-H200 = Device(
-    "NVIDIA H200 SXM",
-    _peaks(989.4, 1978.9),
-    66.9e12,
-    4.8e12,
-    _mib(143_156),
+H200 = replace(
+    H100,
+    name="NVIDIA H200 SXM",
+    bytes_per_s=4.8e12,
+    memory_bytes=_mib(143_156),
     efficiency=H200_MEASURED,
-    capability=(9, 0),
-    cudnn=CUDNN_OF_WHEELS,
-    workspace_nbytes=workspace_of((9, 0)),
-    link_bytes_per_s=PCIE_5,
 )
 """NVIDIA H200 Tensor Core GPU datasheet; an H100 with 141 GB of HBM3e."""
 

@@ -182,6 +182,13 @@ def uncompiled(model: nn.Module) -> nn.Module:
 class RecordingMode(TorchDispatchMode):
     """A dispatch mode that records ops, and does not see those of compiled code and of FSDP."""
 
+    supports_higher_order_operators = True  # each passes as one opaque op
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True, or else Dynamo would leave compiled submodules uncompiled (pytorch#164143)."""
+        return True
+
     def enter_compiled(self, written: Sequence[Tensor]) -> None:
         """Stop recording, before compiled code runs that writes the inputs `written`."""
         raise NotImplementedError

@@ -14,10 +14,10 @@ import ac_client
 from ac_client.doctor.sample_models import SAMPLES, TINY, Attention
 from ac_client.doctor.sample_training import Case
 from ac_client.doctor.sample_training import train as planned_training
-from autoac.planner import bounds, build, simulate
+from autoac.planner import bounds, build
 from autoac.planner.units import GIB
 from benchmarks.models.modules import Transformer
-from standin.tasks import TASKS, LanguageModel, bounds_of, profile_of, task_of
+from standin.tasks import TASKS, LanguageModel, bounds_of, task_of
 from standin.training import Task, Training, step, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # of an LSTM
@@ -141,15 +141,6 @@ def test_measured_step_has_the_predicted_peak_and_a_page(gpu: ModuleType) -> Non
     assert report.corrections == 0
 
 
-def test_plain_step_of_a_profile_has_the_simulated_peak(gpu: ModuleType) -> None:
-    found = task_of("GPT-2").observed(mode="measured")
-    note = next(note for note in found.notes if "a plain step that dropped its outputs held" in note)
-    graph = build(found.with_dropped_outputs(found.droppable_outputs))
-    peak = simulate(graph, graph.everything).peak.live_bytes
-    assert int(note.split("held ")[1].split()[0]) == peak - found.static.total
-    assert found.keys() == profile_of("GPT-2").keys()
-
-
 def test_checkpoint_lowers_the_peak_and_keeps_the_gradients(gpu: ModuleType) -> None:
     model, _, batch = task_of("cuda:1").made()
     peaks, gradients = [], []
@@ -166,45 +157,6 @@ def test_checkpoint_lowers_the_peak_and_keeps_the_gradients(gpu: ModuleType) -> 
         gradients.append([p.grad.cpu() for p in model.blocks.blocks.parameters()])
     assert peaks[1] < peaks[0]
     assert all(map(torch.equal, *gradients))
-
-
-def test_step_that_runs_out_of_memory_is_retried_under_a_tighter_plan(gpu: ModuleType) -> None:
-    task, known = task_of("cuda:1"), bounds_of("cuda:1")
-    reference = train(gpu, task, steps=3)
-    model, optimizer, batch = task.made()
-    ac_client.apply(model, known.ceiling * 1.2 / GIB, optimizer=optimizer)
-    at, done = ac_client.applied(model), Training(None)
-
-    other: list[Tensor] = []
-
-    def backward() -> dict[str, Tensor]:
-        out = model(**batch)
-        if i == 2 and not other:
-            nbytes = segment - int(known.ceiling * 0.98)  # something else takes a part of the only segment
-            other.append(torch.empty(nbytes, dtype=torch.uint8, device="cuda:1"))
-        out["loss"].backward()
-        return {"loss": out["loss"].detach()}
-
-    for i in range(3):
-        torch.manual_seed(i)
-        if i == 2:
-            assert at.report().recomputed == 0
-            torch.cuda.empty_cache()
-            segment = torch.cuda.memory_reserved(1)
-            gpu.set_limit(1, segment)
-        out = at.step(backward, retry_oom=True)
-        gpu.set_limit(1, 1 << 50)
-        done.losses.append(out["loss"].cpu())
-        done.gradients.append([p.grad.cpu().clone() for p in model.parameters()])
-        optimizer.step()
-        optimizer.zero_grad()
-    other.clear()
-    report = at.report()
-    assert report.retries == 1
-    assert report.recomputed > 0
-    done.buffers = [buffer.cpu().clone() for buffer in model.buffers()]
-    done.generators = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
-    assert done.same_numbers(reference)
 
 
 def test_optimizer_that_steps_all_parameters_at_once_has_the_predicted_peak(gpu: ModuleType) -> None:

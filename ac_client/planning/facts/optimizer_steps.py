@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -192,19 +191,3 @@ class UnplannedSteps:
                 "so nothing is planned and the budget is not kept. Call the model itself, not model.forward "
                 "or parts of it; apply to the module that is called, which an nn.ModuleList never is",
             )
-
-
-@contextmanager
-def steps_begun(model: nn.Module) -> Iterator[list[torch.optim.Optimizer]]:
-    """Collect the optimizers of `model`'s parameters that begin a step in the block."""
-    begun: list[torch.optim.Optimizer] = []
-
-    def notice(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if _steps(optimizer, model):
-            begun.append(optimizer)
-
-    handle = register_optimizer_step_pre_hook(notice)
-    try:
-        yield begun
-    finally:
-        handle.remove()

@@ -103,13 +103,6 @@ def test_plan_stays(planned: PlannedFor, facts: StepFacts) -> None:
     assert next_action(planned, facts) == Keep()
 
 
-def test_step_that_ran_out_of_memory_is_planned_for_less_than_the_device_had() -> None:
-    action = again("out of memory", PLANNED, StepFacts(had_nbytes=700))
-    assert action.terms.correction == Correction(withheld=300)
-    action = again("out of memory", PLANNED, StepFacts(had_nbytes=900))
-    assert action.terms.correction == Correction(withheld=LIMIT - 810)
-
-
 def test_peak_over_the_limit_is_corrected_and_the_last_time_with_a_margin() -> None:
     for facts in (exactly(1001), step(1001, whole=False)):
         assert again("over the limit", PLANNED, facts).terms.correction == Correction(1, nbytes=101)

@@ -1,4 +1,4 @@
-"""Plain and hollow steps compared, cached run times, and steps that must change nothing."""
+"""The peak of a plain step, cached run times, and steps that must change nothing."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from stepping import allocated_peak
 from torch import Tensor, nn
 
 from autoac.planner import build, simulate
 from autoac.planner.memory.schedule import OptimizerStep
-from autoac.profiler import DATASHEETS, CannotProfile, Times, Unsteady, observe, profile
+from autoac.profiler import DATASHEETS, CannotProfile, Times, observe, profile
 from autoac.profiler.static_memory import optimizer_bytes
+from autoac.profiler.torch_facts.gradients import roots_of
 from benchmarks.models.modules import ConvNet, Transformer
 from benchmarks.models.tiny import ZOO, ZooModel
 
@@ -36,34 +38,31 @@ CASTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     [(entry, "fp32") for entry in ZOO] + [(entry, "bf16 autocast") for entry in SOME],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_plain_step_equals_the_hollow_one_and_its_peak_the_predicted_one(
-    entry: ZooModel, casting: str
-) -> None:
-    model = entry.make().train()
+def test_plain_step_has_the_predicted_peak(entry: ZooModel, casting: str) -> None:
+    model, batch = entry.make().train(), entry.batch()
+
+    def step() -> None:
+        with CASTINGS[casting]():
+            roots = [root for root in roots_of(model(**batch)) if root.requires_grad]
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
     with CASTINGS[casting]():
-        hollow, measured = profile(model, **entry.batch()), profile(model, **entry.batch(), mode="measured")
-    assert measured.fingerprint == hollow.fingerprint  # ops, storages, saved tensors, unpacks, static bytes
-    assert measured.ops.workspace_nbytes == hollow.ops.workspace_nbytes
-    assert measured.ops.other_nbytes == hollow.ops.other_nbytes
-    assert measured.backward.peak_nbytes == hollow.backward.peak_nbytes
-    graph = build(measured.with_dropped_outputs(measured.droppable_outputs))
+        found = profile(model, **batch)
+    graph = build(found.with_dropped_outputs(found.droppable_outputs))
     before_optimizer = [
         i for i in simulate(graph, graph.everything).instants if not isinstance(i.event, OptimizerStep)
     ]
-    above = max(i.live_bytes for i in before_optimizer) - graph.static_bytes
-    held = f"measured: a plain step that dropped its outputs held {above} bytes at most"
-    assert any(note.startswith(f"{held} in addition") for note in measured.notes)
+    assert allocated_peak(step) == max(i.live_bytes for i in before_optimizer) - graph.static_bytes
 
 
-@pytest.mark.parametrize("mode", ["hollow", "measured"])
-def test_no_mode_touches_gradients_buffers_or_generators(mode: Any) -> None:
+def test_profile_leaves_gradients_buffers_and_generators_unchanged() -> None:
     model, x = ConvNet(), torch.randn(4, 3, 8, 8)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
         parameter.register_post_accumulate_grad_hook(lambda p: pytest.fail("an optimizer in backward ran"))
     before = {name: t.clone() for name, t in model.state_dict().items()}
     state = torch.get_rng_state()
-    profile(model, x, mode=mode)
+    profile(model, x)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
@@ -74,7 +73,7 @@ def test_modes_that_contradict_the_device_are_refused() -> None:
     with pytest.raises(ValueError, match="pass on="):
         profile(model, x, mode="fake")
     with pytest.raises(ValueError, match="leave out on="):
-        profile(model, x, mode="measured", on=DATASHEETS["h100"])
+        profile(model, x, mode="hollow", on=DATASHEETS["h100"])
     with pytest.raises(ValueError, match="mode must be"):
         profile(model, x, mode="real")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on must be"):
@@ -97,26 +96,6 @@ def test_loss_that_is_not_a_tensor_is_refused() -> None:
 
 CALLS: list[int] = []
 """A global variable, since everything that the model refers to is restored after a profile."""
-
-
-class Alternates(nn.Module):
-    """Take another path from the fourth forward on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        CALLS.append(1)
-        y = self.linear(x)
-        return y.tanh() if len(CALLS) < 4 else y.exp()
-
-
-def test_model_that_takes_another_path_is_not_measured() -> None:
-    CALLS.clear()
-    with pytest.raises(Unsteady, match=r"op 1: first aten\.tanh.*then aten\.exp") as caught:
-        profile(Alternates(), torch.randn(2, 4), mode="measured")
-    assert caught.value.__reduce__()[0] is Unsteady
 
 
 def test_cached_times_make_the_second_profile_equal_to_the_first(tmp_path: Path) -> None:
@@ -228,7 +207,7 @@ class Stateful(nn.Module):
 
 
 @pytest.mark.parametrize("breaks", ["", "forward", "backward"])
-@pytest.mark.parametrize("mode", ["hollow", "measured", "fake"])
+@pytest.mark.parametrize("mode", ["hollow", "fake"])
 def test_step_changes_nothing_even_if_it_raises(mode: Any, breaks: str) -> None:
     model, x = Stateful(breaks), torch.randn(3, 4)
     before = {name: t.clone() for name, t in model.state_dict().items()}
@@ -355,8 +334,6 @@ def test_forward_mode_zeros_without_memory_are_handled() -> None:
     zeros = [i for i, key in enumerate(found.keys()) if "_efficientzerotensor" in key]
     assert zeros
     assert not set(zeros) & set(found.values.op)
-    measured = profile(Sloped(), torch.randn(3, 4), mode="measured")
-    assert measured.storages == found.storages
 
 
 def test_forward_with_collectives_runs_only_thrice() -> None:
