@@ -138,7 +138,7 @@ def _bytes_of_one(
     optimizer: torch.optim.Optimizer, device: torch.device, on: Device | None
 ) -> OptimizerBytes:
     rounding = allocator_rounding(device)
-    existing = _state_nbytes(optimizer.state.values(), device.type, rounding)
+    existing = _state_nbytes(_state_of(optimizer), device.type, rounding)
     if _held_by(optimizer):
         return OptimizerBytes(existing, 0)  # its step is that of the others
     try:
@@ -156,7 +156,7 @@ def optimizer_state_nbytes(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], device: torch.device
 ) -> int:
     """Return the bytes of the present state of `optimizer`, as the allocator rounds them."""
-    states = [state for one in unwrapped(optimizer) for state in one.state.values()]
+    states = [state for one in unwrapped(optimizer) for state in _state_of(one)]
     return _state_nbytes(states, device.type, allocator_rounding(device))
 
 
@@ -194,6 +194,28 @@ def _held_by(optimizer: Any) -> list[torch.optim.Optimizer]:
         leaf
         for leaf in tree_leaves(values)
         if isinstance(leaf, torch.optim.Optimizer) and leaf is not optimizer
+    ]
+
+
+def _state_of(optimizer: Any) -> list[Any]:
+    """Return the state of `optimizer`, and the tensors that it has as attributes, or in containers there."""
+    groups = getattr(optimizer, "param_groups", ())  # a wrapper may have none
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    known = {
+        local(tensor).untyped_storage()._cdata
+        for parameter in parameters
+        for tensor in (parameter, gradient_of(parameter))
+        if tensor is not None and has_storage_or_fake(local(tensor))
+    }
+    values = [value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")]
+    return [
+        *optimizer.state.values(),
+        *(
+            leaf
+            for leaf in tree_leaves(values)
+            if isinstance(leaf, Tensor) and has_storage_or_fake(tensor := local(leaf))
+            if tensor.untyped_storage()._cdata not in known
+        ),
     ]
 
 
@@ -309,10 +331,12 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Devic
             type(optimizer).step(twin)  # creates the state
         with torch.no_grad(), _Workspace(device_type, rounding) as second:
             type(optimizer).step(twin)
-        states = {fake: _state_nbytes([state], device_type, rounding) for fake, state in twin.state.items()}
+        state = _state_nbytes(_state_of(twin), device_type, rounding)
         # The state counts from the beginning, so it is not workspace of the first step.
-        workspace = max(second.peak, first.peak - sum(states.values()))
-        return sum(nbytes * counts.get(fake, 1) for fake, nbytes in states.items()), workspace
+        workspace = max(second.peak, first.peak - state)
+        for one, count in counts.items():
+            state += (count - 1) * _state_nbytes([twin.state.get(one)], device_type, rounding)
+        return state, workspace
 
 
 MOST_EQUAL = 2

@@ -15,7 +15,9 @@ from ac_client.planning.loaded_policy import ForwardRoute, PlannedBucket
 from ac_client.planning.options import ApplyOptions
 from ac_client.runtime.cursor import Cursor, LeftThePath, OffPath
 from ac_client.runtime.policy_context import active, save_recompute_policy
+from ac_client.runtime.replay import RegionGraph
 from ac_client.runtime.saved_tensor_hooks import RegionHooks
+from ac_client.runtime.tracked_storages import TrackedStorages
 from autoac.profiler.checkpoints.own_checkpoints import NEEDED, checkpoints_left_alone, plain_checkpoints
 from autoac.profiler.compiler.second_stage import set_carrier
 from autoac.profiler.torch_facts.inductor import keep_dynamo_out
@@ -79,6 +81,8 @@ class PlannedForward:
             checkpoints = checkpoints_left_alone(needed=True) if needed else plain_checkpoints()
             checkpoints.__enter__()
             self._closing.append(checkpoints.__exit__)
+            if compares and not needed and not loaded.recomputes and not has_compiled_parts:
+                self._compare_checkpoints()
         if compiled:
             route.unrecorded = len(route.decisions)
         if compiled or not loaded.recomputes:
@@ -100,6 +104,14 @@ class PlannedForward:
             active.region.module = self._innermost
             if compares:
                 active.region.graph.compare()
+
+    def _compare_checkpoints(self) -> None:
+        """Have backward compare what plain calls save, without a region: NOTE [ Needed checkpoints ]."""
+        graph = RegionGraph(None)
+        graph.compare()
+        hooks = RegionHooks(TrackedStorages(graph), graph)
+        hooks.enter()
+        self._closing.append(hooks.exit)
 
     def _report(self, off: OffPath) -> None:
         self.left = True

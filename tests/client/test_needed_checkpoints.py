@@ -91,6 +91,14 @@ class Workspace(Net):
         return self.memory.copy_(self.frozen[i]).mul_(2)
 
 
+class ThroughNumpy(Net):
+    """Neither an op nor a version counter shows the write."""
+
+    def filled(self, i: int) -> Tensor:
+        self.memory.numpy()[...] = self.frozen[i].numpy()
+        return self.memory
+
+
 @pytest.fixture(autouse=True)
 def code_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget which functions earlier tests have run."""
@@ -152,6 +160,14 @@ def test_policy_that_takes_a_needed_checkpoint_over_is_an_error(kind: type[Net])
 def test_checkpoint_of_a_part_with_shared_memory_is_an_error(kind: type[Net]) -> None:
     with pytest.raises((ContentsDiffer, StaleError)):
         gradients(made(kind, ours), 1)
+
+
+@pytest.mark.parametrize("call", [in_torch, ours], ids=["torchs", "ours"])
+def test_unseen_write_between_checkpoints_is_an_error_if_nothing_is_recomputed(call: Call) -> None:
+    model = ac_client.apply(made(ThroughNumpy, call), 1.0)
+    with pytest.raises(ContentsDiffer, match="take_over_checkpoints"):
+        gradients(model, 1)
+    assert ac_client.applied(model).report().recomputed == 0
 
 
 class Statistics(nn.Module):

@@ -124,6 +124,22 @@ class Averaging(Container):
             self.state[p].setdefault("slow", p.detach().clone())
 
 
+class ScheduleFree(Momentum):
+    """Has its state in attributes, from its first step on."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.trained = self.param_groups[0]["params"][:1]
+        self.averages: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        self.averages = self.averages or [p.clone() for p in parameters]
+        for p, average in zip(parameters, self.averages, strict=True):
+            p.lerp_(average.sub_(p.grad, alpha=0.1), 0.3)
+
+
 def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
     parameters = list(model.parameters())
     return [
@@ -141,6 +157,7 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
     "list": lambda m: WithList(m.parameters()),
     "tensor": lambda m: WithTensor(m.parameters()),
     "object": lambda m: WithObject(m.parameters()),
+    "state in attributes": lambda m: ScheduleFree(m.parameters()),
     "wrapping": lambda m: Wrapping(adam(m)),
     "container": lambda m: Container(halves(m)),
     "container with state": lambda m: Averaging([adam(m)]),
@@ -161,7 +178,12 @@ def train(model: nn.Module, optimizer: Any, steps: int = 3) -> list[Tensor]:
 def state_nbytes(optimizer: Any) -> int:
     parts = optimizer if isinstance(optimizer, list) else [optimizer]
     parts = [*parts, *(one for part in parts for one in getattr(part, "optimizers", ()))]
-    return sum(t.nbytes for one in parts for state in one.state.values() for t in state.values())
+    states = sum(t.nbytes for one in parts for state in one.state.values() for t in state.values())
+    attributes = [
+        *(getattr(one, "averages", ()) for one in parts),
+        *([one.calls] for one in parts if isinstance(one, WithTensor)),
+    ]
+    return states + sum(t.nbytes for tensors in attributes for t in tensors)
 
 
 @pytest.mark.parametrize("kind", KINDS)
