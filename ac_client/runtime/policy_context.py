@@ -48,6 +48,7 @@ class save_recompute_policy:
         packing: a pair of functions, from a saved tensor to what autograd holds in its place, and back; for
             offload, or for saving in half precision. The innermost one applies. torch.autograd.graph's hooks
             around the region work as well. Tensors that only recomputes read are not packed.
+        cuts: of an outermost "recompute_all" without a plan: say online what is held all the same (cuts.py).
 
     Raises:
         TypeError, ValueError: `policy` is none of these.

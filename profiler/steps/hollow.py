@@ -481,6 +481,6 @@ def _checkpoint_failure(error: RuntimeError) -> tuple[str, str] | None:
         return (
             "torch.utils.checkpoint(use_reentrant=True) in it runs a backward of its own, which would give "
             "gradients to more than the profiled step",
-            "pass use_reentrant=False, or leave that checkpoint out: the plan recomputes what it must",
+            "pass use_reentrant=False",
         )
     return None
