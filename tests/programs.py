@@ -134,6 +134,13 @@ def gradients(
     return [*(i.grad for i in inputs), *(r.detach() for r in results), torch.get_rng_state()]
 
 
+def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Return True if two gradients are equal bit for bit, or both missing."""
+    if a is None or b is None:
+        return a is b
+    return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+
+
 def _policy(chance: random.Random) -> object:
     probability = chance.random()
     coin = random.Random(chance.random())

@@ -1,4 +1,4 @@
-"""Decide during forward what a step holds for which there is no plan yet.
+"""Decide during forward what a step without a plan holds.
 
 Under "recompute_all" alone, the first unpack of backward recomputes all of forward, and everything stays
 cached for later: nothing is saved. A *cut* holds the recorded versions that are live before an op runs, so

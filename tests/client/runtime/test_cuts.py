@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from programs import Program, gradients
+from programs import Program, gradients, same
 from stepping import allocated_peak, seed
 from torch import Tensor, nn
 
@@ -138,12 +138,6 @@ def test_a_write_after_forward_to_what_a_cut_holds_is_an_error() -> None:
         tensor.add_(1)
     with pytest.raises(StaleError, match="modified by an inplace operation"):
         x.sum().backward()
-
-
-def same(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
 @settings(max_examples=PROGRAMS, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))

@@ -5,18 +5,11 @@ from __future__ import annotations
 import os
 import random
 
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from programs import Program, gradients
+from programs import Program, gradients, same
 
 PROGRAMS = int(os.environ.get("AUTOAC_PROGRAMS", "300"))  # the nightly target runs more
-
-
-def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
 @settings(max_examples=PROGRAMS, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
