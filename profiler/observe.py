@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from autoac.planner.formats.profile import Environment, Profile
+from autoac.planner.formats.profile import Environment, Profile, StaticBytes
 from autoac.profiler.capture.garbage_collection import frozen_heap, no_garbage_collection
 from autoac.profiler.checkpoints.own_checkpoints import checkpoints_left_alone
 from autoac.profiler.distributed.ddp import buckets_of, build_replicating
@@ -191,6 +191,32 @@ def observe(
             kinds = measured.kinds
             notes.append(f"measured: run times of {kinds} kinds of op, each by itself on {datasheet.name}")
         notes.append("what kernels allocate inside themselves is not known and counts as nothing")
+    result = profile_of(subject, step, notes, inputs, environment, device, datasheet, optimizer)
+    if on is None and times is not None:
+        result = _with_cached_backward(result, times, machine(device, environment.device_name))
+    if known is not None:
+        known.keep(result)
+    return result
+
+
+def profile_of(
+    subject: TrainingStep,
+    step: HollowStep,
+    notes: list[str],
+    inputs: Sequence[str],
+    environment: Environment,
+    device: torch.device,
+    datasheet: Device | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    static: StaticBytes | None = None,
+) -> Profile:
+    """Return the Profile of `step`, the records of one step of `subject`.
+
+    Args:
+        static: as the step began, without the state of optimizers, if `subject` has changed since.
+    """
+    model, args, kwargs = subject.compiled, subject.args, subject.kwargs
+    accumulates, loop = subject.accumulates, subject.loop
     if is_called_compiled(model) and not any(op.compiled for op in step.forward.ops):
         notes.append(
             f"nothing can be recomputed: the backend {backend_of_plans()!r} gave no graph of the model to "
@@ -198,12 +224,13 @@ def observe(
         )
         log.warning("%s: %s", type(uncompiled(model)).__name__, notes[-1])
     needs = optimizer_bytes(optimizer, device, datasheet)
-    static = static_bytes(model, args, kwargs, needs.state, device, datasheet, accumulates=accumulates)
+    if static is None:
+        static = static_bytes(model, args, kwargs, 0, device, datasheet, accumulates=accumulates)
     workspaces = sum(block.nbytes for block in step.workspaces)
     if datasheet is not None:
         workspaces = workspace_bytes((op.facts.name for op in step.forward.ops), datasheet)
     with no_garbage_collection():
-        result = assemble(
+        return assemble(
             step,
             model=type(uncompiled(model)).__name__,
             inputs=inputs,
@@ -212,16 +239,12 @@ def observe(
                 update={
                     "inputs": loop.forwards * static.inputs,
                     "workspaces": workspaces,
+                    "optimizer_state": needs.state,
                 }
             ),
             optimizer_workspace_nbytes=needs.workspace,
             notes=[*notes, *([needs.note] if needs.note else [])],
         ).with_dropped_outputs(loop.drops)
-    if on is None and times is not None:
-        result = _with_cached_backward(result, times, machine(device, environment.device_name))
-    if known is not None:
-        known.keep(result)
-    return result
 
 
 def _is_distributed() -> bool:

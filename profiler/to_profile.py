@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoac.planner.formats.profile import (
@@ -23,6 +23,7 @@ from autoac.planner.formats.profile import (
 from autoac.planner.units import rounded_bytes
 from autoac.profiler.capture.allocations import AllocatedBlock, Allocations
 from autoac.profiler.capture.op_recorder import RecordedStorage
+from autoac.profiler.capture.saved_tensor_recorder import SavedEvent
 from autoac.profiler.steps.hollow import HollowStep
 from autoac.profiler.timing.op_timer import BETWEEN_OPS
 
@@ -44,7 +45,14 @@ def assemble(
     of_forward = [block for block in blocks if block is not None]
     copies = [block for copy in saved.copies if (block := _block_of(record, copy)) is not None]
     registers = [block for begin, end in saved.kernels for block in _temporaries(record, at[begin], at[end])]
-    other = _LiveBytes.of(record, hidden=[*of_forward, *copies, *registers, *step.workspaces])
+    own = [block for begin, end in step.hidden for block in _allocated(record, at[begin], at[end])]
+    temporary = [
+        (block, at[held.mark]) for held in step.temporary if (block := _block_of(record, held)) is not None
+    ]
+    other = _LiveBytes.of(
+        record,
+        hidden=[*of_forward, *copies, *registers, *own, *(block for block, _ in temporary), *step.workspaces],
+    )
     requested = _requested_nbytes(blocks, forward.storages, environment.allocator_rounding)
     n = len(forward.ops)
     outputs: list[list[AllocatedBlock]] = [[] for _ in forward.ops]
@@ -65,10 +73,17 @@ def assemble(
         for h in backward_step.drops:
             dropped[h] = n + j + 1
     late = _returned_as_gradients(step, steps, ends)
+    for block, until in temporary:
+        freed_at = max(block.allocated_at, until - 1)
+        late.append((replace(block, freed_at=freed_at), block.allocated_at))
     other = other.with_late(late)
-    freed = [block.freed_at if block is not None else None for block in blocks]
+    step_marks = [backward_step.begin_mark for backward_step in steps]
     released = tuple(
-        moments.after(position) if position is not None else n + len(steps) for position in freed
+        min(
+            moments.after(block.freed_at) if block and block.freed_at is not None else n + len(steps),
+            _let_go(step, storage, step_marks) if block else n + len(steps),
+        )
+        for block, storage in zip(blocks, forward.storages, strict=True)
     )
     begins = [at[op.begin_mark] for op in forward.ops] + [s.begin for s in steps]
     temporaries = _block_changes(record, other.positions, late, begins, at[step.backward_end])
@@ -135,10 +150,7 @@ def assemble(
         backward=BackwardSteps(
             name=tuple(nodes.index(s.name or "backward") for s in steps),
             unpacks=Ragged.of([s.unpacks for s in steps]),
-            runtime_us=tuple(
-                (step.times_ns[end] - step.times_ns[s.begin_mark]) / 1e3
-                for s, end in zip(steps, end_marks, strict=True)
-            ),
+            runtime_us=tuple(_runtimes_us(step, [s.begin_mark for s in steps], end_marks)),
             other_nbytes=tuple(other.as_begins(s.begin) for s in steps),
             peak_nbytes=tuple(
                 other.peak(s.work if s.work >= 0 else s.begin, end)
@@ -166,6 +178,50 @@ def _block_of(record: Allocations, storage: RecordedStorage) -> AllocatedBlock |
     return record.block_at(storage.address, storage.mark) if storage.address else None
 
 
+def _runtimes_us(step: HollowStep, begins: Sequence[int], ends: Sequence[int]) -> Iterator[float]:
+    """Yield the time between marks, without that of recomputes."""
+    ns = step.times_ns
+    spans = sorted(step.hidden)
+    for begin, end in zip(begins, ends, strict=True):
+        first = bisect.bisect_left(spans, (begin, -1))
+        last = bisect.bisect_left(spans, (end, -1))
+        own = sum(ns[until] - ns[since] for since, until in spans[first:last])
+        yield max(0, ns[end] - ns[begin] - own) / 1e3
+
+
+def _let_go(step: HollowStep, storage: RecordedStorage, step_marks: Sequence[int]) -> int:
+    """Return the first moment at which only the region of an observed step held a storage."""
+    n = len(step.forward.ops)
+    if storage.let_go < 0:
+        return n + len(step_marks)
+    if storage.let_go < step.backward_begin:
+        return storage.let_go_before
+    return n + bisect.bisect_right(step_marks, storage.let_go)
+
+
+def _unpacked(step: HollowStep, event: SavedEvent) -> AllocatedBlock | None:
+    """Return the memory that backward got for a saved tensor, with where backward has freed it."""
+    record = step.allocations
+    if not step.hidden:
+        return _block_of(record, event.stand_in) if event.stand_in is not None else None
+    if event.kind != "unpack":
+        return None
+    at = record.positions
+    begin = at[event.end_mark]
+    storage = step.forward.versions[step.saved.versions[event.saved]].storage
+    block = _block_of(record, step.forward.storages[storage])
+    if block is None:
+        return None
+    freed: int | None
+    if event.kept:
+        functions = record.functions
+        i = bisect.bisect_right(functions, begin, key=lambda function: function[0]) - 1
+        freed = functions[i][1] if i >= 0 else begin
+    else:
+        freed = at[event.freed_mark] if event.freed_mark >= 0 else None
+    return AllocatedBlock(block.address, block.nbytes, begin, freed)
+
+
 def _returned_as_gradients(
     step: HollowStep, steps: Sequence[_BackwardStep], ends: Sequence[int]
 ) -> list[tuple[AllocatedBlock, int]]:
@@ -175,14 +231,14 @@ def _returned_as_gradients(
     storage then lives on as the gradient after autograd has dropped the saved tensor, whether it was saved or
     recomputed. In the hollow step its stand-in does.
     """
-    record, versions = step.allocations, step.forward.versions
+    versions = step.forward.versions
     dropped = {h: end for backward_step, end in zip(steps, ends, strict=True) for h in backward_step.drops}
     found: dict[int, tuple[AllocatedBlock, int]] = {}  # by version, whose saved tensors share a storage
     for event in step.saved.events:
-        if event.stand_in is None or event.saved not in dropped or event.mark < step.backward_begin:
+        if event.kind != "unpack" or event.saved not in dropped or event.mark < step.backward_begin:
             continue
         version = step.saved.versions[event.saved]
-        block = _block_of(record, event.stand_in)
+        block = _unpacked(step, event)
         if block is None or step.forward.ops[versions[version].op].compiled:
             continue  # compiled code frees what it unpacks where it likes, and returns none of it
         begin = max(dropped[event.saved], found[version][1] if version in found else 0)
@@ -226,8 +282,13 @@ def _block_changes(
 
 def _temporaries(record: Allocations, begin: int, end: int) -> list[AllocatedBlock]:
     """Return the blocks that are allocated and freed between two positions."""
-    allocated = (change.block for change in record.changes[begin:end] if change.nbytes > 0)
+    allocated = _allocated(record, begin, end)
     return [block for block in allocated if block.freed_at is not None and block.freed_at < end]
+
+
+def _allocated(record: Allocations, begin: int, end: int) -> list[AllocatedBlock]:
+    """Return the blocks that are allocated between two positions."""
+    return [change.block for change in record.changes[begin:end] if change.nbytes > 0]
 
 
 def _requested_nbytes(
@@ -334,14 +395,14 @@ class _Event:
 
 
 def _backward_events(step: HollowStep) -> list[_Event]:
-    record, at = step.allocations, step.allocations.positions
+    at = step.allocations.positions
     events = []
     for event in step.saved.events:
         if not step.backward_begin <= event.mark <= step.backward_end:
             continue
         end = at[event.end_mark] if event.end_mark >= 0 else -1
         events.append(_Event(at[event.mark], event.mark, event.kind, end, event.saved, event.node))
-        block = _block_of(record, event.stand_in) if event.stand_in is not None else None
+        block = _unpacked(step, event)
         if block is not None and block.freed_at is not None:
             # The node has returned: what it unpacked is freed, what autograd holds is not yet.
             events.append(_Event(block.freed_at, event.end_mark, "unpin"))

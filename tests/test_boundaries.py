@@ -76,13 +76,16 @@ profiler/entry:         base torch_facts checkpoints compiler distributed timing
 profiler:               base timing static entry
 ac_client/base:         planner planner/base planner/formats profiler/base
 ac_client/runtime:      base planner/base planner/formats profiler/torch_facts profiler/unseen
-                        profiler/distributed profiler/checkpoints
+                        profiler/distributed profiler/checkpoints profiler/capture
+ac_client/observing:    base runtime planner planner/formats profiler profiler/base profiler/entry
+                        profiler/capture profiler/steps profiler/static profiler/timing
+                        profiler/torch_facts
 ac_client/measure:      base runtime planner planner/base planner/report profiler profiler/torch_facts
                         profiler/distributed
 ac_client/service_client: planner planner/base planner/formats planner/problem planner/memory planner/plans
 ac_client/compiled:     base runtime planner planner/formats profiler/base profiler/torch_facts
                         profiler/compiler profiler/joint_graph
-ac_client/planning:     base service_client runtime compiled measure planner planner/base
+ac_client/planning:     base service_client runtime compiled measure observing planner planner/base
                         planner/formats planner/problem planner/memory profiler profiler/base
                         profiler/torch_facts profiler/unseen profiler/compiler profiler/distributed
                         profiler/restore profiler/static profiler/checkpoints

@@ -40,6 +40,7 @@ from ac_client.runtime.cursor import UseGroup
 from ac_client.runtime.moves.copies import HostCopy
 from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
 from ac_client.runtime.write_guard import StaleError, WriteGuard, version_counter, without_history
+from autoac.profiler.unseen.held_storages import recorded
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.rng import GeneratorState
 from autoac.profiler.torch_facts.streams import event_on, streams_seen, wait_for
@@ -73,6 +74,8 @@ class Source:
             del unseen
         else:
             self.tensors.append(tensor.data)
+        if recorded.held is not None:
+            recorded.held.note(self.tensors[-1])
         if self.guard is not None and self.guard.blind:
             self.keep_copy()  # a later write could not be detected
         return SourceView(self, len(self.tensors) - 1) if len(self.tensors) > 1 else self

@@ -22,6 +22,7 @@ from ac_client.runtime.nested_policies import (
 )
 from ac_client.runtime.region import Region
 from ac_client.runtime.replay import EventLog
+from autoac.profiler.capture.step_tape import StepTape
 from autoac.profiler.torch_facts.inductor import dynamo_is_active, keep_dynamo_out
 
 
@@ -49,6 +50,7 @@ class save_recompute_policy:
             offload, or for saving in half precision. The innermost one applies. torch.autograd.graph's hooks
             around the region work as well. Tensors that only recomputes read are not packed.
         cuts: of an outermost "recompute_all" without a plan: say online what is held all the same (cuts.py).
+        tape: of such a policy: records the step.
 
     Raises:
         TypeError, ValueError: `policy` is none of these.
@@ -67,6 +69,7 @@ class save_recompute_policy:
         checkpoint: UseGroup | None = None,
         site: Hashable = None,
         cuts: Cuts | None = None,
+        tape: StepTape | None = None,
     ) -> None:
         self._policy = parse_policy(policy)
         self._packing = packing
@@ -74,6 +77,7 @@ class save_recompute_policy:
         self._site = site
         self._log = log
         self._cuts = cuts
+        self._tape = tape
         self._entered: tuple[Region, PolicyFrame] | None = None
 
     def __enter__(self) -> None:
@@ -88,7 +92,7 @@ class save_recompute_policy:
         caller = sys._getframe(1)
         region = active.region
         if region is None:
-            region = Region(self._log, cuts=self._cuts)
+            region = Region(self._log, cuts=self._cuts, tape=self._tape)
             region.open()
             active.region = region
         site = (

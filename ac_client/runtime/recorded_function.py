@@ -70,6 +70,11 @@ class RecordedFunction:
         else:
             storages.before_silent_write(call.written)
 
+    @property
+    def order(self) -> int | None:
+        """Return the order of the node of the call; None if the call is saved."""
+        return self._node.order if self._node is not None else None
+
     def _make_node(self, stream: int) -> FunctionNode:
         reads: dict[NodeVersion, None] = {}
         args = self._storages.arguments(self.call.arguments.tensors, reads)

@@ -55,6 +55,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -71,6 +72,8 @@ from ac_client.runtime.replay import EventLog, RegionGraph, recording_off
 from ac_client.runtime.saved_tensor_hooks import RegionHooks
 from ac_client.runtime.tracked_storages import TrackedStorages, move_handles
 from autoac.planner.formats.policy import OFFLOAD
+from autoac.profiler.unseen.held_storages import recorded
+from autoac.profiler.capture.step_tape import StepTape
 from autoac.profiler.distributed.fsdp import watch_sharding
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import RecordingMode, anything_compiled, watch_compiled
@@ -101,13 +104,18 @@ class Region(RecordingMode):
         module: in a plan, returns the path of the module that runs.
     """
 
-    def __init__(self, log: EventLog | None = None, *, cuts: Cuts | None = None) -> None:
+    def __init__(
+        self, log: EventLog | None = None, *, cuts: Cuts | None = None, tape: StepTape | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._log = log
+        self._tape = tape
         self.graph = RegionGraph(log)
+        self.graph.tape = tape
         self.storages = TrackedStorages(self.graph)
         self.storages.cuts = cuts
         self._hooks = RegionHooks(self.storages, self.graph)
+        self._hooks.tape = tape
         self._frames: list[PolicyFrame] = []
         self._policy = PolicyStack(())
         self._compiled_unseen = False  # nothing was compiled in this process when the region was opened
@@ -133,6 +141,8 @@ class Region(RecordingMode):
         watch_sharding()
         watch_functions()
         self._compiled_unseen = not watch_compiled()
+        if self._tape is not None:
+            recorded.held = self._tape.held
         self._hooks.enter()
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -152,7 +162,9 @@ class Region(RecordingMode):
         self._hooks.exit()
         if self._moves is not None:
             self._moves.close()
-        self.storages.close()
+        with nullcontext() if self._tape is None else self._tape.hiding():
+            self.storages.close()
+        recorded.held = None
         if self._compiled_unseen and watch_compiled() and anything_compiled():
             raise RuntimeError(
                 "torch.compile was used inside this region for the first time in this process, so the region "
@@ -230,6 +242,8 @@ class Region(RecordingMode):
         """Hold tensors that cross from one FSDP unit or compiled graph to another."""
         for tensor in tensors:
             self.storages.pin(tensor)
+        if self._tape is not None:
+            self._tape.recorder.hold(tensors, reason)
 
     def tag(self, tensor: Tensor, decision: CheckpointPolicy) -> None:
         """Apply the innermost decision for one tensor that an op has made.
@@ -261,6 +275,9 @@ class Region(RecordingMode):
         facts = known_facts.get(id(func)) or facts_of(func)
         if facts.view or recording_off.depth:
             return facts.call(*args, **kwargs) if kwargs else facts.call(*args)
+        tape = self._tape
+        if tape is not None and not tape.inside:
+            return tape.run(self.__torch_dispatch__, func, facts, args, kwargs or {})
         if self._has_streams:
             stream = private.current_stream()
             if stream != self._stream:
@@ -281,7 +298,9 @@ class Region(RecordingMode):
             self.storages.pin(args[facts.fills_packed])
         policy = self._policy
         if not policy.needs_output:
-            if policy.recomputes_all and not facts.must_save:
+            if tape is not None and tape.must_save:
+                saved = True
+            elif policy.recomputes_all and not facts.must_save:
                 saved = False
             else:
                 saved = policy.saves_all or policy.saves(func, facts, args, kwargs)
@@ -319,6 +338,9 @@ class Region(RecordingMode):
             self.storages.cut(call.arguments.tensors, ())
         if self._log is not None:
             self._log.add("compute", call.facts.name)
+        tape = self._tape
+        if tape is not None:
+            tape.begin_function(call, args, kwargs)
         decided = self._policy.saves_function(call.facts)
         if self._moves is not None:
             self._moves.free_due()
@@ -331,7 +353,7 @@ class Region(RecordingMode):
                 self.graph,
                 self._grouping,
                 self._stream,
-                saved=decided is True,
+                saved=decided is True or (tape is not None and tape.must_save),
             )
         finally:
             recording_off.depth -= 1
@@ -340,16 +362,22 @@ class Region(RecordingMode):
             self.graph.compare_rerun(call.rerun, where)
         self._function, self._asks_inside = function, decided is None
         self._hooks.pack_in_call = function.pack
+        out, returned = None, False
         try:
-            out = call.run(apply)
+            out = call.run(apply) if tape is None else tape.call(call.run, (apply,), {})
+            returned = True
         finally:
             self._function = None
             self._hooks.pack_in_call = None
+            if tape is not None:
+                tape.end_function(call, out, raised=not returned)
         recording_off.depth += 1
         try:
             function.end(out)
         finally:
             recording_off.depth -= 1
+        if tape is not None:
+            tape.function_examined(call, function.order)
         return out
 
     def _run_in_function(
@@ -388,12 +416,14 @@ class Region(RecordingMode):
                 self.storages.before_silent_write(written)
             else:
                 self.storages.before_write(written, untrack=True)
+        if self._tape is not None:
+            return self._tape.call(facts.call, args, kwargs or {})
         return facts.call(*args, **kwargs) if kwargs else facts.call(*args)
 
     def _run_opaque(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a higher-order op; version counters show afterwards which of its operands it wrote."""
         operands = tensor_versions((args, kwargs))
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs) if self._tape is None else self._tape.call(func, args, kwargs)
         for tensor, counter in operands:
             if tensor._version != counter:
                 self.storages.after_opaque_write(tensor)
@@ -467,7 +497,11 @@ class Region(RecordingMode):
             storages.before_write(written_tensors(facts, args, kwargs or {}), untrack=True)
         elif written:
             storages.before_write(written, untrack=False)
-        out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
+        if self._tape is not None:
+            self._tape.note_node(node.order)
+            out = self._tape.call(facts.call, args, kwargs or {})
+        else:
+            out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
         if facts.shaped_by_argument:
             for run in (node, *(run for _, run, _ in later_runs)):
                 run.func = FixedShapeOp(facts.call, facts.name, out.shape)

@@ -33,6 +33,7 @@ from ac_client.runtime.split_backward import Split, current_split
 from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
 from ac_client.runtime.write_guard import StaleError
 from autoac.planner.formats.op_key import name_in_keys
+from autoac.profiler.capture.step_tape import StepTape
 from autoac.profiler.torch_facts import private, rng
 from autoac.profiler.torch_facts.nested_ops import AUTOCAST
 from autoac.profiler.torch_facts.op_signature import outputs_of
@@ -178,6 +179,7 @@ class RegionGraph:
         self.passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()  # by graph task
         self.suspended: Pass | None = None  # between two parts of a split backward
         self.log = log
+        self.tape: StepTape | None = None  # of an observed step
         self.selective = False  # a checkpoint outside of any plan saves what only recomputes read
         self.weights: KeptWeights | None = None  # set where backward compares what it recomputes
         self.code = CheckedCode()  # outside of plans
@@ -389,11 +391,14 @@ def _replay(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, 
     if graph.log is not None and node.order >= 0:  # a negative order marks a pinned version
         graph.log.add("recompute", node.name)
     flags.set(node.flags)
+    began = graph.tape.now_ns() if graph.tape is not None else 0
     if node.rng_state is None:
         out = node.func(*args, **kwargs)
     else:
         with rng.generator_at(node.rng_state):
             out = node.func(*args, **kwargs)
+    if graph.tape is not None:
+        graph.tape.note_replay(node.order, began)
     for old, new in node.rewrites:
         version = new()
         if version is not None and running.needs(version, target):

@@ -22,6 +22,7 @@ from ac_client.runtime.replay import (
 from ac_client.runtime.split_backward import leaves_gradients
 from ac_client.runtime.view_recipes import Recipe
 from ac_client.runtime.write_guard import ContentsDiffer, WriteGuard, detached_alias, without_history
+from autoac.profiler.capture.step_tape import StepTape
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.op_facts import leaves_bytes_unwritten
 from autoac.profiler.torch_facts.storage_table import has_storage
@@ -124,6 +125,11 @@ class RecomputedHandle:
                 self._last = weakref.ref(tensor)
             return tensor
 
+    def is_cached(self) -> bool:
+        """Return True if the running pass or a cut holds the tensor."""
+        running, _ = self.graph.current_pass()
+        return self._version.serial in running.cache or self._version.node.order < 0
+
     def move_to(self, newer: NodeVersion) -> None:
         """Recompute from `newer`, a later version with the same contents in all that this handle views."""
         with self.graph.lock:
@@ -170,7 +176,7 @@ class SavedHandle(WriteGuard):
     __slots__ = ("__weakref__", "_contents", "_registry", "key", "trigger")
 
     def __init__(self, tensor: Tensor, graph: RegionGraph) -> None:
-        WriteGuard.__init__(self, without_history(tensor))
+        WriteGuard.__init__(self, without_history(tensor, saved=True))
         self.trigger: FetchTrigger | None = None
         self._contents: Fingerprint | None = None
         self._registry = graph.registry
@@ -223,6 +229,32 @@ class OuterHookHandle:
     def unpack(self) -> Tensor:
         """Return the tensor, which the hooks around the region unpack."""
         return self._unpack(self.packed)
+
+
+class TapedHandle:
+    """A handle of an observed step, whose unpacks and drop are recorded."""
+
+    __slots__ = ("_handle", "_saved", "_tape")
+
+    def __init__(self, handle: Any, saved: int, tape: StepTape) -> None:
+        self._handle, self._saved, self._tape = handle, saved, tape
+
+    def unpack(self) -> Tensor:
+        """Return the tensor."""
+        return self._tape.unpack(self._saved, self._unpack)
+
+    def _unpack(self) -> tuple[Tensor, bool]:
+        handle = self._handle
+        return handle.unpack(), not isinstance(handle, RecomputedHandle) or handle.is_cached()
+
+    def __del__(self) -> None:
+        self._tape.saved.note_drop(self._saved)
+
+
+def taped(handle: Any, saved: int | None, tape: StepTape) -> Any:
+    """Return `handle`, which packs saved tensor number `saved` of the step that `tape` records, taped."""
+    tape.packed()
+    return handle if saved is None else TapedHandle(handle, saved, tape)
 
 
 # NOTE [ Compiled autograd ]

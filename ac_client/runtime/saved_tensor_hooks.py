@@ -13,9 +13,17 @@ from ac_client.runtime.moves.region_moves import RegionMoves
 from ac_client.runtime.nested_policies import Grouping, Packing
 from ac_client.runtime.nodes import NodeVersion
 from ac_client.runtime.replay import RegionGraph
-from ac_client.runtime.saved_handles import OuterHookHandle, RecomputedHandle, SavedHandle, handle_for, unpack
+from ac_client.runtime.saved_handles import (
+    OuterHookHandle,
+    RecomputedHandle,
+    SavedHandle,
+    handle_for,
+    taped,
+    unpack,
+)
 from ac_client.runtime.tracked_storages import TrackedStorages
 from ac_client.runtime.view_recipes import recipe_of
+from autoac.profiler.capture.step_tape import StepTape
 from autoac.profiler.checkpoints.own_checkpoints import running_call
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.storage_table import has_storage
@@ -33,6 +41,7 @@ class RegionHooks:
         grouping: says which run of an op serves a tensor that is packed now; None if ops run once.
         moves: of a plan that moves outputs of ops to the host.
         in_checkpoint: a checkpoint of `ac_client` runs.
+        tape: records an observed step.
     """
 
     def __init__(self, storages: TrackedStorages, graph: RegionGraph) -> None:
@@ -41,6 +50,7 @@ class RegionHooks:
         self.grouping: Grouping | None = None
         self.moves: RegionMoves | None = None
         self.in_checkpoint = False
+        self.tape: StepTape | None = None
         self._storages = storages
         self._key = storages.key
         self._graph = graph
@@ -69,8 +79,10 @@ class RegionHooks:
 
     def pack(self, tensor: Tensor) -> Any:
         """Return the handle that autograd holds in place of `tensor`."""
+        tape = self.tape
+        saved = tape.pack(tensor) if tape is not None else None
         if self.pack_in_call is not None and (packed := self.pack_in_call(tensor)) is not None:
-            return packed
+            return packed if tape is None else taped(packed, saved, tape)
         handle: RecomputedHandle | SavedHandle | None = None
         kind = type(tensor)
         if ((kind is Tensor or kind is Parameter) and tensor.layout is _STRIDED) or has_storage(tensor):
@@ -97,13 +109,14 @@ class RegionHooks:
         if handle is None:
             packing = self.packing or self._outer
             if packing is not None:
-                return OuterHookHandle(tensor, *packing)
+                outer = OuterHookHandle(tensor, *packing)
+                return outer if tape is None else taped(outer, saved, tape)
             handle = SavedHandle(tensor, self._graph)
             if self._graph.weights is not None and (self.in_checkpoint or running_call()):
                 handle.note_contents(self._graph.weights)
         if self.moves is not None:
             handle.trigger = self.moves.trigger_of(tensor)
-        return handle
+        return handle if tape is None else taped(handle, saved, tape)
 
 
 def enter_saved_tensor_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:

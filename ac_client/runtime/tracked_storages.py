@@ -262,6 +262,8 @@ class TrackedStorages:
         if same_contents(storage_fingerprint(tensor), version.contents):
             return True
         self._graph.code.note_unseen_write(version.node.name)
+        if self._graph.tape is not None:
+            self._graph.tape.note_unseen_write(tensor)
         self._written_by_others(version, tensor)
         return False
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from autoac.planner.errors import PickledError
+from autoac.profiler.unseen.held_storages import recorded
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.storage_table import is_wrapper
 
@@ -48,8 +50,17 @@ def version_counter(tensor: Tensor) -> int:
         return -1
 
 
-def without_history(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or its `detached_alias` if it has autograd history, which keeps a graph alive."""
+def without_history(tensor: Tensor, *, saved: bool = False) -> Tensor:
+    """Return `tensor`, or its `detached_alias` if it has autograd history, which keeps a graph alive.
+
+    Args:
+        saved: it is held in place of autograd.
+    """
+    held = recorded.held
+    if held is not None and not isinstance(tensor, Parameter):
+        alias = detached_alias(tensor)
+        held.note(alias, saved=saved)
+        return alias
     # `grad_fn` and `_base` would answer the same, but each creates a Python object.
     return tensor if tensor.is_leaf and not tensor._is_view() else detached_alias(tensor)
 

@@ -13,7 +13,7 @@ import torch
 
 from autoac.profiler.capture.garbage_collection import no_garbage_collection
 from autoac.profiler.timing.op_timer import Clock, clock_of
-from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, TorchTrace
+from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, OpEvent, TorchTrace
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +40,7 @@ class Allocations(Protocol):
     changes: list[Change]  # every allocation and free, in order
     positions: list[int]  # of each mark
     times_ns: list[int]  # of each mark
+    functions: list[tuple[int, int]]  # of autograd's nodes: positions where one begins and has returned
 
     def mark(self) -> int: ...
 
@@ -53,19 +54,21 @@ class AllocationRecord:
         changes: every allocation and free, in order.
         positions: the position of each mark.
         times_ns: the time of each mark on `clock`, which stands still while a mark is placed.
+        functions: of each node of autograd, where its function begins and has returned, if `nodes`.
 
     Raises:
         ProfilerBusy: another profiler is running on this thread.
     """
 
-    def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
+    def __init__(self, device: torch.device, clock: Clock | None = None, *, nodes: bool = False) -> None:
         self._device_type = device.type
         self._clock = clock or clock_of(device)
         self._marks = 0
-        self._trace = TorchTrace(device)
+        self._trace = TorchTrace(device, nodes=nodes)
         self.changes: list[Change] = []
         self.positions: list[int] = []
         self.times_ns: list[int] = []
+        self.functions: list[tuple[int, int]] = []
         self._blocks: dict[int, list[AllocatedBlock]] = {}  # by address, in order
 
     def __enter__(self) -> AllocationRecord:
@@ -90,6 +93,7 @@ class AllocationRecord:
 
     def _read(self) -> None:
         open_blocks: dict[int, AllocatedBlock] = {}
+        times, ends = list[int](), list[tuple[int, int]]()
         for event in self._trace.events():
             match event:
                 case AllocationEvent(_, address, nbytes, device) if device.type == self._device_type:
@@ -101,8 +105,12 @@ class AllocationRecord:
                     elif (freed := open_blocks.pop(address, None)) is not None:
                         freed.freed_at = position
                         self.changes.append(Change(freed, -freed.nbytes))
+                    times += [event.time_ns] * (len(self.changes) - position)
                 case MarkEvent():
                     self.positions.append(len(self.changes))
+                case OpEvent(node=True):
+                    ends.append((len(self.changes), event.end_ns))
+        self.functions = [(begin, bisect.bisect_left(times, end_ns)) for begin, end_ns in ends]
 
     def check_complete(self, where: str) -> None:
         """Raise CannotProfile if torch.profiler left some allocations of `where` out of the record."""

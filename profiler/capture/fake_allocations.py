@@ -74,6 +74,7 @@ class FakeAllocations(TorchDispatchMode):
         self.changes: list[Change] = []
         self.positions: list[int] = []
         self.times_ns: list[int] = []
+        self.functions: list[tuple[int, int]] = []  # not known
         self.notes: dict[str, None] = {}
         self.idle: Callable[[], bool] = bool
         self._rounding = rounding

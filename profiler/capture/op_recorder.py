@@ -79,6 +79,17 @@ class RecordedOp:
         self.must_recompute = False
 
 
+@dataclass(frozen=True, slots=True)
+class RunningOp:
+    """An op from `OpRecorder.begin` to `end`."""
+
+    op: RecordedOp
+    index: int
+    written: list[Tensor]
+    operands: list[tuple[Tensor, int]]  # of a higher-order op, each with its version counter
+    pinned: bool
+
+
 @dataclass(slots=True)
 class RecordedVersion:
     """The contents of a storage between two in-place writes of forward."""
@@ -98,6 +109,8 @@ class RecordedStorage:
     address: int
     mark: int  # at which it is live
     nbytes: int = 0  # requested; the allocator may round up, and not always to the same size
+    let_go: int = -1  # mark at which only the region of an observed step held it
+    let_go_before: int = -1  # how many ops had begun then
 
 
 @dataclass(slots=True)
@@ -127,6 +140,7 @@ class OpRecorder(RecordingMode):
         compiled: True if torch.compile runs the model as a whole.
         contents: compares what ops read with what ops wrote, if set.
         function: the call of a Function that is running.
+        follows: True if a region runs the ops, which notes what happens inside of Functions.
         needs_checkpoints: True if checkpoints must not run as plain calls: NOTE [ Needed checkpoints ].
     """
 
@@ -149,6 +163,7 @@ class OpRecorder(RecordingMode):
         self.compiled = False
         self.contents: Contents | None = None
         self.function: FunctionCall | None = None
+        self.follows = False
         self.needs_checkpoints = False
         self._readers: StorageTable[list[int]] = StorageTable()  # ops that read an external storage
         # By storage: the checkpoint, run as a plain call, in which autograd saved it last.
@@ -178,7 +193,19 @@ class OpRecorder(RecordingMode):
         if facts.view:
             return facts.call(*args, **kwargs)
         if self.function is not None:
-            return self._run_in_function(self.function, func, facts, args, kwargs)
+            self.begin_inside(facts, args, kwargs)
+            out = facts.call(*args, **kwargs)
+            self.end_inside(func, facts, args, kwargs, out)
+            return out
+        running = self.begin(facts, args, kwargs)
+        running.op.begin_mark = self._mark()
+        out = facts.call(*args, **kwargs)
+        running.op.end_mark = self._mark()
+        self.end(running, func, args, kwargs, out)
+        return out
+
+    def begin(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunningOp:
+        """Record an op that is about to run. The caller sets its marks, and calls `end`."""
         index = len(self.record.ops)
         pin = self.pins.get(self.module)
         must_save = PINNED if pin == MUST_SAVE else facts.must_save
@@ -216,19 +243,22 @@ class OpRecorder(RecordingMode):
         operands = tensor_versions((args, kwargs)) if facts.opaque else []
         if self.originals is not None:
             self.originals.keep(facts, args, kwargs)
-        op.begin_mark = self._mark()
-        out = facts.call(*args, **kwargs)
-        op.end_mark = self._mark()
+        return RunningOp(op, index, written, operands, pinned=pin is not None)
+
+    def end(
+        self, running: RunningOp, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> None:
+        """Record what the op of `begin` has returned and written."""
+        op, index, written = running.op, running.index, running.written
         op.flops = flops_of(func, args, kwargs, out)
-        if pin is None and not op.must_save and not draws and decides(facts, args, kwargs, out):
+        if not (running.pinned or op.must_save or op.random) and decides(op.facts, args, kwargs, out):
             op.must_save = DECIDES
-        written += [tensor for tensor, version in operands if tensor._version != version]
-        only_write = facts.in_place and len(written) == 1
+        written += [tensor for tensor, version in running.operands if tensor._version != version]
+        only_write = op.facts.in_place and len(written) == 1
         for tensor in written:
             self._new_version(tensor, index, only_write=only_write)
         for tensor in outputs_of(out):
             self._new_output(tensor, index, args, kwargs)
-        return out
 
     def _reads(
         self,
@@ -279,6 +309,26 @@ class OpRecorder(RecordingMode):
         if self.paused or self.function is not None:
             return apply(*args, **kwargs)
         call = FunctionCall(cls, args, kwargs)
+        op = self.begin_function(call, args, kwargs)
+        op.begin_mark = self._mark()
+        try:
+            out = call.run(apply)
+        finally:
+            self.function = None
+        op.end_mark = self._mark()
+        self.end_function(call, out)
+        self.paused = True
+        call.examine()
+        self.paused = False
+        if call.reason:
+            op.force_save(call.reason)
+        call.finish()
+        return out
+
+    def begin_function(
+        self, call: FunctionCall, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> RecordedOp:
+        """Record a call of a Function that is about to run. The caller sets its marks."""
         tensors, index = call.arguments.tensors, len(self.record.ops)
         pin = self.pins.get(self.module)
         must_save = PINNED if pin == MUST_SAVE else ""
@@ -303,30 +353,21 @@ class OpRecorder(RecordingMode):
             for tensor in tensors if call.examined else call.written:
                 if self.has_storage(tensor) and not isinstance(tensor, torch.nn.Parameter):
                     self.originals.keep_storage(tensor)
-        op.begin_mark = self._mark()
         self.function = call
-        try:
-            out = call.run(apply)
-        finally:
-            self.function = None
-        op.end_mark = self._mark()
+        return op
+
+    def end_function(self, call: FunctionCall, out: Any) -> None:
+        """Record what the call of `begin_function` has returned and written."""
+        index = len(self.record.ops) - 1
         for _, tensor in call.returned_slots(out):
             self._new_output(tensor, index, (), {})
         for tensor in call.written:
             self._new_version(tensor, index, only_write=False)
-        self.paused = True
-        call.examine()
-        self.paused = False
-        if call.reason:
-            op.force_save(call.reason)
-        call.finish()
-        return out
 
-    def _run_in_function(
-        self, call: FunctionCall, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run an op inside of a Function, which is recorded as a whole."""
-        call.note_op(facts, args, kwargs)
+    def begin_inside(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note an op inside of a Function, which is recorded as a whole, before it runs."""
+        if self.function is not None and not self.follows:
+            self.function.note_op(facts, args, kwargs)
         if facts.collective:
             note_groups(facts, args, kwargs)
         if facts.draws(args, kwargs):
@@ -334,20 +375,29 @@ class OpRecorder(RecordingMode):
             self.record.ops[-1].random = True
         if self.originals is not None:
             self.originals.keep(facts, args, kwargs)
-        out = facts.call(*args, **kwargs)
+
+    def end_inside(
+        self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> None:
+        """Note what the op of `begin_inside` has returned and written."""
         for tensor in written_tensors(facts, args, kwargs):
             self._new_version(tensor, len(self.record.ops) - 1, only_write=False)
-        call.note_outputs(args, kwargs, out)
+        if self.function is not None and not self.follows:
+            self.function.note_outputs(args, kwargs, out)
         self.record.ops[-1].flops += flops_of(func, args, kwargs, out)
-        return out
 
-    def note_pack(self, tensor: Tensor) -> bool:
-        """Note that autograd packs `tensor`; return False if it is for a graph inside of a Function."""
+    def note_pack(self, tensor: Tensor, depth: int) -> bool:
+        """Note that autograd packs `tensor`; return False if it is for a graph inside of a Function.
+
+        Args:
+            depth: as for `FunctionCall.is_forward_over`.
+        """
         call = self.function
         if call is not None:
-            if not call.is_forward_over(2):
+            if not call.is_forward_over(depth):
                 return False
-            if call.saved_slot(tensor) is not None:
+            made = call.made_storage(tensor) if self.follows else call.saved_slot(tensor) is not None
+            if made:
                 self._new_output(tensor, len(self.record.ops) - 1, (), {})
         if (plain_call := running_call()) and self.has_storage(tensor):
             self._saved_in.set(tensor, plain_call)

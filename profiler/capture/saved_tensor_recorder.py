@@ -41,6 +41,8 @@ class SavedEvent:
     task: int = -1  # the graph task of backward that unpacked it
     end_mark: int = -1  # of an unpack
     stand_in: RecordedStorage | None = None  # the ones that backward got in place of the activation
+    kept: bool = True  # in an observed step: the region goes on holding what it returned
+    freed_mark: int = -1  # in an observed step: mark at which that was freed
 
 
 class SavedTensorRecorder:
@@ -74,19 +76,37 @@ class SavedTensorRecorder:
 
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd holds in place of `tensor`."""
+        if not self.sees(tensor, 3):
+            return tensor
+        index = self.add_tensor(tensor)
+        version = self.versions[index]
+        floats = tensor.is_floating_point() or tensor.is_complex() or self._encodes_floats(tensor, version)
+        return _HollowHandle(index, tensor, None if floats else self.copy_of(tensor), weakref.ref(self))
+
+    def sees(self, tensor: Tensor, depth: int) -> bool:
+        """Return True if `tensor`, which autograd packs, is one that forward made.
+
+        Args:
+            depth: as for `FunctionCall.is_forward_over`.
+        """
         recorder = self._recorder
-        if not recorder.note_pack(tensor):
-            return tensor
-        if not recorder.has_storage(tensor) or (version := recorder.newest.get(tensor)) is None:
-            return tensor
+        return (
+            recorder.note_pack(tensor, depth)
+            and recorder.has_storage(tensor)
+            and recorder.newest.get(tensor) is not None
+        )
+
+    def add_tensor(self, tensor: Tensor) -> int:
+        """Record that autograd saves `tensor`, which forward made; return the number of the saved tensor."""
+        recorder = self._recorder
+        version = recorder.newest.get(tensor)
+        assert version is not None
         recorder.note_stream(version)
         recorder.note_contents(version, tensor)
-        index = len(self.versions)
         self.versions.append(version)
         self.packed.append(len(recorder.record.ops))
         self._windows.append(window_of(tensor))
-        floats = tensor.is_floating_point() or tensor.is_complex() or self._encodes_floats(tensor, version)
-        return _HollowHandle(index, tensor, None if floats else self.copy_of(tensor), weakref.ref(self))
+        return len(self.versions) - 1
 
     def add(self, version: int) -> int:
         """Record that compiled code saves all of `version`, and return the number of the saved tensor."""
@@ -146,18 +166,11 @@ class SavedTensorRecorder:
         if not isinstance(packed, _HollowHandle):
             tensor: Tensor = packed
             return tensor
-        node = private.current_autograd_node()
-        event = SavedEvent("unpack", packed.index, self._mark(), node.name() if node is not None else "")
-        if self.forward_over:
-            event.task = private.current_graph_task_id()
-        self.events.append(event)
+        event = self.begin_unpack(packed.index)
         recorder = self._recorder
-        writer = recorder.record.versions[self.versions[packed.index]].op
-        if not self.can_run(recorder.record.ops[writer].module):
-            self.out_of_reach.add(writer)
         if packed.content is not None:
             event.end_mark = self._mark()
-            return self._note_unpack_in_forward(packed.content, packed)
+            return self.note_unpack_in_forward(packed.content, packed.index)
         with _paused(recorder):
             ones = torch.empty_strided(packed.size, packed.stride, dtype=packed.dtype, device=packed.device)
             # Not zeros: some kernels (prod) take another path on them.
@@ -168,16 +181,29 @@ class SavedTensorRecorder:
         if recorder.contents is not None:
             recorder.contents.note_made_up(ones)
         ones = private.neg_view(ones) if packed.negative else ones
-        return self._note_unpack_in_forward(ones.conj() if packed.conjugate else ones, packed)
+        return self.note_unpack_in_forward(ones.conj() if packed.conjugate else ones, packed.index)
 
-    def _note_unpack_in_forward(self, tensor: Tensor, packed: _HollowHandle) -> Tensor:
+    def begin_unpack(self, saved: int) -> SavedEvent:
+        """Record that a node of backward asks for a saved tensor."""
+        node = private.current_autograd_node()
+        event = SavedEvent("unpack", saved, self._mark(), node.name() if node is not None else "")
+        if self.forward_over:
+            event.task = private.current_graph_task_id()
+        self.events.append(event)
+        record = self._recorder.record
+        writer = record.versions[self.versions[saved]].op
+        if not self.can_run(record.ops[writer].module):
+            self.out_of_reach.add(writer)
+        return event
+
+    def note_unpack_in_forward(self, tensor: Tensor, saved: int) -> Tensor:
         """Return `tensor`, which was unpacked.
 
         If forward unpacked it, ops that read it read the saved version, and the op that wrote this version
         must be saved: a plan has no recompute in forward.
         """
         if not self.forward_over:
-            version = self.versions[packed.index]
+            version = self.versions[saved]
             self._recorder.newest.set(tensor, version)
             self._recorder.force_save(version, UNPACKED)
         return tensor

@@ -52,7 +52,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from autoac.planner.formats.profile import CROSSES
 from autoac.profiler.capture.allocations import AllocatedBlock, AllocationRecord, Allocations
-from autoac.profiler.capture.op_recorder import ForwardRecord, OpRecorder
+from autoac.profiler.capture.op_recorder import ForwardRecord, OpRecorder, RecordedStorage
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
 from autoac.profiler.checkpoints.own_checkpoints import NEEDED, checkpoints_left_alone
 from autoac.profiler.compiler.second_stage import carried_by
@@ -130,6 +130,8 @@ class HollowStep:
     op_times: Mapping[Hashable, OpTime] = field(default_factory=dict)  # by signature, or BETWEEN_OPS
     timing_note: str = ""  # on times that may include time of the host
     unplanned: Sequence[str] = ()  # messages on what decides itself what autograd holds
+    temporary: Sequence[RecordedStorage] = ()  # held longer than until the mark, in this step alone
+    hidden: Sequence[tuple[int, int]] = ()  # pairs of marks: what is allocated in between counts as nothing
 
 
 @dataclass(frozen=True, slots=True)

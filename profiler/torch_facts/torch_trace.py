@@ -91,10 +91,13 @@ class TorchTrace:
         ProfilerBusy: another torch profiler is running on this thread.
     """
 
-    def __init__(self, device: torch.device | None = None, *, ops: Collection[str] = ()) -> None:
+    def __init__(
+        self, device: torch.device | None = None, *, ops: Collection[str] = (), nodes: bool = False
+    ) -> None:
         self._ranged = device is None or device.type != "cpu"
         self._range: Any = None  # open on this thread; NOTE [ Allocations of other devices need a range ... ]
         self._ops = frozenset(ops)
+        self._nodes = nodes or bool(ops)
         # Without CUDA's activities: the allocator reports on the host, and no kernel needs to be traced.
         self._settings = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
         self._results: Any = None
@@ -106,7 +109,7 @@ class TorchTrace:
         config, activities = self._settings.config(create_trace_id=True), self._settings.kineto_activities
         private.prepare_profiler(config, activities)
         scopes = {private.RecordScope.USER_SCOPE}
-        if self._ranged:
+        if self._ranged or self._nodes:
             scopes.add(private.RecordScope.BACKWARD_FUNCTION)
         private.enable_profiler(config, activities, set() if self._ops else scopes)
         if self._ranged:
@@ -169,9 +172,14 @@ class TorchTrace:
                 yield AllocationEvent(time_ns, fields.ptr, fields.alloc_size, fields.device)
             elif (name := event.name).startswith(_MARK):
                 yield MarkEvent(time_ns, name.removeprefix(_MARK))
-            elif ops and not inside:
+            elif not inside:
                 if name in ops:
                     yield OpEvent(time_ns, int(event.end_time_ns), name, node=False)
+                elif (
+                    self._nodes and not ops
+                ):  # the range around a node has another scope, and is not recorded
+                    if event.typed[1].scope == private.RecordScope.BACKWARD_FUNCTION:
+                        yield OpEvent(time_ns, int(event.end_time_ns), name, node=True)
                 elif name.startswith(_NODE):
                     yield OpEvent(time_ns, _function_end_ns(event), name.removeprefix(_NODE), node=True)
 

@@ -289,6 +289,10 @@ class FunctionCall:
             if has_storage(tensor) and (address := tensor.untyped_storage()._cdata) not in given:
                 self.made.add(address)
 
+    def made_storage(self, tensor: Tensor) -> bool:
+        """Return True if visible ops inside of the call have made the storage of `tensor`."""
+        return has_storage(tensor) and tensor.untyped_storage()._cdata in self.made
+
     def saved_slot(self, tensor: Tensor) -> int | None:
         """Return the slot of a tensor that the call saves; None for one that it did not make."""
         self._n_saved += 1

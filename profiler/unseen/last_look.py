@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from autoac.profiler.unseen.held_storages import note_held
 from autoac.profiler.torch_facts import private
 
 Version = TypeVar("Version")
@@ -28,7 +29,9 @@ class LastLook(Generic[Version]):
     def hold(self, tensor: Tensor, version: Version) -> None:
         """Watch the storage of `tensor`, which has `version` from here on."""
         hidden = private.DisableTorchDispatch()  # in force until it is deleted
-        self._held[tensor.untyped_storage()._cdata] = tensor.detach(), version
+        alias = tensor.detach()
+        note_held(alias)
+        self._held[tensor.untyped_storage()._cdata] = alias, version
         del hidden
 
     def released(self, *, everything: bool = False) -> Iterator[tuple[Tensor, Version]]:

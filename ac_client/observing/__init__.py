@@ -1,0 +1,1 @@
+"""Profile a training step that runs once, for real, without a plan."""

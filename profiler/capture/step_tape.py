@@ -1,0 +1,206 @@
+"""Record a real training step while a region of `ac_client` runs it.
+
+Such a step, an *observed* step, holds little: its backward recomputes. So the record differs in three ways
+from that of a hollow step, and all three are undone here:
+
+1. What the region copies, compares or recomputes takes memory that no plan needs. It is allocated between two
+   marks, which are `hidden`.
+2. A storage that the region holds is not freed when forward lets go of it (held_storages.py).
+3. A tensor that backward unpacks may stay cached for a later node. Without a region it would be free when the
+   function of its node returns, which the trace of autograd's nodes shows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoac.planner.formats.profile import OVERWRITTEN, UNSEEN
+from autoac.profiler.unseen.held_storages import HeldStorages
+from autoac.profiler.capture.op_recorder import OpRecorder, RecordedOp, RecordedStorage
+from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
+from autoac.profiler.torch_facts.op_facts import OpFacts
+from autoac.profiler.unseen.function_calls import FunctionCall
+
+
+class StepTape:
+    """Record the ops that a region runs, what autograd saves, and what backward asks for.
+
+    Args:
+        mark: places a mark in the allocator's record.
+        now_ns: the clock of replays.
+
+    Attributes:
+        recorder: of the ops.
+        saved: of the saved tensors.
+        hidden: pairs of marks; what is allocated in between belongs to the region.
+        temporary: storages that only the region holds longer than until the mark.
+        inside: True while an op runs that is recorded already.
+        samples: run times of replays in microseconds, by signature.
+    """
+
+    def __init__(self, mark: Callable[[], int], now_ns: Callable[[], int]) -> None:
+        self.recorder = OpRecorder(mark)
+        self.recorder.follows = True
+        self.saved = SavedTensorRecorder(self.recorder, mark)
+        self.hidden: list[tuple[int, int]] = []
+        self.temporary: list[RecordedStorage] = []
+        self.inside = False
+        self.samples: dict[Hashable, list[float]] = {}
+        self.now_ns = now_ns
+        self._mark = mark
+        self._op: RecordedOp | None = None  # whose kernel has not run yet
+        self._began = -1  # mark at which the region began with a Function
+        self._packing = -1  # mark at which it began to pack
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id: equal if of one storage
+        self._signatures: dict[int, Hashable] = {}  # by order of the node
+        self.held = HeldStorages(self._storage_of, self._let_go, self._was_temporary)
+
+    def _storage_of(self, tensor: Tensor) -> int | None:
+        version = self.recorder.newest.get(tensor)
+        return None if version is None else self.recorder.record.versions[version].storage
+
+    def _let_go(self, storage: int) -> None:
+        found = self.recorder.record.storages[storage]
+        if found.let_go < 0 and not self.saved.closed:
+            found.let_go, found.let_go_before = self._mark(), len(self.recorder.record.ops)
+
+    def _was_temporary(self, tensor: Tensor) -> None:
+        if not self.saved.closed:
+            self.temporary.append(RecordedStorage(tensor.untyped_storage().data_ptr(), self._mark()))
+
+    @contextmanager
+    def hiding(self) -> Iterator[None]:
+        """Leave out what is allocated inside."""
+        begin = self._mark()
+        yield
+        self.hidden.append((begin, self._mark()))
+
+    # --- forward ------------------------------------------------------------------------------------------
+
+    def run(self, dispatch: Callable[..., Any], func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        """Run an op by `dispatch`, which calls its kernel by `call`, and record it."""
+        recorder = self.recorder
+        if recorder.function is not None:
+            recorder.begin_inside(facts, args, kwargs)
+            out = self._inside(dispatch, func, args, kwargs)
+            recorder.end_inside(func, facts, args, kwargs, out)
+            return out
+        self.held.look()
+        begin = self._mark()
+        running = recorder.begin(facts, args, kwargs)
+        op = self._op = running.op
+        out = self._inside(dispatch, func, args, kwargs)
+        recorder.end(running, func, args, kwargs, out)
+        self.hidden += [(begin, op.begin_mark), (op.end_mark, self._mark())]
+        return out
+
+    def _inside(self, dispatch: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+        self.inside = True
+        try:
+            return dispatch(func, (), args, kwargs)
+        finally:
+            self.inside = False
+
+    @property
+    def must_save(self) -> bool:
+        """Return True if the op that is about to run must not run again."""
+        return self._op is not None and bool(self._op.must_save)
+
+    def call(self, kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call the kernel of the op that runs, between two marks."""
+        op, self._op = self._op, None
+        if op is None:
+            return kernel(*args, **kwargs)
+        op.begin_mark = self._mark()
+        try:
+            return kernel(*args, **kwargs)
+        finally:
+            op.end_mark = self._mark()
+
+    def begin_function(self, call: FunctionCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Record a call of a Function, whose `run` is then called by `call`."""
+        self.held.look()
+        self._began = self._mark()
+        self._op = self.recorder.begin_function(call, args, kwargs)
+
+    def end_function(self, call: FunctionCall, out: Any, *, raised: bool) -> None:
+        """Record what the call of `begin_function` has returned and written. The region examines it next."""
+        recorder = self.recorder
+        recorder.function = self._op = None
+        op = recorder.record.ops[-1]
+        self.hidden.append((self._began, op.begin_mark))
+        if not raised:
+            recorder.end_function(call, out)
+
+    def function_examined(self, call: FunctionCall, order: int | None) -> None:
+        """Note the end of all that the region does around a call of a Function.
+
+        Args:
+            order: of its node; None if the call is saved.
+        """
+        if order is not None:
+            self.note_node(order)
+        op = self.recorder.record.ops[-1]
+        self.hidden.append((op.end_mark, self._mark()))
+        if call.reason:
+            op.force_save(call.reason)
+
+    def note_unseen_write(self, tensor: Tensor) -> None:
+        """Note that a kernel which no mode sees has written the storage of `tensor`."""
+        version = self.recorder.newest.get(tensor)
+        if version is not None:
+            self.recorder.force_save(version, UNSEEN)
+            for op in self.recorder.record.ops:
+                if version in op.reads:
+                    op.force_save(OVERWRITTEN)
+
+    def note_node(self, order: int) -> None:
+        """Note the order of the node that the region has made for the latest op."""
+        self._signatures[order] = self.recorder.record.ops[-1].signature
+
+    def pack(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor that autograd saves; None if forward did not make it.
+
+        RegionHooks.pack calls this, which autograd called. Then it calls `packed`.
+        """
+        self._packing = self._mark()
+        return self.saved.add_tensor(tensor) if self.saved.sees(tensor, 4) else None
+
+    def packed(self) -> None:
+        """Note that the region has packed the tensor."""
+        self.hidden.append((self._packing, self._mark()))
+
+    # --- backward -----------------------------------------------------------------------------------------
+
+    def note_replay(self, order: int, began_ns: int) -> None:
+        """Note that the node with this order has run again, from `began_ns` until now."""
+        us = (self.now_ns() - began_ns) / 1e3
+        if (signature := self._signatures.get(order)) is not None:
+            self.samples.setdefault(signature, []).append(us)
+
+    def unpack(self, saved: int, unpack: Callable[[], tuple[Tensor, bool]]) -> Tensor:
+        """Return the saved tensor of this number, and record that backward asked for it.
+
+        Args:
+            unpack: returns the tensor, and True if the region goes on holding it.
+        """
+        self.held.look()
+        event = self.saved.begin_unpack(saved)
+        tensor, event.kept = unpack()
+        event.end_mark = self._mark()
+        self.hidden.append((event.mark, event.end_mark))
+
+        def freed(ref: weakref.ref[torch.UntypedStorage]) -> None:
+            del self._refs[id(ref)]
+            if not self.saved.closed:
+                event.freed_mark = self._mark()
+
+        ref = weakref.ref(tensor.untyped_storage(), freed)
+        self._refs[id(ref)] = ref
+        return self.saved.note_unpack_in_forward(tensor, saved)
