@@ -4,11 +4,17 @@ Everything that may be recomputed is, but for what *cuts* hold (ac_client/runtim
 about as much memory as torch's checkpoint around every block. Its numbers are those of plain training. The
 record is made by the region that runs the step (profiler/capture/step_tape.py), and nothing runs twice but
 what backward recomputes. Those replays are what times the ops.
+
+    begin_forward, the model's forward, end_forward, a loss, backward_begins, backward, end, profile
+
+Several forwards may precede one backward. What runs between the last of them and backward (a loss) is one op
+of the profile, outside of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,114 +25,190 @@ from ac_client.runtime.policy_context import save_recompute_policy
 from autoac.planner.formats.profile import Profile
 from autoac.profiler.capture.allocations import AllocationRecord
 from autoac.profiler.capture.step_tape import StepTape
+from autoac.profiler.checkpoints.own_checkpoints import (
+    calls_left_to_torch,
+    checkpoints_left_alone,
+    plain_checkpoints,
+)
 from autoac.profiler.environment import describe_leaf, environment_of_device
+from autoac.profiler.errors import NothingToProfile
 from autoac.profiler.observe import profile_of
 from autoac.profiler.static_memory import static_bytes
 from autoac.profiler.steps.hollow import HollowStep
 from autoac.profiler.steps.training_loop import Loss, TrainingStep, loss_of
 from autoac.profiler.timing.op_timer import host_clock, median_and_spread
 from autoac.profiler.torch_facts.gradients import gradient_of, roots_of
-from autoac.profiler.torch_facts.module_paths import ROOT, Watch, watch_modules
+from autoac.profiler.torch_facts.module_paths import ROOT, watch_modules
 from autoac.profiler.torch_facts.module_pins import pins_of
 from autoac.profiler.torch_facts.private import tree_leaves
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
 
 class ObservedStep:
-    """One step of a model, from the beginning of its forward to the end of its backward.
+    """One step of a model, while it runs and afterwards.
 
-    Call `begin`, the model, `end_forward`, `begin_backward`, backward, `end_backward`, `end` and `profile`.
+    Args:
+        model: the model, in training.
+        args, kwargs: of its first forward.
+        device: of the model.
+
+    Attributes:
+        recording: True from the first forward until `end`.
+        has_checkpoints: the model called a checkpoint, which was left to torch: the step has no profile.
     """
 
     def __init__(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
     ) -> None:
         accumulates = any(gradient_of(parameter) is not None for parameter in model.parameters())
-        self._subject = TrainingStep(model, args, kwargs, None, accumulates)
+        self.recording = False
+        self.has_checkpoints = False
+        self._subject = TrainingStep(model, (), {}, None, accumulates)
+        self._static = static_bytes(model, args, kwargs, 0, device, accumulates=accumulates)
         self._device = device
         self._environment = environment_of_device(model, device)
         self._inputs = [describe_leaf(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs)))]
         self._allocations = AllocationRecord(device, nodes=True)
         self._tape = StepTape(self._allocations.mark, host_clock(device))
-        self._region: save_recompute_policy | None = None
-        self._watches: list[Watch] = []
+        self._tape.recorder.pins = pins_of(model)
+        self._tape.backward_over = self.backward_ended
         self._path = [ROOT]
-        self._backward = -1, -1, -1
-        self._static = static_bytes(model, args, kwargs, 0, device, accumulates=accumulates)
+        self._forward: ExitStack | None = None  # what ends with the forward that runs
+        self._unplanned: dict[str, None] = {}
+        self._begin = self._end = self._last = -1  # marks: of backward, and the last one
+        self._kept_nbytes = 0  # of the tensors that backward starts from
 
-    def begin(self) -> None:
-        """Record from here on."""
-        recorder = self._tape.recorder
-        recorder.pins = pins_of(self._subject.compiled)
-        self._watches = watch_modules(self._subject.compiled, self._enter, self._leave)
-        self._allocations.__enter__()
-        self._region = save_recompute_policy("recompute_all", cuts=Cuts(), tape=self._tape)
-        self._region.__enter__()
+    @property
+    def in_forward(self) -> bool:
+        """Return True while a forward of the step runs."""
+        return self._forward is not None
 
-    def _enter(self, name: str) -> None:
-        self._path.append(name)
-        self._tape.recorder.module = name
+    @property
+    def has_backward(self) -> bool:
+        """Return True if a backward through the step has ended."""
+        return self._end >= 0
 
-    def _leave(self, _name: str) -> None:
-        self._path.pop()
+    def begin_forward(self) -> None:
+        """Begin a forward of the step.
+
+        Raises:
+            ProfilerBusy: torch.profiler runs on this thread.
+            RuntimeError: torch does not allow saved-tensor hooks here.
+        """
+        if not self.recording:
+            self._allocations.__enter__()
+            self.recording = True
+        self._path = [ROOT]
+        self._tape.saved.forward_over = False
+        with ExitStack() as stack:
+            stack.enter_context(plain_checkpoints(self._unplanned))
+            stack.enter_context(checkpoints_left_alone())
+            stack.enter_context(save_recompute_policy("recompute_all", cuts=Cuts(), tape=self._tape))
+            self._left_calls = calls_left_to_torch()
+            self._forward = stack.pop_all()
+
+    def enter(self, path: str) -> None:
+        """Note a call of the module at `path`."""
+        self._path.append(path)
+        self._tape.recorder.module = path
+
+    def leave(self, path: str) -> None:
+        """Note the end of that call."""
+        if len(self._path) > 1 and self._path[-1] == path:
+            self._path.pop()
         self._tape.recorder.module = self._path[-1]
 
     def end_forward(self, output: Any) -> None:
-        """Note the end of the forward, which returns `output`."""
-        self._tape.recorder.end_forward(output)
+        """End a forward, which returned `output`."""
+        tape = self._tape
+        if self._forward is None:
+            return
+        tape.recorder.end_forward(output)
+        forward, self._forward = self._forward, None
+        forward.close()
+        tape.saved.forward_over = True
+        self.has_checkpoints |= calls_left_to_torch() > self._left_calls
+        storages = {
+            root.untyped_storage()._cdata: root.untyped_storage().nbytes() for root in roots_of(output)
+        }
+        self._kept_nbytes = sum(storages.values())
+        if self.has_checkpoints:
+            self.discard()
+        else:
+            tape.begin_outside()
 
-    def close_region(self) -> None:
-        """Record no more ops."""
-        region, self._region = self._region, None
-        if region is not None:
-            region.__exit__(None, None, None)
-        self._tape.saved.forward_over = True
-        for watch in self._watches:
-            watch.remove()
+    def backward_begins(self) -> None:
+        """Note that a backward has reached the step."""
+        if self._begin < 0 and self.recording:
+            self._tape.held.look()
+            self._begin = self._allocations.mark()
 
-    def begin_backward(self) -> None:
-        """Note that backward begins."""
-        self._tape.held.look()
-        self._backward = self._allocations.mark(), -1, -1
+    def backward_ended(self) -> None:
+        """Note that a backward through the step has ended."""
+        if self.recording and not self.in_forward:
+            self._tape.held.look()
+            self._end = self._allocations.mark()
 
-    def end_backward(self) -> None:
-        """Note the end of backward, which frees the graph."""
-        self._tape.held.look()
-        self._tape.saved.save_differentiated()
-        self._backward = self._backward[0], self._allocations.mark(), -1
+    def discard(self) -> None:
+        """Record no more, and forget the step."""
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            forward.close()
+        self._tape.saved.closed = True
+        if self.recording:
+            self.recording = False
+            self._allocations.abandon()
 
     def end(self) -> None:
-        """Note the end of the record."""
+        """Record no more. Call this on the thread of the first forward."""
         tape = self._tape
-        tape.held.look()
-        self._backward = *self._backward[:2], self._allocations.mark()
-        tape.saved.closed = True
-        self._allocations.mark()
-        self._allocations.__exit__(None, None, None)
+        if self.recording:
+            self.recording = False
+            tape.held.look()
+            tape.saved.save_differentiated()
+            tape.saved.closed = True
+            self._last = self._allocations.mark()
+            self._allocations.__exit__(None, None, None)
 
-    def profile(
-        self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
-    ) -> Profile:
-        """Return the profile of the step."""
+    def profile(self, optimizer: Optimizers = None, *, alone: bool = False) -> Profile:
+        """Return the profile of the step, after `end`.
+
+        Args:
+            optimizer: as for `observe`.
+            alone: nothing ran between backward and `end`, and no name holds what backward started from.
+
+        Raises:
+            NothingToProfile: no backward has reached the step.
+            CannotProfile: the allocations of some threads are not in the record.
+        """
         tape, at = self._tape, self._allocations.times_ns
         record = tape.recorder.record
-        begin, graph_end, end = self._backward
+        if not self.has_backward or not tape.saved.versions:
+            raise NothingToProfile(
+                "no backward has reached the outputs of the observed forward, so its step has no profile"
+            )
+        self._allocations.check_complete(type(self._subject.compiled).__name__)
+        begin = self._allocations.begin_of_backward(self._begin)
+        outside = tape.end_outside(self._allocations, begin)
         in_step_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in record.ops]
         signatures: list[Hashable] = [op.signature for op in record.ops]
-        times = median_and_spread(in_step_us, signatures, tape.samples)
         step = HollowStep(
             record,
             tape.saved,
             self._allocations,
             at,
             begin,
-            graph_end,
-            end,
-            op_times=times,
+            self._end,
+            self._last if alone else self._end,
+            op_times=median_and_spread(in_step_us, signatures, tape.samples),
+            unplanned=tuple(self._unplanned),
             temporary=tape.temporary,
             hidden=tape.hidden,
         )
-        notes = [f"measured: run times of {len(times)} kinds of op"]
-        return profile_of(
+        kinds = len(step.op_times)
+        notes = [f"measured: run times of {kinds} kinds of op, in a step that recomputes", *step.unplanned]
+        found = profile_of(
             self._subject,
             step,
             notes,
@@ -137,6 +219,15 @@ class ObservedStep:
             optimizer,
             self._static,
         )
+        if alone:
+            return found
+        # What the loop made between the model and backward, such as the loss, is no gradient.
+        end, last = (self._allocations.positions[mark] for mark in (self._end, self._last))
+        left = [block for block in outside if block.freed_at is None or block.freed_at >= end]
+        names = [block for block in left if block.freed_at is None or block.freed_at >= last]
+        gradients = found.gradient_nbytes - sum(block.nbytes for block in left)
+        kept = self._kept_nbytes + sum(block.nbytes for block in names)
+        return found.model_copy(update={"gradient_nbytes": gradients, "kept_nbytes": kept})
 
 
 def observe_step(
@@ -146,22 +237,31 @@ def observe_step(
     *,
     device: torch.device,
     loss: Loss | None = None,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    optimizer: Optimizers = None,
 ) -> Profile:
-    """Run `loss(model(*args, **kwargs)).backward()` once, for real, and return its profile."""
+    """Run `loss(model(*args, **kwargs)).backward()` once, for real, and return its profile.
+
+    Raises:
+        NothingToProfile: nothing requires a gradient.
+        ProfilerBusy: torch.profiler runs on this thread.
+    """
     step = ObservedStep(model, args, kwargs, device)
-    step.begin()
+    watches = watch_modules(model, step.enter, step.leave)
     try:
+        step.begin_forward()
         output = model(*args, **kwargs)
         step.end_forward(output)
         roots = roots_of(output) if loss is None else [loss_of(loss, output)]
         del output
+        roots = [root for root in roots if root.requires_grad]
+        step.backward_begins()
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        step.backward_ended()
+        del roots
+        step.end()
     finally:
-        step.close_region()
-    roots = [root for root in roots if root.requires_grad]
-    step.begin_backward()
-    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-    step.end_backward()
-    del roots
-    step.end()
-    return step.profile(optimizer)
+        step.discard()
+        for watch in watches:
+            watch.remove()
+    return step.profile(optimizer, alone=True)

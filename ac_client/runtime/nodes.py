@@ -40,12 +40,12 @@ from ac_client.runtime.cursor import UseGroup
 from ac_client.runtime.moves.copies import HostCopy
 from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
 from ac_client.runtime.write_guard import StaleError, WriteGuard, version_counter, without_history
-from autoac.profiler.unseen.held_storages import recorded
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.rng import GeneratorState
 from autoac.profiler.torch_facts.streams import event_on, streams_seen, wait_for
 from autoac.profiler.unseen.fingerprints import Fingerprint
 from autoac.profiler.unseen.global_flags import current_flags
+from autoac.profiler.unseen.held_storages import recorded
 
 
 class Source:

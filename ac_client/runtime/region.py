@@ -72,7 +72,6 @@ from ac_client.runtime.replay import EventLog, RegionGraph, recording_off
 from ac_client.runtime.saved_tensor_hooks import RegionHooks
 from ac_client.runtime.tracked_storages import TrackedStorages, move_handles
 from autoac.planner.formats.policy import OFFLOAD
-from autoac.profiler.unseen.held_storages import recorded
 from autoac.profiler.capture.step_tape import StepTape
 from autoac.profiler.distributed.fsdp import watch_sharding
 from autoac.profiler.torch_facts import private
@@ -91,6 +90,7 @@ from autoac.profiler.torch_facts.rng import capture_generator, generator_of
 from autoac.profiler.torch_facts.storage_table import has_storage, window_of
 from autoac.profiler.torch_facts.streams import has_streams, hold_for_current_stream, streams_seen
 from autoac.profiler.unseen.function_calls import Apply, FunctionCall, watch_functions
+from autoac.profiler.unseen.held_storages import recorded
 
 _NO_KWARGS: dict[str, Any] = {}
 

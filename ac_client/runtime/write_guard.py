@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoac.planner.errors import PickledError
-from autoac.profiler.unseen.held_storages import recorded
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.storage_table import is_wrapper
+from autoac.profiler.unseen.held_storages import recorded
 
 
 class StaleError(RuntimeError):

@@ -91,6 +91,21 @@ class AllocationRecord:
             self.times_ns = self._clock.times_ns()
             assert len(self.positions) == self._marks == len(self.times_ns), "the profiler lost a mark"
 
+    def abandon(self) -> None:
+        """End the record, and read nothing of it."""
+        self._trace.__exit__(None, None, None)
+
+    def begin_of_backward(self, mark: int) -> int:
+        """Return `mark`, moved back to where the first node of autograd began, if no mark lies in between.
+
+        Nodes of a loss outside of the model run before backward reaches the model.
+        """
+        earliest = self.positions[mark - 1] if mark else 0
+        begins = [begin for begin, _ in self.functions if earliest <= begin]
+        if begins:
+            self.positions[mark] = min(self.positions[mark], begins[0])
+        return mark
+
     def _read(self) -> None:
         open_blocks: dict[int, AllocatedBlock] = {}
         times, ends = list[int](), list[tuple[int, int]]()
@@ -121,6 +136,11 @@ class AllocationRecord:
         begin, end = self.positions[first], self.positions[last]
         freed = (change.block for change in self.changes[begin:end] if change.nbytes < 0)
         return [block for block in freed if block.allocated_at < begin]
+
+    def allocated_between(self, first: int, last: int) -> list[AllocatedBlock]:
+        """Return the blocks that are allocated between two marks."""
+        changes = self.changes[self.positions[first] : self.positions[last]]
+        return [change.block for change in changes if change.nbytes > 0]
 
     def block_at(self, address: int, mark: int) -> AllocatedBlock | None:
         """Return the block at `address` that is live at `mark`."""

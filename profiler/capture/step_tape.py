@@ -21,11 +21,22 @@ import torch
 from torch import Tensor
 
 from autoac.planner.formats.profile import OVERWRITTEN, UNSEEN
-from autoac.profiler.unseen.held_storages import HeldStorages
-from autoac.profiler.capture.op_recorder import OpRecorder, RecordedOp, RecordedStorage
+from autoac.profiler.capture.allocations import AllocatedBlock, AllocationRecord
+from autoac.profiler.capture.op_recorder import (
+    OUTSIDE_OF_MODEL,
+    OpRecorder,
+    RecordedOp,
+    RecordedStorage,
+)
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
+from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.op_facts import OpFacts
 from autoac.profiler.unseen.function_calls import FunctionCall
+from autoac.profiler.unseen.held_storages import HeldStorages
+
+OUTSIDE = OpFacts(name="outside", name_in_keys="outside", call=None)
+OUTSIDE_SIGNATURE = ("outside of the model",)
+SMALL_NBYTES = 1024  # what allocates no larger blocks, such as a sum, needs no op of its own
 
 
 class StepTape:
@@ -36,6 +47,7 @@ class StepTape:
         now_ns: the clock of replays.
 
     Attributes:
+        backward_over: called when a graph task of autograd ends that has unpacked what the region saved.
         recorder: of the ops.
         saved: of the saved tensors.
         hidden: pairs of marks; what is allocated in between belongs to the region.
@@ -53,8 +65,10 @@ class StepTape:
         self.inside = False
         self.samples: dict[Hashable, list[float]] = {}
         self.now_ns = now_ns
+        self.backward_over: Callable[[], None] | None = None
         self._mark = mark
         self._op: RecordedOp | None = None  # whose kernel has not run yet
+        self._outside = -1  # mark at which the model's last forward ended
         self._began = -1  # mark at which the region began with a Function
         self._packing = -1  # mark at which it began to pack
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id: equal if of one storage
@@ -175,6 +189,25 @@ class StepTape:
     def packed(self) -> None:
         """Note that the region has packed the tensor."""
         self.hidden.append((self._packing, self._mark()))
+
+    def begin_outside(self) -> None:
+        """Note that what follows, until backward, runs outside of the model."""
+        self.held.look()
+        self._outside = self._mark()
+
+    def end_outside(self, allocations: AllocationRecord, backward: int) -> list[AllocatedBlock]:
+        """Record what ran outside of the model as one op, if it took memory; return the blocks that it made.
+
+        Args:
+            allocations: the whole record.
+            backward: mark at which backward begins.
+        """
+        made = allocations.allocated_between(self._outside, backward)
+        if any(block.nbytes >= SMALL_NBYTES for block in made):
+            op = RecordedOp(OUTSIDE, ROOT, (), OUTSIDE_SIGNATURE, False, 0, OUTSIDE_OF_MODEL)
+            op.begin_mark, op.end_mark = self._outside, backward
+            self.recorder.record.ops.append(op)
+        return made
 
     # --- backward -----------------------------------------------------------------------------------------
 

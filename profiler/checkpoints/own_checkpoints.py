@@ -63,6 +63,7 @@ class _ThreadCalls(threading.local):
     depth = 0  # of nested `plain_checkpoints`
     left_alone = 0  # of nested `checkpoints_left_alone`
     needed = 0  # those of them in which the model needs its checkpoints
+    left_calls = 0  # calls of checkpoints that went to torch while a `plain_checkpoints` was open
     call = 0  # number of the innermost plain call that runs; 0: none
     unplanned: dict[str, None] | None = None  # messages on what could not be taken over
 
@@ -82,6 +83,11 @@ def checkpoints_are_plain() -> bool:
 def checkpoints_are_needed() -> bool:
     """Return True if the model that runs on this thread needs its checkpoints."""
     return _thread.needed > 0
+
+
+def calls_left_to_torch() -> int:
+    """Return how many checkpoints of this thread went to torch so far, in any `plain_checkpoints`."""
+    return _thread.left_calls
 
 
 def running_call() -> int:
@@ -179,6 +185,7 @@ def _checkpoint_generator(
 ) -> Generator[None]:
     """Return the generator around a checkpointed call."""
     if not checkpoints_are_plain():
+        _thread.left_calls += 1
         return _generator(fn, preserve_rng_state, context_fn, determinism_check, debug, *args, **kwargs)
     if private.checkpoint_debugs(debug):
         _note("torch.utils.checkpoint with debug=True", "leave debug=True out")
@@ -226,6 +233,7 @@ class _CheckpointFunction(_function):  # type: ignore[misc]
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if not checkpoints_are_plain():
+            _thread.left_calls += 1
             return _function.apply(function, preserve_rng_state, *args)
         if any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
             return call_plainly(function, *args)

@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from autoac.profiler.unseen.held_storages import note_held
 from autoac.profiler.torch_facts import private
+from autoac.profiler.unseen.held_storages import note_held
 
 Version = TypeVar("Version")
 
