@@ -6,6 +6,7 @@ docs/budget.md explains the buckets, and docs/integrations.md says what several 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 
 from torch import nn
@@ -14,7 +15,7 @@ from ac_client.errors import ShapeNotPlanned
 from ac_client.planning.batch_shape import Key, ModelCall, key_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, largest
 from ac_client.planning.next_action import PlannedFor
-from ac_client.planning.plan_batch import BatchPlanner, dropping_all
+from ac_client.planning.plan_batch import BatchPlanner, Observation, dropping_all
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.planning.ranks import (
     AUTO,
@@ -41,6 +42,7 @@ from autoac.profiler import Loop, NothingToProfile, ProfilerBusy
 from autoac.profiler.distributed.fsdp import process_group_of
 from autoac.profiler.distributed.process_groups import noting_groups
 from autoac.profiler.errors import ProfilerError
+from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled
 from autoac.profiler.torch_facts.torch_trace import profiler_is_running
 
 log = logging.getLogger("ac_client")
@@ -76,15 +78,22 @@ class PolicyChooser:
         group = options.group
         self._group = (process_group_of(model) or AUTO) if group is None or group is AUTO else group
         self._to_meet = not given and group is not None  # the ranks, in the first forward
+        self._rehearses = False
 
-    def for_batch(self, call: ModelCall) -> PlannedBucket | None:
+    def for_batch(self, call: ModelCall, waiting: int = 0) -> PlannedBucket | None:
         """Return the bucket that runs this batch, planned if necessary; None if the batch runs unplanned.
+
+        Args:
+            call: of the model, on the batch.
+            waiting: how many forwards wait for their backward.
 
         Raises:
             ShapeNotPlanned: strict, and no bucket covers the batch.
             PlannerError, RemoteError: planning failed.
         """
         store = self._store
+        if self._planner.observation is not None and self._goes_on(self._planner.observation, call, waiting):
+            return None
         if store.parameters.sample_changed(call.model):
             with self._planner.lock:
                 store.look_at_parameters(call.model)
@@ -98,6 +107,53 @@ class PolicyChooser:
         key = key_of(call.args, call.kwargs)
         bucket = store.buckets.known.get(key)
         return self._plan_new_shape(call, loop, key) if bucket is None else bucket
+
+    def _goes_on(self, observation: Observation, call: ModelCall, waiting: int) -> bool:
+        """Return True if this forward belongs to the observed step; plan the step if it is over.
+
+        Raises:
+            PlannerError, RemoteError, ProfilerError: planning failed.
+        """
+        step = observation.step
+        if threading.get_ident() != observation.thread:
+            return not step.has_backward  # a forward of another thread runs unplanned until then
+        if step.recording and waiting and not step.has_backward:
+            step.begin_forward()
+            observation.forwards += 1
+            return True
+        self._planner.observation = None
+        if not step.has_backward:
+            step.discard()  # nobody has differentiated it
+            return False
+        with self._planner.lock:
+            buckets = self._store.buckets
+            try:
+                profile = self._planner.observed(call, observation)
+                bucket = self._plan(call, Loop(observation.forwards), profile, observation.shape)
+            except NothingToProfile:
+                buckets.unplanned.add(observation.key)
+                return False
+            except (ProfilerError, PlannerError, RemoteError):
+                if not self._store.all:
+                    self._give_up()
+                raise
+            buckets.forwards = max(buckets.forwards, observation.forwards)
+            if buckets.single_policy is None:
+                buckets.remember(observation.key, bucket)
+        return False
+
+    def _observes(self, call: ModelCall) -> bool:
+        """Return True if the step of this batch is observed, and not rehearsed."""
+        return (
+            self._options.first_step == "observed"
+            and not self._rehearses
+            and self.ranks is None
+            and not (is_called_compiled(call.model) or compiled_parts(call.model))
+        )
+
+    def rehearse(self) -> None:
+        """Profile before the step from now on: the model's own checkpoints must become plain calls."""
+        self._rehearses = True
 
     def plan_for(self, call: ModelCall) -> Policy:
         """Plan for one more shape of batch.
@@ -138,6 +194,9 @@ class PolicyChooser:
                 if planned and (without_budget or planned >= MOST_BUCKETS):
                     return self._beyond(shape, key)
                 try:
+                    if profiled is None and self._observes(call):
+                        self._planner.observe(call, key)
+                        return None
                     bucket = self._plan(call, loop, profiled)
                 except ProfilerBusy as busy:
                     return self._unplanned_now(busy)
@@ -158,12 +217,17 @@ class PolicyChooser:
             remove()
 
     def _plan(
-        self, call: ModelCall, loop: Loop, profiled: Profile | Exception | None = None
+        self,
+        call: ModelCall,
+        loop: Loop,
+        profiled: Profile | Exception | None = None,
+        shape: Shape | None = None,
     ) -> PlannedBucket:
         if isinstance(profiled, Exception):
             raise profiled
         changed = bool(self._store.all) and not self._store.buckets.all
-        bucket = self._planner.plan(call, loop, profiled, running=OTHER_PARAMETERS if changed else "")
+        running = OTHER_PARAMETERS if changed else ""
+        bucket = self._planner.plan(call, loop, profiled, running=running, shape=shape)
         self._store.add(bucket)
         return bucket
 

@@ -93,6 +93,13 @@ class ModelHooks:
         self._submodule_handles.clear()
         if not self._planning.planner.profiling:
             self._of_thread.forward.end()  # left open by a forward that was interrupted
+            self._forget_observation()
+
+    def _forget_observation(self) -> None:
+        planner = self._planning.planner
+        observation, planner.observation = planner.observation, None
+        if observation is not None:
+            observation.step.discard()
 
     def _watch_submodules(self, model: nn.Module) -> None:
         """Follow the calls of submodules, except in compiled code, whose graphs know their modules."""
@@ -152,6 +159,9 @@ class ModelHooks:
         # Left open by a forward that was interrupted (KeyboardInterrupt runs no hook), or the model calls
         # itself: then the rest of the outer call runs unplanned.
         self._of_thread.forward.end()
+        observation = planning.planner.observation
+        if observation is not None and observation.step.in_forward:
+            self._forget_observation()
         self._watch_submodules(model)
         bucket = planning.policy_for(ModelCall(model, args, kwargs), waiting)
         if bucket is None:
@@ -185,6 +195,13 @@ class ModelHooks:
     def _forward_ended(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
         profiling = self._planning.planner.profiling
         raised = self._of_thread.forward.raises
+        observation = self._planning.planner.observation
+        if observation is not None and observation.step.in_forward and not profiling:
+            if raised:
+                self._forget_observation()
+            else:
+                self._planning.observed_forward_ended(observation, out)
+            return
         bucket = None if profiling else self._of_thread.forward.end(whole=not raised)
         self._read_counter()
         if bucket is not None and not raised:
@@ -200,6 +217,9 @@ class ModelHooks:
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._read_counter()
+        observation = self._planning.planner.observation
+        if observation is not None and observation.step.has_backward:
+            observation.step.end()
         self._unplanned.optimizer_stepped(optimizer, self.log.forwards)
         if (model := self._model()) is not None:
             self._planning.optimizer_stepped(model)
@@ -211,12 +231,18 @@ class ModelHooks:
     def _enter(self, path: str) -> None:
         if self._measured.marks is not None:
             self._measured.marks.enter_module(path)
-        self._planning.planner.called.add(path)
+        planner = self._planning.planner
+        planner.called.add(path)
+        if planner.observation is not None and planner.observation.step.in_forward:
+            planner.observation.step.enter(path)
         self._of_thread.forward.enter(path)
 
     def _leave(self, path: str) -> None:
         if self._measured.marks is not None:
             self._measured.marks.leave_module(path)
+        observation = self._planning.planner.observation
+        if observation is not None and observation.step.in_forward:
+            observation.step.leave(path)
         self._of_thread.forward.leave(path)
 
     def _left_policy(self, off: OffPath) -> None:

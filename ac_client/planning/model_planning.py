@@ -25,7 +25,7 @@ from ac_client.planning.next_action import (
     next_action,
 )
 from ac_client.planning.options import ApplyOptions
-from ac_client.planning.plan_batch import NO_PLAN, BatchPlanner, first_line
+from ac_client.planning.plan_batch import NO_PLAN, BatchPlanner, Observation, first_line
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError, Policy, PolicySet, Profile
@@ -84,7 +84,7 @@ class ModelPlanning:
             ShapeNotPlanned: strict, and no bucket covers the batch.
             PlannerError, RemoteError, ProfilerError: planning failed.
         """
-        bucket = self.chooser.for_batch(call)
+        bucket = self.chooser.for_batch(call, waiting)
         if bucket is None:
             return None
         planned, buckets = bucket.planned_for, self.store.buckets
@@ -131,6 +131,16 @@ class ModelPlanning:
         if bucket.ran_skipped:
             self._next(bucket, StepFacts(ran_skipped=bucket.ran_skipped, can_profile=False))
         self.watch.after_forward(out, partial(self._backward_begins, bucket, bucket.loaded))
+
+    def observed_forward_ended(self, observation: Observation, out: Any) -> None:
+        """Follow an observed forward that returned `out` until its backward begins."""
+        step = observation.step
+        step.end_forward(out)
+        if step.has_checkpoints:
+            self.planner.observation = None
+            self.chooser.rehearse()
+            return
+        self.watch.after_forward(out, lambda _backward: step.backward_begins())
 
     def optimizer_stepped(self, model: nn.Module) -> None:
         """Warn if the optimizer has state that the plan does not count."""

@@ -11,6 +11,7 @@ from autoac.profiler import Loss
 
 Shapes = Literal["bucket", "first"]
 Budget = float | Literal["device"] | None
+FirstStep = Literal["rehearsed", "observed"]
 BudgetOf = Literal["allocated", "reserved"]
 
 
@@ -31,6 +32,7 @@ class ApplyOptions:
     forwards_in_flight: int | None = None
     verify: int | None = None
     take_over_checkpoints: bool = True
+    first_step: FirstStep = "rehearsed"
 
     @property
     def limit(self) -> int:

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from ac_client.compiled.policy_file import PolicyFile, is_compiled
 from ac_client.measure.recording_overhead import host_times_of_process, host_us, is_host_bound
-from ac_client.planning.batch_shape import ModelCall
+from ac_client.observing.observed_step import ObservedStep
+from ac_client.planning.batch_shape import Key, ModelCall
 from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_counter import allocator_peak
@@ -46,6 +47,7 @@ from autoac.planner import (
     as_planned,
 )
 from autoac.planner import plan_with_host as plan_profile
+from autoac.planner.formats.policy_set import Shape
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, link_of, observe
@@ -78,6 +80,17 @@ class _ThreadState(threading.local):
     profiling = False
 
 
+@dataclass(slots=True)
+class Observation:
+    """An observed step whose profile will plan the batches of a shape."""
+
+    step: ObservedStep
+    shape: Shape  # of its first forward
+    key: Key  # the same
+    thread: int
+    forwards: int = 1
+
+
 class BatchPlanner:
     """Profiles the steps of one model on its batches, plans them within the budget, and makes their buckets.
 
@@ -86,6 +99,7 @@ class BatchPlanner:
         lock: held while this model is planned; a forward on another thread waits for the plan.
         name: of the model, in messages.
         called: paths of the modules that were called since the last profile began.
+        observation: the step that is observed now, or whose profile is not planned yet.
         warn_once: warns for the model.
     """
 
@@ -103,6 +117,7 @@ class BatchPlanner:
         self._state_at_first: int | None = None  # bytes of optimizer state that the first profile counts
         # The latest plan made here, with profile and terms: `limit_of` tries what `plan` then takes.
         self._latest: tuple[Profile, tuple[int, int], tuple[Policy, Plan]] | None = None
+        self.observation: Observation | None = None
 
     @property
     def profiling(self) -> bool:
@@ -141,8 +156,6 @@ class BatchPlanner:
                 )
             if allocator is not None and allocator.allocated_peak() > before:
                 self._warn_of_peak(allocator.allocated_peak())
-            for message in unplanned_in(profile):
-                self.warn_once(message, message)
             if hooked := silenced_modules(call.model):
                 more = f" and {len(hooked) - 3} more" if len(hooked) > 3 else ""
                 self.warn_once(
@@ -150,28 +163,56 @@ class BatchPlanner:
                     f"modules ({', '.join(hooked[:3])}{more}) have backward hooks, which a profile does not "
                     "call: what they allocate is in no plan. Leave headroom_gb for it",
                 )
-            for note in profile.notes:
-                if ONLY_PRESENT_STATE in note:
-                    self.warn_once(
-                        "state",
-                        f"{note} until it has stepped, so the first steps may go over the budget. Leave "
-                        "headroom_gb for the state that its first step makes",
-                    )
-            if self._state_at_first is None:
-                self._state_at_first = profile.static.optimizer_state
-            if self.options.constraints is not None and self.options.constraints.host_budget_bytes:
-                link = link_of(device_of(call.model, call.args, call.kwargs))
-                profile = profile.model_copy(update={"link": link})
-            if is_compiled(profile):
-                return profile  # compiled code records and replays nothing
-            times = host_times_of_process()
-            if profile.environment.device_type != "cpu" and not is_host_bound(profile, times):
-                return profile  # the device runs behind its host, whose time does not count
-            return profile.model_copy(update={"replay_us": times.replay_us})
+            return self._completed(profile, call)
         finally:
             self._thread.profiling = False
             if allocator is not None:
                 torch.cuda.empty_cache()  # the profile's segments would get holes in the first steps
+
+    def _completed(self, profile: Profile, call: ModelCall) -> Profile:
+        """Return `profile` with what the device and its host add to it, after its warnings."""
+        for message in unplanned_in(profile):
+            self.warn_once(message, message)
+        for note in profile.notes:
+            if ONLY_PRESENT_STATE in note:
+                self.warn_once(
+                    "state",
+                    f"{note} until it has stepped, so the first steps may go over the budget. Leave "
+                    "headroom_gb for the state that its first step makes",
+                )
+        if self._state_at_first is None:
+            self._state_at_first = profile.static.optimizer_state
+        if self.options.constraints is not None and self.options.constraints.host_budget_bytes:
+            link = link_of(device_of(call.model, call.args, call.kwargs))
+            profile = profile.model_copy(update={"link": link})
+        if is_compiled(profile):
+            return profile  # compiled code records and replays nothing
+        times = host_times_of_process()
+        if profile.environment.device_type != "cpu" and not is_host_bound(profile, times):
+            return profile  # the device runs behind its host, whose time does not count
+        return profile.model_copy(update={"replay_us": times.replay_us})
+
+    def observe(self, call: ModelCall, key: Key) -> None:
+        """Run the forward of `call`, which begins, as the first one of a step without a plan.
+
+        Raises:
+            ProfilerBusy: torch.profiler runs on this thread.
+        """
+        log.info("%s: observing one step", self.name)
+        check_hooks()
+        self.called.clear()
+        step = ObservedStep(call.model, call.args, call.kwargs, device_of(call.model, call.args, call.kwargs))
+        step.begin_forward()
+        self.observation = Observation(step, call.shape, key, threading.get_ident())
+
+    def observed(self, call: ModelCall, observation: Observation) -> Profile:
+        """Return the profile of an observed step that is over; `call` is the one that begins.
+
+        Raises:
+            ProfilerError: the step has none.
+        """
+        observation.step.end()
+        return self._completed(observation.step.profile(self._optimizers.all), call)
 
     def limit_of(self, profile: Profile) -> int:
         """Return the most bytes that a planned peak of this step may have.
@@ -313,7 +354,13 @@ class BatchPlanner:
         )
 
     def plan(
-        self, call: ModelCall, loop: Loop, profile: Profile | None = None, *, running: str = ""
+        self,
+        call: ModelCall,
+        loop: Loop,
+        profile: Profile | None = None,
+        *,
+        running: str = "",
+        shape: Shape | None = None,
     ) -> PlannedBucket:
         """Profile the step of `call` and plan it.
 
@@ -322,6 +369,7 @@ class BatchPlanner:
             loop: the form of the loop.
             profile: of the step, if it was profiled just now.
             running: why a loop that runs needs another plan, in words: the tightest one, if none fits.
+            shape: of the batch that was profiled, if it is not that of `call`.
 
         Raises:
             ProfilerError, PlannerError, RemoteError: the step could not be profiled, or not planned.
@@ -354,8 +402,9 @@ class BatchPlanner:
                 self.warn_over_budget(needs, running or (of_others(others) if others else state))
             self._on_device.ask_others_for_room(needs - limit)
         terms = PlannedFor(limit, loop=loop, others_nbytes=others)
-        loaded = LoadedPolicy(*made)
-        return PlannedBucket(call.shape, loaded, self.profiled_step(call, profile, loaded), terms)
+        loaded, shape = LoadedPolicy(*made), shape or call.shape
+        step = replace(self.profiled_step(call, profile, loaded), shape=shape)
+        return PlannedBucket(shape, loaded, step, terms)
 
     def plan_first(
         self, profile: Profile, loop: Loop, others: int, limit: int
