@@ -72,7 +72,7 @@ class ObservedStep:
         self._allocations = AllocationRecord(device, nodes=True)
         self._tape = StepTape(self._allocations.mark, host_clock(device))
         self._tape.recorder.pins = pins_of(model)
-        self._tape.backward_over = self.backward_ended
+        self._tape.backward_over = self._task_ended
         self._path = [ROOT]
         self._forward: ExitStack | None = None  # what ends with the forward that runs
         self._unplanned: dict[str, None] = {}
@@ -144,11 +144,19 @@ class ObservedStep:
             self._tape.held.look()
             self._begin = self._allocations.mark()
 
+    def _task_ended(self, task: int) -> None:
+        # A hook of backward may run graph tasks of its own, inside of the first one.
+        if self.recording and not self.in_forward and task == self._tape.saved.first_task:
+            self.backward_ended()
+
     def backward_ended(self) -> None:
-        """Note that a backward through the step has ended."""
-        if self.recording and not self.in_forward:
-            self._tape.held.look()
-            self._end = self._allocations.mark()
+        """Note that the first backward through the step has ended. Later ones are not recorded."""
+        tape = self._tape
+        if not tape.saved.closed:
+            tape.held.look()
+            tape.saved.save_differentiated()
+            tape.saved.closed = True
+        self._end = self._allocations.mark()
 
     def discard(self) -> None:
         """Record no more, and forget the step."""
@@ -165,8 +173,6 @@ class ObservedStep:
         tape = self._tape
         if self.recording:
             self.recording = False
-            tape.held.look()
-            tape.saved.save_differentiated()
             tape.saved.closed = True
             self._last = self._allocations.mark()
             self._allocations.__exit__(None, None, None)

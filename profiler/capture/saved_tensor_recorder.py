@@ -208,13 +208,18 @@ class SavedTensorRecorder:
             self._recorder.force_save(version, UNPACKED)
         return tensor
 
+    @property
+    def first_task(self) -> int:
+        """Return the graph task of backward that began first; -1: none has unpacked anything."""
+        return min((event.task for event in self.events if event.task >= 0), default=-1)
+
     def save_differentiated(self) -> None:
         """Have the ops saved that made what a hook of backward differentiates.
 
         Such a hook runs graph tasks of its own. The runtime recomputes for each graph task separately, but
         the schedule of a plan has a single task.
         """
-        first = min((event.task for event in self.events if event.task >= 0), default=-1)
+        first = self.first_task
         for event in self.events:
             if event.task > first:
                 self._recorder.force_save(self.versions[event.saved], DIFFERENTIATED)

@@ -47,7 +47,8 @@ class StepTape:
         now_ns: the clock of replays.
 
     Attributes:
-        backward_over: called when a graph task of autograd ends that has unpacked what the region saved.
+        backward_over: called with a graph task of autograd that has unpacked what the region saved, when it
+            ends.
         recorder: of the ops.
         saved: of the saved tensors.
         hidden: pairs of marks; what is allocated in between belongs to the region.
@@ -65,7 +66,7 @@ class StepTape:
         self.inside = False
         self.samples: dict[Hashable, list[float]] = {}
         self.now_ns = now_ns
-        self.backward_over: Callable[[], None] | None = None
+        self.backward_over: Callable[[int], None] | None = None
         self._mark = mark
         self._op: RecordedOp | None = None  # whose kernel has not run yet
         self._outside = -1  # mark at which the model's last forward ended
@@ -223,6 +224,8 @@ class StepTape:
         Args:
             unpack: returns the tensor, and True if the region goes on holding it.
         """
+        if self.saved.closed:
+            return unpack()[0]
         self.held.look()
         event = self.saved.begin_unpack(saved)
         tensor, event.kept = unpack()
