@@ -5,7 +5,7 @@ about as much memory as torch's checkpoint around every block. Its numbers are t
 record is made by the region that runs the step (profiler/capture/step_tape.py), and nothing runs twice but
 what backward recomputes. Those replays are what times the ops.
 
-    begin_forward, the model's forward, end_forward, a loss, backward_begins, backward, end, profile
+    begin_forward, the model's forward, end_forward, a loss, backward, profile
 
 Several forwards may precede one backward. What runs between the last of them and backward (a loss) is one op
 of the profile, outside of the model.
@@ -13,6 +13,7 @@ of the profile, outside of the model.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -21,9 +22,10 @@ import torch
 from torch import nn
 
 from ac_client.runtime.cuts import Cuts
-from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.policy_context import active, save_recompute_policy
 from autoac.planner.formats.profile import Profile
 from autoac.profiler.capture.allocations import AllocationRecord
+from autoac.profiler.capture.backward_calls import BackwardCalls
 from autoac.profiler.capture.step_tape import StepTape
 from autoac.profiler.checkpoints.own_checkpoints import (
     calls_left_to_torch,
@@ -54,7 +56,7 @@ class ObservedStep:
         device: of the model.
 
     Attributes:
-        recording: True from the first forward until `end`.
+        recording: True from the first forward until the end of the first backward through the step.
         has_checkpoints: the model called a checkpoint, which was left to torch: the step has no profile.
     """
 
@@ -72,17 +74,23 @@ class ObservedStep:
         self._allocations = AllocationRecord(device, nodes=True)
         self._tape = StepTape(self._allocations.mark, host_clock(device))
         self._tape.recorder.pins = pins_of(model)
-        self._tape.backward_over = self._task_ended
+        self._calls = BackwardCalls(self._backward_called, self._backward_returned)
         self._path = [ROOT]
         self._forward: ExitStack | None = None  # what ends with the forward that runs
         self._unplanned: dict[str, None] = {}
-        self._begin = self._end = self._last = -1  # marks: of backward, and the last one
+        self._begin = self._end = -1  # marks of backward
+        self._reached = False  # backward has, an output of the step
         self._kept_nbytes = 0  # of the tensors that backward starts from
 
     @property
     def in_forward(self) -> bool:
         """Return True while a forward of the step runs."""
         return self._forward is not None
+
+    @property
+    def in_backward(self) -> bool:
+        """Return True while a backward runs."""
+        return self._calls.depth > 0
 
     @property
     def has_backward(self) -> bool:
@@ -99,6 +107,7 @@ class ObservedStep:
         if not self.recording:
             self._allocations.__enter__()
             self.recording = True
+            self._calls.open()
         self._path = [ROOT]
         self._tape.saved.forward_over = False
         with ExitStack() as stack:
@@ -107,6 +116,9 @@ class ObservedStep:
             stack.enter_context(save_recompute_policy("recompute_all", cuts=Cuts(), tape=self._tape))
             self._left_calls = calls_left_to_torch()
             self._forward = stack.pop_all()
+        # A step that nobody differentiates must not leave torch.profiler running.
+        assert active.region is not None
+        weakref.finalize(active.region.graph, _abandon, weakref.ref(self))
 
     def enter(self, path: str) -> None:
         """Note a call of the module at `path`."""
@@ -138,25 +150,27 @@ class ObservedStep:
         else:
             tape.begin_outside()
 
-    def backward_begins(self) -> None:
-        """Note that a backward has reached the step."""
-        if self._begin < 0 and self.recording:
+    def __del__(self) -> None:
+        self.discard()
+
+    def note_backward(self) -> None:
+        """Note that the backward that runs has reached an output of the step."""
+        self._reached = True
+
+    def _backward_called(self) -> None:
+        if not self.in_forward:
             self._tape.held.look()
-            self._begin = self._allocations.mark()
+            self._begin, self._reached = self._allocations.mark(), False
 
-    def _task_ended(self, task: int) -> None:
-        # A hook of backward may run graph tasks of its own, inside of the first one.
-        if self.recording and not self.in_forward and task == self._tape.saved.first_task:
-            self.backward_ended()
-
-    def backward_ended(self) -> None:
-        """Note that the first backward through the step has ended. Later ones are not recorded."""
-        tape = self._tape
-        if not tape.saved.closed:
-            tape.held.look()
-            tape.saved.save_differentiated()
-            tape.saved.closed = True
+    def _backward_returned(self) -> None:
+        """End the record after the first backward through the step; later ones are not recorded."""
+        if self.in_forward or not (self._reached or self._tape.saved.first_task >= 0):
+            return
+        self._tape.held.look()
+        self._tape.saved.save_differentiated()
+        self._tape.saved.closed = True
         self._end = self._allocations.mark()
+        self._close()
 
     def discard(self) -> None:
         """Record no more, and forget the step."""
@@ -164,25 +178,23 @@ class ObservedStep:
         if forward is not None:
             forward.close()
         self._tape.saved.closed = True
+        self._calls.close()
         if self.recording:
             self.recording = False
             self._allocations.abandon()
 
-    def end(self) -> None:
-        """Record no more. Call this on the thread of the first forward."""
-        tape = self._tape
+    def _close(self) -> None:
+        self._calls.close()
         if self.recording:
             self.recording = False
-            tape.saved.closed = True
-            self._last = self._allocations.mark()
+            self._tape.saved.closed = True
             self._allocations.__exit__(None, None, None)
 
-    def profile(self, optimizer: Optimizers = None, *, alone: bool = False) -> Profile:
-        """Return the profile of the step, after `end`.
+    def profile(self, optimizer: Optimizers = None) -> Profile:
+        """Return the profile of the step.
 
         Args:
             optimizer: as for `observe`.
-            alone: nothing ran between backward and `end`, and no name holds what backward started from.
 
         Raises:
             NothingToProfile: no backward has reached the step.
@@ -195,8 +207,7 @@ class ObservedStep:
                 "no backward has reached the outputs of the observed forward, so its step has no profile"
             )
         self._allocations.check_complete(type(self._subject.compiled).__name__)
-        begin = self._allocations.begin_of_backward(self._begin)
-        outside = tape.end_outside(self._allocations, begin)
+        outside = tape.end_outside(self._allocations, self._begin)
         in_step_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in record.ops]
         signatures: list[Hashable] = [op.signature for op in record.ops]
         step = HollowStep(
@@ -204,9 +215,9 @@ class ObservedStep:
             tape.saved,
             self._allocations,
             at,
-            begin,
+            self._begin,
             self._end,
-            self._last if alone else self._end,
+            self._end,
             op_times=median_and_spread(in_step_us, signatures, tape.samples),
             unplanned=tuple(self._unplanned),
             temporary=tape.temporary,
@@ -225,15 +236,21 @@ class ObservedStep:
             optimizer,
             self._static,
         )
-        if alone:
-            return found
-        # What the loop made between the model and backward, such as the loss, is no gradient.
-        end, last = (self._allocations.positions[mark] for mark in (self._end, self._last))
-        left = [block for block in outside if block.freed_at is None or block.freed_at >= end]
-        names = [block for block in left if block.freed_at is None or block.freed_at >= last]
-        gradients = found.gradient_nbytes - sum(block.nbytes for block in left)
-        kept = self._kept_nbytes + sum(block.nbytes for block in names)
-        return found.model_copy(update={"gradient_nbytes": gradients, "kept_nbytes": kept})
+        # What was made between the model and backward, such as the loss, is no gradient; names may keep it.
+        end = self._allocations.positions[self._end]
+        left = sum(block.nbytes for block in outside if block.freed_at is None or block.freed_at >= end)
+        return found.model_copy(
+            update={
+                "gradient_nbytes": found.gradient_nbytes - left,
+                "kept_nbytes": self._kept_nbytes + left,
+            }
+        )
+
+
+def _abandon(ref: weakref.ref[ObservedStep]) -> None:
+    step = ref()
+    if step is not None and not step.in_forward and not step.in_backward:
+        step.discard()
 
 
 def observe_step(
@@ -260,14 +277,11 @@ def observe_step(
         roots = roots_of(output) if loss is None else [loss_of(loss, output)]
         del output
         roots = [root for root in roots if root.requires_grad]
-        step.backward_begins()
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        step.backward_ended()
         del roots
-        step.end()
     finally:
         step.discard()
         for watch in watches:
             watch.remove()
-    return step.profile(optimizer, alone=True)
+    return step.profile(optimizer)

@@ -217,9 +217,6 @@ class ModelHooks:
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._read_counter()
-        observation = self._planning.planner.observation
-        if observation is not None and observation.step.has_backward:
-            observation.step.end()
         self._unplanned.optimizer_stepped(optimizer, self.log.forwards)
         if (model := self._model()) is not None:
             self._planning.optimizer_stepped(model)

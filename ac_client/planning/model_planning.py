@@ -140,7 +140,7 @@ class ModelPlanning:
             self.planner.observation = None
             self.chooser.rehearse()
             return
-        self.watch.after_forward(out, lambda _backward: step.backward_begins())
+        self.watch.after_forward(out, lambda _backward: step.note_backward())
 
     def optimizer_stepped(self, model: nn.Module) -> None:
         """Warn if the optimizer has state that the plan does not count."""

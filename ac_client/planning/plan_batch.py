@@ -211,7 +211,6 @@ class BatchPlanner:
         Raises:
             ProfilerError: the step has none.
         """
-        observation.step.end()
         return self._completed(observation.step.profile(self._optimizers.all), call)
 
     def limit_of(self, profile: Profile) -> int:

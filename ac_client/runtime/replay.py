@@ -241,8 +241,6 @@ class RegionGraph:
     def suspend(self, ended: Pass) -> None:
         """Keep a pass whose graph task ended if it was a part of a split backward; else free its tensors."""
         self.code.confirm()
-        if self.tape is not None and self.tape.backward_over is not None:
-            self.tape.backward_over(ended.task)
         for rerun, where in self._uncompared:
             if rerun.has_run:
                 rerun.note_compared(where)

@@ -95,17 +95,6 @@ class AllocationRecord:
         """End the record, and read nothing of it."""
         self._trace.__exit__(None, None, None)
 
-    def begin_of_backward(self, mark: int) -> int:
-        """Return `mark`, moved back to where the first node of autograd began, if no mark lies in between.
-
-        Nodes of a loss outside of the model run before backward reaches the model.
-        """
-        earliest = self.positions[mark - 1] if mark else 0
-        begins = [begin for begin, _ in self.functions if earliest <= begin]
-        if begins:
-            self.positions[mark] = min(self.positions[mark], begins[0])
-        return mark
-
     def _read(self) -> None:
         open_blocks: dict[int, AllocatedBlock] = {}
         times, ends = list[int](), list[tuple[int, int]]()

@@ -47,8 +47,6 @@ class StepTape:
         now_ns: the clock of replays.
 
     Attributes:
-        backward_over: called with a graph task of autograd that has unpacked what the region saved, when it
-            ends.
         recorder: of the ops.
         saved: of the saved tensors.
         hidden: pairs of marks; what is allocated in between belongs to the region.
@@ -66,7 +64,6 @@ class StepTape:
         self.inside = False
         self.samples: dict[Hashable, list[float]] = {}
         self.now_ns = now_ns
-        self.backward_over: Callable[[int], None] | None = None
         self._mark = mark
         self._op: RecordedOp | None = None  # whose kernel has not run yet
         self._outside = -1  # mark at which the model's last forward ended

@@ -175,6 +175,7 @@ get_graph_exec_group = _C._get_graph_exec_group  # `register_multi_grad_hook` an
 will_engine_execute_node = _C._will_engine_execute_node  # whether a partial backward comes to a node
 execution_engine: Any = torch.autograd.Variable._execution_engine  # calls back when a backward is over
 engine_run_backward = torch.autograd.graph._engine_run_backward  # its frame shows the arguments of backward
+ENGINE_RUN_BACKWARD = "_engine_run_backward"  # by which torch.autograd calls it
 top_saved_tensors_default_hooks = _autograd._top_saved_tensors_default_hooks  # hooks around ours
 set_grad_enabled = _C._set_grad_enabled  # unlike the public one, makes no object
 HookMixin = _function._HookMixin  # C++ registers hooks of nodes through it

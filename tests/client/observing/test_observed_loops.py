@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +12,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ac_client
-from ac_client import InfeasibleBudget
-from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import build
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import profile

@@ -18,7 +18,8 @@ from tests.programs import COLUMNS, ROWS, Program
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-TIMES = ("runtime_us", "spread_us", "replay_us", "notes")
+OTHERS = ("runtime_us", "spread_us", "replay_us", "notes", "kept_nbytes")
+"""Times; and what is alive when backward returns, which has the gradients that backward starts from."""
 IN_BACKWARD = ("backward.", "saved.dropped", "outputs.released", "temporaries.", "nodes")
 """Where a hollow step has copies of its own: of integers that autograd saves, of the generator's state."""
 SCALARS = {"T5": 8, "Whisper": 8}
@@ -42,7 +43,7 @@ def columns(found: Profile) -> dict[str, Any]:
 
 def differing(observed: Profile, hollow: Profile, *skipped: str) -> list[str]:
     a, b = columns(observed), columns(hollow)
-    names = [name for name in {**a, **b} if not name.endswith(TIMES) and not name.startswith(skipped)]
+    names = [name for name in {**a, **b} if not name.endswith(OTHERS) and not name.startswith(skipped)]
     return [name for name in names if a.get(name) != b.get(name)]
 
 
