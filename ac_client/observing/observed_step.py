@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ac_client.runtime.cuts import Cuts
-from ac_client.runtime.policy_context import active, save_recompute_policy
+from ac_client.runtime.policy_context import save_recompute_policy
 from autoac.planner.formats.profile import Profile
 from autoac.profiler.capture.allocations import AllocationRecord
 from autoac.profiler.capture.backward_calls import BackwardCalls
@@ -90,7 +90,7 @@ class ObservedStep:
     @property
     def in_backward(self) -> bool:
         """Return True while a backward runs."""
-        return self._calls.depth > 0
+        return self._begin >= 0 and not self.has_backward
 
     @property
     def has_backward(self) -> bool:
@@ -108,6 +108,7 @@ class ObservedStep:
             self._allocations.__enter__()
             self.recording = True
             self._calls.open()
+            weakref.finalize(self, self._allocations.abandon)  # also when the process ends
         self._path = [ROOT]
         self._tape.saved.forward_over = False
         with ExitStack() as stack:
@@ -116,9 +117,6 @@ class ObservedStep:
             stack.enter_context(save_recompute_policy("recompute_all", cuts=Cuts(), tape=self._tape))
             self._left_calls = calls_left_to_torch()
             self._forward = stack.pop_all()
-        # A step that nobody differentiates must not leave torch.profiler running.
-        assert active.region is not None
-        weakref.finalize(active.region.graph, _abandon, weakref.ref(self))
 
     def enter(self, path: str) -> None:
         """Note a call of the module at `path`."""
@@ -150,27 +148,38 @@ class ObservedStep:
         else:
             tape.begin_outside()
 
-    def __del__(self) -> None:
-        self.discard()
-
     def note_backward(self) -> None:
         """Note that the backward that runs has reached an output of the step."""
         self._reached = True
 
-    def _backward_called(self) -> None:
-        if not self.in_forward:
-            self._tape.held.look()
-            self._begin, self._reached = self._allocations.mark(), False
+    def begin_backward(self) -> None:
+        """Note that backward begins. Calls of it are noted without this."""
+        self._tape.held.look()
+        self._begin = self._allocations.mark()
 
-    def _backward_returned(self) -> None:
-        """End the record after the first backward through the step; later ones are not recorded."""
-        if self.in_forward or not (self._reached or self._tape.saved.first_task >= 0):
-            return
+    def unwatch_calls(self) -> None:
+        """Leave it to the caller to say where backward begins and ends."""
+        self._calls.close()
+
+    def end_backward(self) -> None:
+        """Note that the first backward through the step is over; later ones are not recorded."""
         self._tape.held.look()
         self._tape.saved.save_differentiated()
         self._tape.saved.closed = True
         self._end = self._allocations.mark()
         self._close()
+
+    def _backward_called(self) -> None:
+        if not self.in_forward:
+            self.begin_backward()
+
+    def _backward_returned(self) -> None:
+        if self.in_forward:
+            return
+        if self._reached or self._tape.saved.first_task >= 0:
+            self.end_backward()
+        else:
+            self._begin = -1
 
     def discard(self) -> None:
         """Record no more, and forget the step."""
@@ -202,7 +211,7 @@ class ObservedStep:
         """
         tape, at = self._tape, self._allocations.times_ns
         record = tape.recorder.record
-        if not self.has_backward or not tape.saved.versions:
+        if not self.has_backward:
             raise NothingToProfile(
                 "no backward has reached the outputs of the observed forward, so its step has no profile"
             )
@@ -247,10 +256,25 @@ class ObservedStep:
         )
 
 
-def _abandon(ref: weakref.ref[ObservedStep]) -> None:
-    step = ref()
-    if step is not None and not step.in_forward and not step.in_backward:
-        step.discard()
+class BackwardListener:
+    """Listen for the backward of one forward of an observed step; autograd's nodes hold this object.
+
+    If nobody differentiates the forward, the step ends with it: torch.profiler must not go on running.
+    """
+
+    __slots__ = ("_step",)
+
+    def __init__(self, step: ObservedStep) -> None:
+        self._step = step
+
+    def __call__(self, _facts: Any) -> None:
+        """Note a backward."""
+        self._step.note_backward()
+
+    def __del__(self) -> None:
+        step = self._step
+        if not (step.in_forward or step.in_backward or step.has_backward):
+            step.discard()
 
 
 def observe_step(
@@ -277,8 +301,11 @@ def observe_step(
         roots = roots_of(output) if loss is None else [loss_of(loss, output)]
         del output
         roots = [root for root in roots if root.requires_grad]
+        step.begin_backward()
+        step.unwatch_calls()
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        step.end_backward()
         del roots
     finally:
         step.discard()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ac_client.observing.observed_step import BackwardListener
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.choose_policy import PolicyChooser
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts
@@ -140,7 +141,7 @@ class ModelPlanning:
             self.planner.observation = None
             self.chooser.rehearse()
             return
-        self.watch.after_forward(out, lambda _backward: step.note_backward())
+        self.watch.after_forward(out, BackwardListener(step))
 
     def optimizer_stepped(self, model: nn.Module) -> None:
         """Warn if the optimizer has state that the plan does not count."""

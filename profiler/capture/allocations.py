@@ -64,6 +64,7 @@ class AllocationRecord:
         self._device_type = device.type
         self._clock = clock or clock_of(device)
         self._marks = 0
+        self._open = False
         self._trace = TorchTrace(device, nodes=nodes)
         self.changes: list[Change] = []
         self.positions: list[int] = []
@@ -73,6 +74,7 @@ class AllocationRecord:
 
     def __enter__(self) -> AllocationRecord:
         self._trace.__enter__()
+        self._open = True
         return self
 
     def mark(self) -> int:
@@ -84,6 +86,7 @@ class AllocationRecord:
         return self._marks - 1
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._open = False
         self._trace.__exit__(kind, error, traceback)
         if kind is None:
             with no_garbage_collection():
@@ -92,8 +95,10 @@ class AllocationRecord:
             assert len(self.positions) == self._marks == len(self.times_ns), "the profiler lost a mark"
 
     def abandon(self) -> None:
-        """End the record, and read nothing of it."""
-        self._trace.__exit__(None, None, None)
+        """End the record if it is open, and read nothing of it."""
+        if self._open:
+            self._open = False
+            self._trace.__exit__(None, None, None)
 
     def _read(self) -> None:
         open_blocks: dict[int, AllocatedBlock] = {}
