@@ -24,7 +24,7 @@ from autoac.planner.formats.base import MAX_INT, Count, complaints
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
-from autoac.planner.frontier import Frontier, find_frontier
+from autoac.planner.frontier import Frontier, find_frontier, points_of
 from autoac.planner.minimum_peak import MinimumPeak, find_minimum_peak
 from autoac.planner.offload import plan_with_host
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
@@ -352,19 +352,5 @@ def _floor(profile: Profile, found: MinimumPeak) -> dict[str, Any]:
 
 
 def _frontier(profile: Profile, found: Frontier) -> dict[str, Any]:
-    kinks = [kink.plan.peak for kink in found.kinks]
-    plans = [
-        {
-            "budget_bytes": made.budget,
-            "peak_bytes": made.peak,
-            "recompute_us": made.recompute_us,
-            "bound_us": made.bound_us,
-            "step_us": made.step_us,
-            "gap": made.gap,
-            "stopped": made.stopped.value,
-            "kink": made.peak in kinks,
-        }
-        for made in found.plans
-    ]
     floor_of = {"proven_bytes": found.floor.proven, "found_bytes": found.floor.found}
-    return _head(profile, "frontier") | {"floor": floor_of, "plans": plans}
+    return _head(profile, "frontier") | {"floor": floor_of, "plans": points_of(found)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autoac.planner.errors import InvalidBudget
 from autoac.planner.formats.constraints import Constraints, without_forward_budget
@@ -120,6 +121,24 @@ def find_frontier(
         assert search.best.save_set is not None
         smallest = replace(smallest, found=plans[-1].peak, save_set=search.best.save_set)
     return Frontier(_monotone(plans), smallest)
+
+
+def points_of(frontier: Frontier) -> list[dict[str, Any]]:
+    """Return the plans of a frontier as JSON data, in bytes and microseconds."""
+    kinks = [kink.plan.peak for kink in frontier.kinks]
+    return [
+        {
+            "budget_bytes": plan.budget,
+            "peak_bytes": plan.peak,
+            "recompute_us": plan.recompute_us,
+            "bound_us": plan.bound_us,
+            "step_us": plan.step_us,
+            "gap": plan.gap,
+            "stopped": plan.stopped.value,
+            "kink": plan.peak in kinks,
+        }
+        for plan in frontier.plans
+    ]
 
 
 def _with_point(progress: OnProgress, point: int, points: int) -> OnProgress:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal
@@ -16,10 +15,7 @@ from starlette.types import Scope as Connection
 
 from autoac.api.errors import Forbidden, NotFound
 from autoac.api.routes.access import Planner, Reader, ServiceOf
-from autoac.api.routes.openapi_helpers import (
-    gives,
-    json_text,
-)
+from autoac.api.routes.openapi_helpers import gives, gzipped, json_text
 from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import JobView
 from autoac.api.service import Service
@@ -103,10 +99,7 @@ async def get_result(id: JobId, service: ServiceOf, caller: Reader) -> Response:
 async def get_drawing(request: Request, id: JobId, service: ServiceOf, caller: Reader) -> Response:
     """Get the data that this release's pages draw. Its members may change with each release."""
     drawn = await to_thread.run_sync(service.jobs.plot, id)
-    headers = {"Cache-Control": "private, max-age=3600", "Vary": "Accept-Encoding"}
-    if "gzip" in request.headers.get("accept-encoding", ""):
-        return json_text(drawn, headers=headers | {"Content-Encoding": "gzip"})
-    return json_text(await to_thread.run_sync(gzip.decompress, drawn), headers=headers)
+    return await gzipped(request, drawn, {"Cache-Control": "private, max-age=3600"})
 
 
 @router.delete("/{id}", summary="Cancel a job")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import Connection, case, func, insert, select, update
@@ -25,7 +26,7 @@ from autoac.api.storage.job_store import (
     get_job,
     job_from,
 )
-from autoac.api.storage.policy_registry import read_policy
+from autoac.api.storage.policy_registry import get_policy
 from autoac.api.storage.profile_registry import add_profile
 from autoac.api.storage.tables import jobs, profiles
 
@@ -88,7 +89,7 @@ class JobRequests:
         elif not connection.scalar(
             select(func.count()).select_from(profiles).where(profiles.c.digest == digest)
         ):
-            raise NotFound(f"no profile {digest}; PUT it to /v1/profiles/{digest}")
+            raise NotFound(f"no profile {digest}; POST it to /v1/profiles")
         id = secrets.token_hex(16)
         connection.execute(
             insert(jobs).values(
@@ -121,7 +122,9 @@ class JobRequests:
             job = job_from(row)
             match job.state:
                 case JobState.SUCCEEDED:
-                    if job.policy_id is None or read_policy(connection, job.policy_id) is not None:
+                    with suppress(NotFound):  # its policy was deleted
+                        if job.policy_id is not None:
+                            get_policy(connection, job.policy_id)
                         return job
                 case JobState.FAILED:
                     if json.loads(job.problem or "{}").get("type") in REUSED_FAILURES:

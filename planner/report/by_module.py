@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from autoac.planner.formats.op_key import OpKey
+from autoac.planner.formats.op_key import NUMBER, OpKey
 from autoac.planner.formats.policy import OFFLOAD, SAVE, Policy
 from autoac.planner.memory.schedule import held_until, readers_until
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 from autoac.planner.units import format_bytes, format_us
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
 _Numbers = tuple[tuple[int, ...], ...]
 
 
@@ -181,8 +179,8 @@ def fold_paths(paths: Iterable[str], signature: Callable[[str], object]) -> list
     # A group: the path without its numbers, the signature, and for each number the values that it takes.
     groups: dict[tuple[tuple[str, ...], object, _Numbers], list[str]] = {}
     for path in paths:
-        numbers: _Numbers = tuple((int(number),) for number in _NUMBER.findall(path))
-        groups.setdefault((tuple(_NUMBER.split(path)), signature(path), numbers), []).append(path)
+        numbers: _Numbers = tuple((int(number),) for number in NUMBER.findall(path))
+        groups.setdefault((tuple(NUMBER.split(path)), signature(path), numbers), []).append(path)
     for at in range(max((len(numbers) for _, _, numbers in groups), default=0)):
         merged: dict[tuple[tuple[str, ...], object, _Numbers], list[tuple[_Numbers, list[str]]]] = {}
         for (words, sign, numbers), members in groups.items():

@@ -46,7 +46,7 @@ class DecisionChange:
     gained: tuple[str, ...]  # ops of each module that only the second plan keeps
     lost: tuple[str, ...]  # ops that only the first plan keeps
     otherwise: tuple[str, ...]  # ops that neither keeps: "recomputes relu.default 2 times instead of once"
-    gained_bytes: int  # held when backward begins, over all modules; 0 without a profile
+    gained_bytes: int  # held when backward begins, over all modules; 0 if that is not known
     lost_bytes: int
 
 
