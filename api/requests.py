@@ -316,13 +316,13 @@ def answer(
     if profile is None:
         raise MalformedRequest(["a solve needs the profile itself"])
     options = request.options(most_seconds)
-    common: dict[str, Any] = {"gap": options["gap"], "time_limit_s": options["time_limit_s"]}
-    if options["constraints"] is not None:
-        common["constraints"] = request.constraints
-    if progress is not None:
-        common["progress"] = progress
-    if clock is not None:
-        common["clock"] = clock
+    common: dict[str, Any] = {
+        "gap": options["gap"],
+        "time_limit_s": options["time_limit_s"],
+        "constraints": request.constraints,
+        "progress": progress,
+        "clock": clock,
+    }
     match request:
         case PolicyRequest():
             made = plan(profile, budget_bytes=request.budget, headroom_bytes=request.headroom, **common)

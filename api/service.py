@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -124,12 +125,12 @@ class Service:
             with anyio.move_on_after(seconds):
                 await look()
 
-        end_wait = self.requests.detach_waiter
+        end_wait: Callable[[str], None] = partial(self.requests.end_waiter, accepted=True)
         try:
             if not job.final and seconds > 0:
                 await while_connected(request, until)
             if job.final:
-                end_wait = self.requests.complete_waiter
+                end_wait = self.requests.end_waiter
         except ClientDisconnect:
             end_wait = self.requests.abandon
             raise

@@ -42,9 +42,9 @@ def as_data(outcome: RegenerateOutcome) -> dict[str, Any]:
                 "verdict": result.verdict.value,
                 "reasons": list(result.reasons),
                 "layers": [asdict(layer) for layer in result.layers],
-                "stored": _numbers(result.stored),
-                "stored_now": _numbers(result.carried),
-                "planned": _numbers(result.planned),
+                "stored": result.stored and asdict(result.stored),
+                "stored_now": result.carried and asdict(result.carried),
+                "planned": result.planned and asdict(result.planned),
                 "changes": result.difference and [asdict(change) for change in result.difference.changes],
                 "notes": list(result.notes),
                 "error": result.error or None,
@@ -157,10 +157,6 @@ def _layer(layer: ChangedLayer) -> Iterator[str]:
             yield f"  {label}: {', '.join(ops[:MAX_LINES])}{more}"
     for line in layer.other[:MAX_LINES]:
         yield f"  {line}"
-
-
-def _numbers(numbers: StepNumbers | None) -> dict[str, Any] | None:
-    return None if numbers is None else asdict(numbers)
 
 
 def _annotation(kind: str, file: Path, title: str, body: str) -> str:

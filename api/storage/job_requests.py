@@ -46,7 +46,7 @@ class JobRequests:
     def submit(self, request: ParsedRequest, owner: str, *, fresh: bool = False) -> tuple[Job, bool]:
         """Return the job of a request, and True if it existed already. The caller becomes a waiter.
 
-        A waiter ends with `detach_waiter`, `complete_waiter` or `abandon`.
+        A waiter ends with `end_waiter` or `abandon`.
 
         Args:
             request: what to solve.
@@ -133,24 +133,19 @@ class JobRequests:
                     return job
         return None
 
-    def detach_waiter(self, id: str) -> None:
-        """Stop waiting after the answer 202; the job goes on without waiters."""
-        self._end_waiter(id, accepted=True)
-
-    def complete_waiter(self, id: str) -> None:
-        """Stop waiting: the request got its answer."""
-        self._end_waiter(id)
-
     def abandon(self, id: str) -> None:
         """Stop waiting: the client went away. Cancel the job if nobody else waits and nobody got 202."""
         with self.database.write() as connection:
             connection.execute(update(jobs).where(jobs.c.id == id).values(waiters=jobs.c.waiters - 1))
             self._cancel(connection, id, jobs.c.accepted.is_(False), jobs.c.waiters <= 0)
 
-    def _end_waiter(self, id: str, **values: Any) -> None:
+    def end_waiter(self, id: str, *, accepted: bool = False) -> None:
+        """Stop waiting: the request got its answer. After a 202 (`accepted`) the job needs no waiter."""
         with self.database.write() as connection:
-            values |= {"waiters": jobs.c.waiters - 1}
-            connection.execute(update(jobs).where(jobs.c.id == id).values(**values))
+            values: dict[str, Any] = {"accepted": True} if accepted else {}
+            connection.execute(
+                update(jobs).where(jobs.c.id == id).values(waiters=jobs.c.waiters - 1, **values)
+            )
 
     def cancel(self, id: str) -> Job:
         """Cancel a live job and return it; return a final one as it is.
