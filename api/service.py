@@ -27,7 +27,7 @@ from autoac.api.storage.database import AWAY, Database
 from autoac.api.storage.event_feed import EventFeed
 from autoac.api.storage.job_requests import JobRequests
 from autoac.api.storage.job_store import RETRY_AFTER_S, Job, JobStore
-from autoac.api.storage.keys import REMEMBER_S, Authenticator, Caller, note
+from autoac.api.storage.keys import REMEMBER_S, Authenticator, Caller
 from autoac.api.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -170,11 +170,6 @@ class Service:
             return int(self.worker is not None and not self.worker_failed)
         with self.database.read() as connection:
             return self.requests.queue.worker_count(connection, self.settings.lease_s)
-
-    def note(self, caller: Caller, action: str, subject: str, request: Request) -> None:
-        """Write a line of the audit log."""
-        with self.database.write() as connection:
-            note(connection, caller.name, action, subject, request.state.request_id)
 
 
 async def service_of(request: Request) -> Service:

@@ -331,6 +331,7 @@ def _early_stop(planned: Plan) -> str:
 
 def _stage_table(planned: Stages) -> list[str]:
     """Return a line for each stage, and one for the whole pipeline."""
+    from autoac.planner.report.by_module import aligned
     from autoac.planner.units import format_bytes, format_us
 
     head = ("stage", "in flight", "peak", "budget", "recompute", "gap", "busy", "idle")
@@ -349,13 +350,8 @@ def _stage_table(planned: Stages) -> list[str]:
                 format_us(planned.times.bubble_us[s]),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
     return [
-        *lines,
+        *aligned(rows),
         f"{planned.schedule.value}, {planned.n_microbatches} microbatches: a step takes "
         f"{format_us(planned.times.step_us)}, {planned.slowdown:.1%} more than with nothing recomputed. "
         "* is the busiest stage.",

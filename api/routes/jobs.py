@@ -22,7 +22,7 @@ from autoac.api.service import Service
 from autoac.api.storage.database import AWAY
 from autoac.api.storage.event_feed import LOOK_S, EventFeed
 from autoac.api.storage.job_store import RETRY_AFTER_S, Job, JobState
-from autoac.api.storage.keys import Scope
+from autoac.api.storage.keys import Scope, note
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -116,7 +116,8 @@ async def cancel_job(request: Request, id: JobId, service: ServiceOf, caller: Pl
                 "a job can be cancelled by the key that submitted it, or by one with the scope admin"
             )
         cancelled = service.requests.cancel(id)
-        service.note(caller, "cancel job", id, request)
+        with service.database.write() as connection:
+            note(connection, caller.name, "cancel job", id, request.state.request_id)
         return JobView.of(cancelled, service.jobs.progress(id))
 
     return await to_thread.run_sync(cancel)
