@@ -24,7 +24,7 @@ from autoac.planner.formats.base import MAX_INT, Count, complaints
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
-from autoac.planner.frontier import Frontier, find_frontier, points_of
+from autoac.planner.frontier import Frontier, find_frontier
 from autoac.planner.minimum_peak import MinimumPeak, find_minimum_peak
 from autoac.planner.offload import plan_with_host
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
@@ -353,4 +353,4 @@ def _floor(profile: Profile, found: MinimumPeak) -> dict[str, Any]:
 
 def _frontier(profile: Profile, found: Frontier) -> dict[str, Any]:
     floor_of = {"proven_bytes": found.floor.proven, "found_bytes": found.floor.found}
-    return _head(profile, "frontier") | {"floor": floor_of, "plans": points_of(found)}
+    return _head(profile, "frontier") | {"floor": floor_of, "plans": found.data()}

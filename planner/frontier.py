@@ -50,6 +50,23 @@ class Frontier:
                 kinks.append(Kink(here, steep, flat))
         return tuple(sorted(kinks, key=lambda k: k.after_us_per_gib / k.before_us_per_gib))
 
+    def data(self) -> list[dict[str, Any]]:
+        """Return the plans as JSON data, in bytes and microseconds."""
+        kinks = [kink.plan.peak for kink in self.kinks]
+        return [
+            {
+                "budget_bytes": plan.budget,
+                "peak_bytes": plan.peak,
+                "recompute_us": plan.recompute_us,
+                "bound_us": plan.bound_us,
+                "step_us": plan.step_us,
+                "gap": plan.gap,
+                "stopped": plan.stopped.value,
+                "kink": plan.peak in kinks,
+            }
+            for plan in self.plans
+        ]
+
 
 def find_frontier(
     profile: Profile | Graph,
@@ -121,24 +138,6 @@ def find_frontier(
         assert search.best.save_set is not None
         smallest = replace(smallest, found=plans[-1].peak, save_set=search.best.save_set)
     return Frontier(_monotone(plans), smallest)
-
-
-def points_of(frontier: Frontier) -> list[dict[str, Any]]:
-    """Return the plans of a frontier as JSON data, in bytes and microseconds."""
-    kinks = [kink.plan.peak for kink in frontier.kinks]
-    return [
-        {
-            "budget_bytes": plan.budget,
-            "peak_bytes": plan.peak,
-            "recompute_us": plan.recompute_us,
-            "bound_us": plan.bound_us,
-            "step_us": plan.step_us,
-            "gap": plan.gap,
-            "stopped": plan.stopped.value,
-            "kink": plan.peak in kinks,
-        }
-        for plan in frontier.plans
-    ]
 
 
 def _with_point(progress: OnProgress, point: int, points: int) -> OnProgress:

@@ -303,7 +303,6 @@ def frontier_command(
     Plans for budgets from the smallest peak to the peak with nothing recomputed.
     """
     from autoac.planner import find_frontier, frontier_in_words
-    from autoac.planner.frontier import points_of
 
     observed = read_profile(profile_file)
     with show_progress(f"planning {observed.model}, {points} budgets") as progress:
@@ -319,7 +318,7 @@ def frontier_command(
         say(frontier_in_words(frontier))
         return
     minimum = {"floor_found_bytes": frontier.floor.found, "floor_proven_bytes": frontier.floor.proven}
-    print(json.dumps(minimum | {"plans": points_of(frontier)}, indent=1))
+    print(json.dumps(minimum | {"plans": frontier.data()}, indent=1))
 
 
 def _early_stop(planned: Plan) -> str:

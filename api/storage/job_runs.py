@@ -16,8 +16,7 @@ from typing import Any
 import zstandard
 from sqlalchemy import Connection, and_, func, select, update
 
-from autoac.api.error_mapping import problem_of
-from autoac.api.errors import SolverDied
+from autoac.api.problems import URN, Problem
 from autoac.api.requests import Answer, Kind
 from autoac.api.settings import Settings
 from autoac.api.storage.database import Database, now
@@ -187,10 +186,12 @@ class JobRuns:
 
     def _give_up(self, connection: Connection, id: str) -> None:
         """End a job that no runner survived."""
-        error = SolverDied(
-            f"the job was started {self.settings.attempts} times, and each time its runner went away"
-        )
-        problem = problem_of(error).model_dump_json()
+        problem = Problem(
+            type=URN + "solver-died",
+            title="The solver died",
+            status=500,
+            detail=f"the job was started {self.settings.attempts} times, and each time its runner went away",
+        ).model_dump_json()
         connection.execute(
             update(jobs)
             .where(jobs.c.id == id)
