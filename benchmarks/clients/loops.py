@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import tempfile
 from collections.abc import Callable
@@ -176,16 +177,19 @@ def unet(budget_gb: float | None, messages: Any) -> Done:
 
 
 def load_torchvision() -> None:
-    """Import torchvision, also where its kernels are built for CUDA and torch is not. No loop uses them."""
+    """Import torchvision if it is installed, also where its kernels are built for CUDA and torch is not.
+
+    Other libraries import it wherever they find it. No loop uses its kernels.
+    """
     try:
-        importlib.import_module("torchvision")
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module("torchvision")
     except RuntimeError:
         for op in ("nms", "qnms"):
             torch.library.define(f"torchvision::{op}", "(Tensor boxes, Tensor scores, float least) -> Tensor")
 
 
 def image_model(budget_gb: float | None, messages: Any) -> Done:
-    load_torchvision()
     import timm
     from timm.data.mixup import Mixup
     from timm.loss import SoftTargetCrossEntropy
