@@ -147,7 +147,7 @@ bench-random-plans: $(READY)
 bench-clients: $(READY)
 	$(PYTHON) -m venv build/clients-venv
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo build/clients-venv/lib/python3.*/site-packages)/base.pth
-	build/clients-venv/bin/python -m pip -qq install --no-deps trl peft diffusers timm torch_geometric opacus datasets pandas pyarrow dill xxhash multiprocess python-dateutil tzdata six httpx lightning
+	build/clients-venv/bin/python -m pip -qq install --no-deps trl peft diffusers timm "torchvision==0.28.*" pillow torch_geometric opacus datasets pandas pyarrow dill xxhash multiprocess python-dateutil tzdata six httpx lightning
 	build/clients-venv/bin/python -m benchmarks.clients
 
 clean:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,11 +24,6 @@ class TrainingSetup:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any], Any] | None = None
     optimizer: torch.optim.Optimizer | None = None
-
-
-def load_setup(name: str) -> TrainingSetup:
-    """Call the function that `MODULE:FUNCTION` names and read what it returns."""
-    return setup_from(call_function(load_function(name, os.getcwd()), name), name)
 
 
 def load_function(name: str, folder: str) -> Callable[[], Any]:

@@ -152,9 +152,9 @@ def _members(error: Exception) -> dict[str, Any]:
             return error.to_dict()
         case service.BodyTooLarge(limit=limit):
             return {"limit_bytes": limit}
-        case service.TooManyJobs(limit=limit) | service.TooManyStreams(limit=limit):
+        case service.KeyLimit(limit=limit):
             return {"limit": limit}
-        case service.SolveTimedOut(limit_s=limit) | service.BodyCheckTimedOut(limit_s=limit):
+        case service.ChildTimedOut(limit_s=limit):
             return {"time_limit_s": limit}
         case _:
             return {}
@@ -172,11 +172,7 @@ def headers_of(error: Exception) -> dict[str, str]:
             return {"WWW-Authenticate": "Bearer"}
         case service.UnsupportedBody():
             return {"Accept": "application/json", "Accept-Encoding": "zstd"}
-        case (
-            service.Busy(retry_after_s=seconds)
-            | service.TooManyJobs(retry_after_s=seconds)
-            | service.TooManyStreams(retry_after_s=seconds)
-        ):
+        case service.Busy(retry_after_s=seconds) | service.KeyLimit(retry_after_s=seconds):
             return {"Retry-After": str(seconds)}
         case _ if is_away(error):
             return {"Retry-After": str(DATABASE_RETRY_S)}

@@ -11,16 +11,18 @@
     +-- InUse                 an alias or a job still needs what would be deleted
     +-- PreconditionFailed    If-Match or If-None-Match does not hold
     +-- PreconditionRequired  a move of an alias needs one of the two headers
-    +-- TooManyJobs           the key has reached its limit of queued jobs
-    +-- TooManyStreams        the key has reached its limit of event streams
+    +-- KeyLimit
+    |   +-- TooManyJobs       the key has reached its limit of queued jobs
+    |   +-- TooManyStreams    the key has reached its limit of event streams
     +-- JobCancelled          the job of the request was cancelled
     +-- JobFailed             the job failed; carries its problem document
     +-- BodyTooSlow           the body took too long to arrive
     +-- BodyTooLarge          the body is larger than the limit, as sent or decoded
-    +-- BodyCheckTimedOut     checking the body took too long
     +-- UnsupportedBody       unsupported media type or content coding
     +-- Busy                  the limit of waiting requests is reached
-    +-- SolveTimedOut         the child process did not answer in time and was killed
+    +-- ChildTimedOut
+    |   +-- BodyCheckTimedOut checking the body took too long
+    |   +-- SolveTimedOut     the child process did not answer in time and was killed
     +-- SolverDied            the child process died
 
 All of them pickle, since the child that solves raises some. `error_mapping.py` gives each its status.
@@ -84,12 +86,16 @@ class PreconditionRequired(ServiceError):
     """The request must name the state of the resource that it changes."""
 
 
-class TooManyJobs(ServiceError):
-    """A key has reached its limit of queued jobs."""
+class KeyLimit(ServiceError):
+    """A key has reached a limit of its own."""
 
     def __init__(self, limit: int, retry_after_s: int) -> None:
         self.limit, self.retry_after_s = limit, retry_after_s
         super().__init__(limit, retry_after_s)
+
+
+class TooManyJobs(KeyLimit):
+    """A key has reached its limit of queued jobs."""
 
     def __str__(self) -> str:
         return (
@@ -98,12 +104,8 @@ class TooManyJobs(ServiceError):
         )
 
 
-class TooManyStreams(ServiceError):
+class TooManyStreams(KeyLimit):
     """A key has reached its limit of event streams."""
-
-    def __init__(self, limit: int, retry_after_s: int) -> None:
-        self.limit, self.retry_after_s = limit, retry_after_s
-        super().__init__(limit, retry_after_s)
 
     def __str__(self) -> str:
         return f"this key has {self.limit} open event streams, its limit; close one, or poll the job"
@@ -136,12 +138,16 @@ class BodyTooLarge(ServiceError):
         return f"the body, {self.form}, must have at most {format_bytes(self.limit)}"
 
 
-class BodyCheckTimedOut(ServiceError):
-    """The child process that checked the body was killed after `limit_s` seconds."""
+class ChildTimedOut(ServiceError):
+    """A child process was killed after `limit_s` seconds."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         super().__init__(limit_s)
+
+
+class BodyCheckTimedOut(ChildTimedOut):
+    """The child process that checked the body was killed after `limit_s` seconds."""
 
     def __str__(self) -> str:
         return (
@@ -164,12 +170,8 @@ class Busy(ServiceError):
         return f"too many requests wait; retry in {self.retry_after_s} s"
 
 
-class SolveTimedOut(ServiceError):
+class SolveTimedOut(ChildTimedOut):
     """The child process was killed after `limit_s` seconds, which include its start and its reading."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        super().__init__(limit_s)
 
     def __str__(self) -> str:
         return f"the solver gave no answer in {self.limit_s:g} s and was stopped"

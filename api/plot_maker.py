@@ -8,12 +8,11 @@ import anyio
 from anyio import to_thread
 from fastapi import Request
 
-from autoac.api.errors import NotFound
 from autoac.api.policy_plot import plot_body
 from autoac.api.request_reader import RequestReader, while_connected
 from autoac.api.storage.database import AWAY, Database
 from autoac.api.storage.plot_cache import read_plot, store_plot
-from autoac.api.storage.policy_registry import get_policy, read_policy
+from autoac.api.storage.policy_registry import get_policy, policy_text
 from autoac.api.storage.profile_registry import profile_text
 
 
@@ -54,10 +53,8 @@ class PlotMaker:
             found = read_plot(connection, id)
             if found is not None:
                 return found, b""
-            digest, policy = get_policy(connection, id).profile_digest, read_policy(connection, id)
-            if policy is None:  # deleted between the two reads
-                raise NotFound(f"no policy {id}")
-            return None, plot_body(profile_text(connection, digest), policy)
+            digest = get_policy(connection, id).profile_digest
+            return None, plot_body(profile_text(connection, digest), policy_text(connection, id))
 
     def _store(self, id: str, plot: bytes) -> None:
         with self._database.write() as connection:

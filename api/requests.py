@@ -316,13 +316,13 @@ def answer(
     if profile is None:
         raise MalformedRequest(["a solve needs the profile itself"])
     options = request.options(most_seconds)
-    common: dict[str, Any] = {"gap": options["gap"], "time_limit_s": options["time_limit_s"]}
-    if options["constraints"] is not None:
-        common["constraints"] = request.constraints
-    if progress is not None:
-        common["progress"] = progress
-    if clock is not None:
-        common["clock"] = clock
+    common: dict[str, Any] = {
+        "gap": options["gap"],
+        "time_limit_s": options["time_limit_s"],
+        "constraints": request.constraints,
+        "progress": progress,
+        "clock": clock,
+    }
     match request:
         case PolicyRequest():
             made = plan(profile, budget_bytes=request.budget, headroom_bytes=request.headroom, **common)
@@ -352,19 +352,5 @@ def _floor(profile: Profile, found: MinimumPeak) -> dict[str, Any]:
 
 
 def _frontier(profile: Profile, found: Frontier) -> dict[str, Any]:
-    kinks = [kink.plan.peak for kink in found.kinks]
-    plans = [
-        {
-            "budget_bytes": made.budget,
-            "peak_bytes": made.peak,
-            "recompute_us": made.recompute_us,
-            "bound_us": made.bound_us,
-            "step_us": made.step_us,
-            "gap": made.gap,
-            "stopped": made.stopped.value,
-            "kink": made.peak in kinks,
-        }
-        for made in found.plans
-    ]
     floor_of = {"proven_bytes": found.floor.proven, "found_bytes": found.floor.found}
-    return _head(profile, "frontier") | {"floor": floor_of, "plans": plans}
+    return _head(profile, "frontier") | {"floor": floor_of, "plans": found.data()}

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -26,7 +27,7 @@ from autoac.api.storage.database import AWAY, Database
 from autoac.api.storage.event_feed import EventFeed
 from autoac.api.storage.job_requests import JobRequests
 from autoac.api.storage.job_store import RETRY_AFTER_S, Job, JobStore
-from autoac.api.storage.keys import REMEMBER_S, Authenticator, Caller, note
+from autoac.api.storage.keys import REMEMBER_S, Authenticator, Caller
 from autoac.api.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -124,12 +125,12 @@ class Service:
             with anyio.move_on_after(seconds):
                 await look()
 
-        end_wait = self.requests.detach_waiter
+        end_wait: Callable[[str], None] = partial(self.requests.end_waiter, accepted=True)
         try:
             if not job.final and seconds > 0:
                 await while_connected(request, until)
             if job.final:
-                end_wait = self.requests.complete_waiter
+                end_wait = self.requests.end_waiter
         except ClientDisconnect:
             end_wait = self.requests.abandon
             raise
@@ -169,11 +170,6 @@ class Service:
             return int(self.worker is not None and not self.worker_failed)
         with self.database.read() as connection:
             return self.requests.queue.worker_count(connection, self.settings.lease_s)
-
-    def note(self, caller: Caller, action: str, subject: str, request: Request) -> None:
-        """Write a line of the audit log."""
-        with self.database.write() as connection:
-            note(connection, caller.name, action, subject, request.state.request_id)
 
 
 async def service_of(request: Request) -> Service:

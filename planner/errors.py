@@ -136,9 +136,6 @@ class UnknownVersion(PlannerError):
 class InvalidBudget(PlannerError):
     """A budget is not a positive, finite number."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-
 
 class InvalidLimit(PlannerError):
     """A gap is not a fraction, or a limit is not a number. `name` is the argument."""
@@ -179,15 +176,9 @@ class OtherProfile(PlannerError):
 class InvalidPipeline(PlannerError):
     """A schedule does not exist, or does not take these numbers of stages, microbatches or chunks."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-
 
 class InvalidConstraints(PlannerError):
     """No plan of this profile can meet the constraints, whatever the budget."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
 
 
 class UnmatchedPattern(InvalidConstraints):

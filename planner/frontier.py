@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autoac.planner.errors import InvalidBudget
 from autoac.planner.formats.constraints import Constraints, without_forward_budget
@@ -48,6 +49,23 @@ class Frontier:
             if steep > KINK * flat:
                 kinks.append(Kink(here, steep, flat))
         return tuple(sorted(kinks, key=lambda k: k.after_us_per_gib / k.before_us_per_gib))
+
+    def data(self) -> list[dict[str, Any]]:
+        """Return the plans as JSON data, in bytes and microseconds."""
+        kinks = [kink.plan.peak for kink in self.kinks]
+        return [
+            {
+                "budget_bytes": plan.budget,
+                "peak_bytes": plan.peak,
+                "recompute_us": plan.recompute_us,
+                "bound_us": plan.bound_us,
+                "step_us": plan.step_us,
+                "gap": plan.gap,
+                "stopped": plan.stopped.value,
+                "kink": plan.peak in kinks,
+            }
+            for plan in self.plans
+        ]
 
 
 def find_frontier(

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,15 +36,12 @@ from autoac.profiler.torch_facts.private import tree_leaves
 
 log = logging.getLogger("autoac.profiler")
 
-Mode = Literal["hollow", "fake"]
-
 
 def profile(
     model: nn.Module,
     *args: Any,
     loss: Loss | None = None,
     on: Device | torch.device | None = None,
-    mode: Mode | None = None,
     times: Times | str | os.PathLike[str] | None = None,
     autocast: torch.dtype | None = None,
     take_over_checkpoints: bool = True,
@@ -67,7 +64,6 @@ def profile(
             requires a gradient.
         on: the datasheet of a device, such as `DATASHEETS["h100"]`; or a `torch.device` of this machine, on
             which each kind of op then runs by itself to be timed, so the step need not fit.
-        mode: "hollow" or "fake" (docs/profiling.md). By default "fake" with `on`, else "hollow".
         times: the cache of run times, or the path of its file. By default the file named by the environment
             variable AUTOAC_TIMES, if any.
         autocast: the type that the step is cast to, as under `torch.autocast`. By default that of the
@@ -84,11 +80,11 @@ def profile(
             `cudaMallocAsync` and pluggable ones; or a part of the step allocates on a thread that
             torch.profiler does not watch.
         CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
-        ValueError: `mode` or `on` is invalid, they contradict each other, or the device of `on` is not here.
+        ValueError: `on` is neither a datasheet nor a device, or that device is not here.
         TypeError: `model` is not a module, or `loss` did not return a tensor.
     """
     with nullcontext() if take_over_checkpoints else checkpoints_left_alone():
-        return observe(model, args, kwargs, loss=loss, on=on, mode=mode, times=times, autocast=autocast)
+        return observe(model, args, kwargs, loss=loss, on=on, times=times, autocast=autocast)
 
 
 @frozen_heap()
@@ -100,7 +96,6 @@ def observe(
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     on: Device | torch.device | None = None,
-    mode: Mode | None = None,
     times: Times | str | os.PathLike[str] | None = None,
     autocast: torch.dtype | None = None,
     accumulates: bool | None = None,
@@ -110,7 +105,7 @@ def observe(
     """Profile one training step of the loop that `loop` describes, and count the memory of `optimizer`.
 
     Args:
-        model, args, kwargs, loss, on, mode, times, autocast: as for `profile`.
+        model, args, kwargs, loss, on, times, autocast: as for `profile`.
         optimizer: one or several. The state counts with its present bytes, or with those after two steps if
             these are more. The workspace is what the optimizer's step allocates for a while.
         accumulates: True if gradients exist before the step, as for every microbatch but the first. By
@@ -122,7 +117,7 @@ def observe(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got a {type(model).__name__}")
-    _check_mode(mode, on)
+    _check_on(on)
     _check_no_lazy_layers(model)
     if on is None:
         build_replicating(model)
@@ -273,7 +268,7 @@ def _check_no_iterators(model: nn.Module, leaves: Sequence[Any]) -> None:
             )
 
 
-def _check_mode(mode: Mode | None, on: Device | torch.device | None) -> None:
+def _check_on(on: Device | torch.device | None) -> None:
     if on is not None and not isinstance(on, (Device, torch.device)):
         raise ValueError(
             f"on must be a torch.device or an entry of DATASHEETS, got {on!r}; pass "
@@ -288,12 +283,6 @@ def _check_mode(mode: Mode | None, on: Device | torch.device | None) -> None:
             f"on must be a device of this machine, to run ops, got torch.device({str(on)!r}); pass "
             "DATASHEETS[...] to estimate run times"
         )
-    if mode not in (None, "hollow", "fake"):
-        raise ValueError(f"mode must be 'hollow' or 'fake', got {mode!r}")
-    if mode == "fake" and on is None:
-        raise ValueError("mode='fake' needs a device: pass on=DATASHEETS[...] or on=torch.device(...)")
-    if mode == "hollow" and on is not None:
-        raise ValueError("mode='hollow' runs on the model's own device: leave out on=..., or mode=...")
 
 
 def _real_step(

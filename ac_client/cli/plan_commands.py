@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +71,7 @@ def profile(
     """
     import torch
 
-    from ac_client.model_loader import load_setup
+    from ac_client.model_loader import call_function, load_function, setup_from
     from autoac.profiler import DATASHEETS, device_of, link_of, observe
 
     module_name, _, function_name = function.partition(":")
@@ -83,7 +84,7 @@ def profile(
     if cudnn is not None and on is None:
         raise typer.BadParameter("must be left out without --on", param_hint="--cudnn")
     check_output(output)
-    setup = load_setup(function)
+    setup = setup_from(call_function(load_function(function, os.getcwd()), function), function)
     device = DATASHEETS[on] if on is not None else None
     if device is not None and cudnn is not None:
         device = replace(device, cudnn=cudnn)
@@ -316,20 +317,8 @@ def frontier_command(
     if not as_json:
         say(frontier_in_words(frontier))
         return
-    kinks = [kink.plan.peak for kink in frontier.kinks]
-    plans = [
-        {
-            "peak_bytes": plan.peak,
-            "recompute_us": plan.recompute_us,
-            "gap": plan.gap,
-            "stopped": plan.stopped.value,
-            "step_us": plan.step_us,
-            "kink": plan.peak in kinks,
-        }
-        for plan in frontier.plans
-    ]
     minimum = {"floor_found_bytes": frontier.floor.found, "floor_proven_bytes": frontier.floor.proven}
-    print(json.dumps(minimum | {"plans": plans}, indent=1))
+    print(json.dumps(minimum | {"plans": frontier.data()}, indent=1))
 
 
 def _early_stop(planned: Plan) -> str:
@@ -341,6 +330,7 @@ def _early_stop(planned: Plan) -> str:
 
 def _stage_table(planned: Stages) -> list[str]:
     """Return a line for each stage, and one for the whole pipeline."""
+    from autoac.planner.report.by_module import aligned
     from autoac.planner.units import format_bytes, format_us
 
     head = ("stage", "in flight", "peak", "budget", "recompute", "gap", "busy", "idle")
@@ -359,13 +349,8 @@ def _stage_table(planned: Stages) -> list[str]:
                 format_us(planned.times.bubble_us[s]),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
     return [
-        *lines,
+        *aligned(rows),
         f"{planned.schedule.value}, {planned.n_microbatches} microbatches: a step takes "
         f"{format_us(planned.times.step_us)}, {planned.slowdown:.1%} more than with nothing recomputed. "
         "* is the busiest stage.",

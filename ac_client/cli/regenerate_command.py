@@ -59,7 +59,7 @@ def regenerate(
         ) from None
     except InvalidConfig as error:
         if output_format == "github":
-            say(formats.config_as_annotation(error))
+            say(formats.annotation("error", error.file, "invalid settings", error.problem))
         raise
     for name in only or []:
         if name not in listed.models:

@@ -60,11 +60,6 @@ def build_model(setting: Setting) -> nn.Module:
     return model.train()
 
 
-def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Build plain SGD, which has no state, so that the peak consists of saved tensors and gradients."""
-    return torch.optim.SGD(model.parameters(), lr=1e-3)
-
-
 def block_paths(setting: Setting) -> list[str]:
     """Return the path of each transformer block in GPT-2: `transformer.h.0`, `transformer.h.1`, ..."""
     return [f"transformer.h.{i}" for i in range(setting.layers)]

@@ -19,7 +19,7 @@ from torch import Tensor
 import ac_client
 from ac_client.doctor.device_facts import datasheet_like
 from ac_client.doctor.gpu_report import GpuFinding, Result, finding_of_error
-from ac_client.doctor.sample_models import CARD, FULL, LAYER, SAMPLES, TINY, Attention, Size
+from ac_client.doctor.sample_models import FULL, LAYER, SAMPLES, TINY, Attention, Size
 from ac_client.doctor.sample_training import PRECISIONS, Case, Numbers, Trained, release_memory, train
 from ac_client.doctor.two_ranks import check_two_ranks
 from ac_client.measure.memory_timeline import AllocatorTimeline
@@ -28,7 +28,6 @@ from autoac.planner import Profile, bounds, build
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import CannotProfile, Device, KernelKind, observe
 from autoac.profiler.timing.roofline import kind_of
-from autoac.profiler.torch_facts import private
 
 BUDGET = 0.5  # of the way from the smallest peak found to the one with nothing recomputed
 PEAK_TOLERANCE = 0.01  # of the predicted peak
@@ -37,8 +36,6 @@ SHORT_MS = 5.0  # of device time: in shorter steps, an op takes less time than t
 HOST_BOUND = 1.2  # wall time to device time
 NOISE = 4.0  # a planned step may differ from a plain one by this factor of what two plain ones differ
 SHOWN = 5  # differing ops
-PART_OF_CARD = 0.95  # of the free memory, as a budget
-STEPS_ON_CARD = 5
 RECOMPUTED_STEPS = 2
 
 Findings = Iterator[GpuFinding]
@@ -65,10 +62,6 @@ def checks_of(device: torch.device, size: Size) -> dict[str, Check]:
         "graph capture": partial(check_capture, cases[0]),
         "profiler": partial(check_profiler, cases[0]),
         "overhead": check_overhead,
-        **{
-            f"whole card, {segments} segments": partial(check_whole_card, replace(llama, size=CARD), segments)
-            for segments in (("fixed", "expandable") if size is FULL else ())
-        },
         "two GPUs": partial(check_two_ranks, device),
     }
 
@@ -206,11 +199,11 @@ def check_cudnn_benchmark(case: Case) -> Findings:
         yield from check_case(replace(case, sample=named))
 
 
-def _planned(case: Case, budget_bytes: int | None = None) -> Callable[[], None]:
-    """Apply a budget, by default the whole memory, and return a function that takes one training step."""
+def _planned(case: Case) -> Callable[[], None]:
+    """Apply a budget of the whole memory, and return a function that takes one training step."""
     model, optimizer, batch = case.made()
     memory = torch.cuda.get_device_properties(case.device).total_memory
-    ac_client.apply(model, (budget_bytes or memory) / GIB, optimizer=optimizer)
+    ac_client.apply(model, memory / GIB, optimizer=optimizer)
 
     def step() -> None:
         with case.autocast():
@@ -251,30 +244,6 @@ def check_profiler(case: Case) -> Findings:
         text += ": the first profiler in this process probably recorded the host alone (docs/gpu.md)"
     verdict = Result.OK if kernels else Result.NOTE if events else Result.WRONG
     yield GpuFinding("profiler", verdict, text, {"kernels": kernels})
-
-
-def check_whole_card(case: Case, segments: str) -> Findings:
-    """Train a model that plain training has no room for, within 95 % of the free memory."""
-    release_memory()
-    free, sheet = torch.cuda.mem_get_info(case.device)[0], datasheet_like(case.device)
-    while (plain := bounds(build(case.faked(sheet))).ceiling) <= free:
-        case = replace(case, size=replace(case.size, batch=2 * case.size.batch))
-    release_memory()
-    private.set_allocator_settings(f"expandable_segments:{segments == 'expandable'}")
-    try:
-        budget = int(PART_OF_CARD * free)
-        step = _planned(case, budget)
-        torch.cuda.reset_peak_memory_stats(case.device)
-        for _ in range(STEPS_ON_CARD):
-            step()
-    finally:
-        private.set_allocator_settings("expandable_segments:False")
-    allocated = torch.cuda.max_memory_allocated(case.device)
-    figures = {"plain": plain, "free": free, "budget": budget, "allocated": allocated}
-    figures["reserved"] = torch.cuda.max_memory_reserved(case.device)
-    text = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in figures.items())
-    verdict = Result.OK if allocated <= budget else Result.WRONG
-    yield GpuFinding(f"whole card, {segments} segments", verdict, text, figures)
 
 
 def _attention_ops(profile: Profile) -> str:

@@ -41,7 +41,7 @@ FULL = Size(12, 768, 12, 1024, 32_000, batch=4, image=224, images=32, stages=(3,
 SIZES = {"tiny": TINY, "full": FULL}
 
 CARD = Size(24, 2048, 16, 2048, 32_000, batch=1, image=224, images=1, stages=(1,), channels=64)
-"""A decoder of 1.3 billion parameters; its batch is doubled until plain training exceeds the card."""
+"""A decoder of 1.3 billion parameters."""
 
 LAYER = replace(CARD, layers=1, width=4096, heads=32, tokens=8192)
 """One layer as wide as that of an 8B Llama: its run times are those of large kernels."""

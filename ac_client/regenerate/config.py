@@ -19,8 +19,8 @@ from autoac.planner.units import bytes_from_gb
 LOCAL: Final = "local"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _TENSOR = re.compile(r"(\w+)\[([\d, ]*)\]")
-_FLOATS = ("float64", "float32", "bfloat16", "float16")
-TYPES = (*_FLOATS, "int64", "int32", "int16", "int8", "uint8", "bool")
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+TYPES = (*FLOATS, "int64", "int32", "int16", "int8", "uint8", "bool")
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Gb = Annotated[Number, Field(ge=0)]  # GiB
@@ -199,11 +199,6 @@ def tensor_of(text: str) -> tuple[str, tuple[int, ...]]:
             f"Types: {', '.join(TYPES)}"
         )
     return match[1], tuple(int(n) for n in match[2].split(",") if n.strip())
-
-
-def is_float(dtype: str) -> bool:
-    """Return True if `dtype` names a floating-point type."""
-    return dtype in _FLOATS
 
 
 def budget_name(gb: float) -> str:

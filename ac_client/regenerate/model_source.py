@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ac_client.errors import CommandError
 from ac_client.model_loader import TrainingSetup, call_function, load_function, setup_from
-from ac_client.regenerate.config import LOCAL, ModelTable, is_float, tensor_of
+from ac_client.regenerate.config import FLOATS, LOCAL, ModelTable, tensor_of
 from autoac.planner.formats.profile import Profile
 from autoac.profiler import (
     DATASHEETS,
@@ -150,5 +150,5 @@ def _tensor(text: str, device: torch.device | None) -> Tensor:
     """
     name, shape = tensor_of(text)
     if device is None:
-        device = torch.device("meta" if is_float(name) else "cpu")
+        device = torch.device("meta" if name in FLOATS else "cpu")
     return torch.ones(shape, dtype=getattr(torch, name), device=device)

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ac_client.regenerate.config import InvalidConfig
 from ac_client.regenerate.outcome import PolicyResult, RegenerateOutcome, StepNumbers, Verdict
 from ac_client.regenerate.step_changes import ChangedLayer
 from autoac.planner import difference_in_words
@@ -42,9 +41,9 @@ def as_data(outcome: RegenerateOutcome) -> dict[str, Any]:
                 "verdict": result.verdict.value,
                 "reasons": list(result.reasons),
                 "layers": [asdict(layer) for layer in result.layers],
-                "stored": _numbers(result.stored),
-                "stored_now": _numbers(result.carried),
-                "planned": _numbers(result.planned),
+                "stored": result.stored and asdict(result.stored),
+                "stored_now": result.carried and asdict(result.carried),
+                "planned": result.planned and asdict(result.planned),
                 "changes": result.difference and [asdict(change) for change in result.difference.changes],
                 "notes": list(result.notes),
                 "error": result.error or None,
@@ -65,27 +64,22 @@ def as_annotations(outcome: RegenerateOutcome) -> str:
         match result.verdict:
             case Verdict.DRIFTED:
                 lines.append(
-                    _annotation("error", result.file, "policy out of date", f"{body}\n{_advice(outcome)}")
+                    annotation("error", result.file, "policy out of date", f"{body}\n{_advice(outcome)}")
                 )
             case Verdict.FAILED:
-                lines.append(_annotation("error", outcome.config, f"no policy for {result.model}", body))
+                lines.append(annotation("error", outcome.config, f"no policy for {result.model}", body))
             case Verdict.WRITTEN:
-                lines.append(_annotation("notice", result.file, "policy written", body))
+                lines.append(annotation("notice", result.file, "policy written", body))
             case Verdict.UNCHANGED if result.notes:
-                lines.append(_annotation("notice", result.file, "policy unchanged", body))
+                lines.append(annotation("notice", result.file, "policy unchanged", body))
             case Verdict.UNCHANGED:
                 pass
     for path in outcome.stale:
         kind = "error" if outcome.check and outcome.prune else "warning"
         lines.append(
-            _annotation(kind, path, "no longer listed", f"{outcome.config} lists no policy for this file")
+            annotation(kind, path, "no longer listed", f"{outcome.config} lists no policy for this file")
         )
     return "\n".join([*lines, last_line(outcome)])
-
-
-def config_as_annotation(error: InvalidConfig) -> str:
-    """Return a workflow command for an invalid `autoac.toml`."""
-    return _annotation("error", error.file, "invalid settings", error.problem)
 
 
 def last_line(outcome: RegenerateOutcome) -> str:
@@ -159,11 +153,7 @@ def _layer(layer: ChangedLayer) -> Iterator[str]:
         yield f"  {line}"
 
 
-def _numbers(numbers: StepNumbers | None) -> dict[str, Any] | None:
-    return None if numbers is None else asdict(numbers)
-
-
-def _annotation(kind: str, file: Path, title: str, body: str) -> str:
+def annotation(kind: str, file: Path, title: str, body: str) -> str:
     """Return a workflow command. Source: docs.github.com, "Workflow commands for GitHub Actions"."""
     root = os.environ.get("GITHUB_WORKSPACE") or os.getcwd()
     path = os.path.relpath(file, root)

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Connection
 
-from autoac.api.errors import NotFound
 from autoac.api.routes.access import Planner, Reader, ServiceOf
 from autoac.api.routes.openapi_helpers import (
     AliasName,
@@ -23,7 +22,7 @@ from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import AliasView, MoveView
 from autoac.api.storage.alias_registry import alias_history, get_alias, list_aliases, move_alias, remove_alias
 from autoac.api.storage.keys import note
-from autoac.api.storage.policy_registry import read_policy
+from autoac.api.storage.policy_registry import policy_text
 
 router = APIRouter(prefix="/v1", tags=["aliases"])
 
@@ -151,10 +150,7 @@ async def get_named_policy(request: Request, name: AliasName, service: ServiceOf
 
     def look(connection: Connection) -> tuple[str, bytes]:
         id = get_alias(connection, name).policy_id
-        found = read_policy(connection, id)
-        if found is None:
-            raise NotFound(f"no alias {name}")
-        return id, found
+        return id, policy_text(connection, id)
 
     id, text = await service.read(look)
     headers = {"ETag": etag(id), "Content-Location": f"/v1/policies/{id}", "Cache-Control": "no-cache"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal
@@ -16,17 +15,14 @@ from starlette.types import Scope as Connection
 
 from autoac.api.errors import Forbidden, NotFound
 from autoac.api.routes.access import Planner, Reader, ServiceOf
-from autoac.api.routes.openapi_helpers import (
-    gives,
-    json_text,
-)
+from autoac.api.routes.openapi_helpers import gives, gzipped, json_text
 from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import JobView
 from autoac.api.service import Service
 from autoac.api.storage.database import AWAY
 from autoac.api.storage.event_feed import LOOK_S, EventFeed
 from autoac.api.storage.job_store import RETRY_AFTER_S, Job, JobState
-from autoac.api.storage.keys import Scope
+from autoac.api.storage.keys import Scope, note
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -103,10 +99,7 @@ async def get_result(id: JobId, service: ServiceOf, caller: Reader) -> Response:
 async def get_drawing(request: Request, id: JobId, service: ServiceOf, caller: Reader) -> Response:
     """Get the data that this release's pages draw. Its members may change with each release."""
     drawn = await to_thread.run_sync(service.jobs.plot, id)
-    headers = {"Cache-Control": "private, max-age=3600", "Vary": "Accept-Encoding"}
-    if "gzip" in request.headers.get("accept-encoding", ""):
-        return json_text(drawn, headers=headers | {"Content-Encoding": "gzip"})
-    return json_text(await to_thread.run_sync(gzip.decompress, drawn), headers=headers)
+    return await gzipped(request, drawn, {"Cache-Control": "private, max-age=3600"})
 
 
 @router.delete("/{id}", summary="Cancel a job")
@@ -123,7 +116,8 @@ async def cancel_job(request: Request, id: JobId, service: ServiceOf, caller: Pl
                 "a job can be cancelled by the key that submitted it, or by one with the scope admin"
             )
         cancelled = service.requests.cancel(id)
-        service.note(caller, "cancel job", id, request)
+        with service.database.write() as connection:
+            note(connection, caller.name, "cancel job", id, request.state.request_id)
         return JobView.of(cancelled, service.jobs.progress(id))
 
     return await to_thread.run_sync(cancel)

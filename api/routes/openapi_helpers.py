@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from typing import Annotated, Any
 
-from fastapi import Path, Query, Response
+from anyio import to_thread
+from fastapi import Path, Query, Request, Response
 
 from autoac.api.errors import MalformedRequest, PreconditionRequired
 from autoac.api.problems import REF
@@ -62,11 +64,19 @@ def json_text(content: bytes | str, status: int = 200, headers: dict[str, str] |
     return Response(content, status, headers, JSON)
 
 
-def body_of(model: str, *, required: bool = True) -> dict[str, Any]:
+async def gzipped(request: Request, content: bytes, headers: dict[str, str]) -> Response:
+    """Return a response with gzipped JSON, unpacked for a client that does not accept it."""
+    headers = headers | {"Vary": "Accept-Encoding"}
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        return json_text(content, headers=headers | {"Content-Encoding": "gzip"})
+    return json_text(await to_thread.run_sync(gzip.decompress, content), headers=headers)
+
+
+def body_of(model: str) -> dict[str, Any]:
     """Return `openapi_extra=` of a route that reads its body itself."""
     return {
         "requestBody": {
-            "required": required,
+            "required": True,
             "description": "May be sent with Content-Encoding: zstd.",
             "content": {JSON: {"schema": {"$ref": REF.format(model=model)}}},
         }

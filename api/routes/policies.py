@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import gzip
 from contextlib import suppress
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Annotated
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Query, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from sqlalchemy import Connection
 
 from autoac.api.errors import MalformedRequest, NotFound, SolverDied, SolveTimedOut
@@ -21,6 +20,7 @@ from autoac.api.routes.openapi_helpers import (
     Text,
     etag,
     gives,
+    gzipped,
     json_text,
     matches,
 )
@@ -36,46 +36,18 @@ from autoac.api.storage.policy_registry import (
     delete_policy,
     get_policy,
     list_policies,
-    read_policy,
+    policy_text,
 )
 from autoac.planner.errors import PlannerError
 from autoac.planner.formats.base import MAX_INT
 from autoac.planner.formats.policy import Policy
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
-from autoac.planner.report.compare import difference, difference_in_words
+from autoac.planner.report.compare import DecisionChange, Side, difference, difference_in_words
 from autoac.planner.units import GIB, bytes_from_gb
 
 router = APIRouter(prefix="/v1", tags=["policies"])
 
 Name = Annotated[str, Query(max_length=200, pattern=NO_NUL, description="Id of a policy, or an alias.")]
-
-
-class SideView(BaseModel):
-    """One of two policies. Bytes and microseconds."""
-
-    model: str
-    budget: int
-    peak: int
-    peak_at: str
-    recompute_us: float
-    kept: int = Field(description="Ops whose outputs are saved for backward.")
-    again: int
-    idle: int | None = Field(
-        description="Ops that backward does not need; null on both sides if the profile of one was deleted: "
-        "then `kept` counts them too."
-    )
-    moved: int = Field(description="Ops whose outputs are moved to the host and back.")
-    profile: str = Field(description="Digest of the profile that it was planned from.")
-
-
-class ChangeView(BaseModel):
-    """Modules whose decisions changed in the same way."""
-
-    name: str
-    modules: list[str]
-    gained: list[str]  # ops that only the second saves
-    lost: list[str]
-    otherwise: list[str]  # saved by neither: "recomputes relu.default 2 times instead of once"
 
 
 class DifferenceView(BaseModel):
@@ -84,9 +56,9 @@ class DifferenceView(BaseModel):
     before_id: str
     after_id: str
     same: bool
-    before: SideView
-    after: SideView
-    changes: list[ChangeView]
+    before: Side
+    after: Side
+    changes: list[DecisionChange]
     only_before: list[str]  # ops missing in the second
     only_after: list[str]
     words: str  # the same as text
@@ -167,7 +139,7 @@ async def get_one_policy(request: Request, id: Digest, service: ServiceOf, calle
 
     text = service.texts.get(id)
     if text is None:
-        text = await service.read(lambda connection: _text(connection, id))
+        text = await service.read(lambda connection: policy_text(connection, id))
         with suppress(ValueError):  # larger than the cache
             service.texts[id] = text
     if matches(request.headers.get("if-none-match"), etag(id)):
@@ -213,9 +185,7 @@ async def get_drawing(request: Request, id: Digest, service: ServiceOf, caller: 
         return Response(status_code=304, headers=headers)
     if drawn is None:
         drawn = await service.plots.plot(request, id)
-    if "gzip" in request.headers.get("accept-encoding", ""):
-        return json_text(drawn, headers=headers | {"Content-Encoding": "gzip"})
-    return json_text(await to_thread.run_sync(gzip.decompress, drawn), headers=headers)
+    return await gzipped(request, drawn, headers)
 
 
 @router.delete(
@@ -246,7 +216,7 @@ async def get_difference(
 
     def look(connection: Connection) -> tuple[list[str], list[bytes]]:
         ids = [_resolved(connection, name) for name in (before, after)]
-        return ids, [_text(connection, id) for id in ids]
+        return ids, [policy_text(connection, id) for id in ids]
 
     ids, texts = await service.read(look)
     drawings = [await _drawn(request, service, id) for id in ids]
@@ -263,7 +233,7 @@ async def get_difference(
             after_id=ids[1],
             same=found.same,
             words=difference_in_words(found, before, after),
-            **_plain(found),
+            **asdict(found),
         )
 
     return await to_thread.run_sync(compare)
@@ -279,21 +249,7 @@ async def _drawn(request: Request, service: Service, id: str) -> bytes | None:
     return found
 
 
-def _plain(found: Any) -> dict[str, Any]:
-    data = dataclasses.asdict(found)
-    for change in data["changes"]:  # a policy does not have the bytes
-        del change["gained_bytes"], change["lost_bytes"]
-    return data
-
-
 def _resolved(connection: Connection, name: str) -> str:
     if len(name) == 64 and not set(name) - set("0123456789abcdef"):
         return name
     return str(get_alias(connection, name).policy_id)
-
-
-def _text(connection: Connection, id: str) -> bytes:
-    found = read_policy(connection, id)
-    if found is None:
-        raise NotFound(f"no policy {id}")
-    return found

@@ -7,8 +7,7 @@ from fastapi import APIRouter, Request, Response
 from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
-from autoac.api.errors import MalformedRequest
-from autoac.api.requests import Kind, ParsedProfile
+from autoac.api.requests import Kind
 from autoac.api.routes.access import Admin, Planner, Reader, ServiceOf
 from autoac.api.routes.openapi_helpers import (
     Digest,
@@ -21,9 +20,8 @@ from autoac.api.routes.openapi_helpers import (
 )
 from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import ProfileView
-from autoac.api.service import Service
 from autoac.api.storage.job_store import delete_profile
-from autoac.api.storage.keys import Caller, note
+from autoac.api.storage.keys import note
 from autoac.api.storage.profile_registry import add_profile, get_profile, list_profiles, profile_text
 
 router = APIRouter(prefix="/v1/profiles", tags=["profiles"])
@@ -40,32 +38,9 @@ async def post_profile(
     request: Request, response: Response, service: ServiceOf, caller: Planner
 ) -> ProfileView:
     """Answer 201 for a new profile, 200 for a stored one. The same content has the same digest."""
-    parsed = await service.reader.parse_request(request, Kind.PROFILE)
-    assert parsed.profile is not None
-    return await _store(service, parsed.profile, caller, request, response)
+    profile = (await service.reader.parse_request(request, Kind.PROFILE)).profile
+    assert profile is not None
 
-
-@router.put(
-    "/{digest}",
-    status_code=201,
-    summary="Store a profile whose digest is known",
-    responses={200: {"model": ProfileView, "description": "The profile was stored already"}},
-    openapi_extra=body_of("Profile"),
-)
-async def put_profile(
-    digest: Digest, request: Request, response: Response, service: ServiceOf, caller: Planner
-) -> ProfileView:
-    """Store a profile as POST does, but refuse a body of another digest."""
-    parsed = await service.reader.parse_request(request, Kind.PROFILE)
-    assert parsed.profile is not None
-    if parsed.profile_digest != digest:
-        raise MalformedRequest([f"path.digest: must be the digest of the body, {parsed.profile_digest}"])
-    return await _store(service, parsed.profile, caller, request, response)
-
-
-async def _store(
-    service: Service, profile: ParsedProfile, caller: Caller, request: Request, response: Response
-) -> ProfileView:
     def store() -> tuple[bool, ProfileView]:
         try:
             with service.database.write() as connection:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from sqlalchemy import Connection, Row, select
 
 from autoac.api.requests import Kind
+from autoac.api.storage.database import newest_first
 from autoac.api.storage.job_store import Job, JobState
 from autoac.api.storage.tables import audit
 
@@ -144,7 +145,5 @@ class AuditLine(View):
 
 def audit_lines(connection: Connection, before: int | None, limit: int) -> list[AuditLine]:
     """Return lines of the audit log, newest first."""
-    query = select(audit).order_by(audit.c.number.desc()).limit(limit)
-    if before is not None:
-        query = query.where(audit.c.number < before)
+    query = newest_first(select(audit), audit.c.number, before, limit)
     return [AuditLine.of(row) for row in connection.execute(query)]

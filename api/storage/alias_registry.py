@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from autoac.api.errors import NotFound, PreconditionFailed
-from autoac.api.storage.database import now
+from autoac.api.storage.database import newest_first, now, only_row
 from autoac.api.storage.policy_registry import get_policy
 from autoac.api.storage.tables import alias_moves, aliases
 
@@ -23,10 +23,7 @@ def get_alias(connection: Connection, name: str) -> Row[Any]:
     Raises:
         NotFound: the alias does not exist.
     """
-    row = connection.execute(select(aliases).where(aliases.c.name == name)).one_or_none()
-    if row is None:
-        raise NotFound(f"no alias {name}")
-    return row
+    return only_row(connection, select(aliases).where(aliases.c.name == name), f"no alias {name}")
 
 
 def move_alias(
@@ -120,9 +117,7 @@ def alias_history(
         NotFound: there never was such an alias.
     """
     query = select(alias_moves).where(alias_moves.c.name == name)
-    if before is not None:
-        query = query.where(alias_moves.c.number < before)
-    found = connection.execute(query.order_by(alias_moves.c.number.desc()).limit(limit)).all()
+    found = connection.execute(newest_first(query, alias_moves.c.number, before, limit)).all()
     if not found and before is None:
         raise NotFound(f"no alias {name}")
     return found

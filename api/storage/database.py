@@ -21,13 +21,27 @@ from alembic.command import upgrade as alembic_upgrade
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, Float, create_engine, delete, event, insert, make_url, text
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    Float,
+    Row,
+    Select,
+    create_engine,
+    delete,
+    event,
+    insert,
+    make_url,
+    text,
+)
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
+from autoac.api.errors import NotFound
 from autoac.api.settings import InvalidSettings
 from autoac.api.storage.tables import audit
 from autoac.planner.units import format_bytes
@@ -92,6 +106,24 @@ def _now_sqlite(element: Any, compiler: Any, **how: Any) -> str:
 @compiles(now, "postgresql")
 def _now_postgresql(element: Any, compiler: Any, **how: Any) -> str:
     return "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"
+
+
+def only_row(connection: Connection, query: Select[Any], missing: str) -> Row[Any]:
+    """Return the one row of `query`.
+
+    Raises:
+        NotFound: there is none; the error says `missing`.
+    """
+    row = connection.execute(query).one_or_none()
+    if row is None:
+        raise NotFound(missing)
+    return row
+
+
+def newest_first(query: Select[Any], number: Column[Any], before: int | None, limit: int) -> Select[Any]:
+    """Return `query` for a page of up to `limit` rows, starting below the number `before`."""
+    query = query.order_by(number.desc()).limit(limit)
+    return query if before is None else query.where(number < before)
 
 
 class Database:

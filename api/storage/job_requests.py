@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import Connection, case, func, insert, select, update
@@ -25,7 +26,7 @@ from autoac.api.storage.job_store import (
     get_job,
     job_from,
 )
-from autoac.api.storage.policy_registry import read_policy
+from autoac.api.storage.policy_registry import get_policy
 from autoac.api.storage.profile_registry import add_profile
 from autoac.api.storage.tables import jobs, profiles
 
@@ -45,7 +46,7 @@ class JobRequests:
     def submit(self, request: ParsedRequest, owner: str, *, fresh: bool = False) -> tuple[Job, bool]:
         """Return the job of a request, and True if it existed already. The caller becomes a waiter.
 
-        A waiter ends with `detach_waiter`, `complete_waiter` or `abandon`.
+        A waiter ends with `end_waiter` or `abandon`.
 
         Args:
             request: what to solve.
@@ -88,7 +89,7 @@ class JobRequests:
         elif not connection.scalar(
             select(func.count()).select_from(profiles).where(profiles.c.digest == digest)
         ):
-            raise NotFound(f"no profile {digest}; PUT it to /v1/profiles/{digest}")
+            raise NotFound(f"no profile {digest}; POST it to /v1/profiles")
         id = secrets.token_hex(16)
         connection.execute(
             insert(jobs).values(
@@ -121,7 +122,9 @@ class JobRequests:
             job = job_from(row)
             match job.state:
                 case JobState.SUCCEEDED:
-                    if job.policy_id is None or read_policy(connection, job.policy_id) is not None:
+                    with suppress(NotFound):  # its policy was deleted
+                        if job.policy_id is not None:
+                            get_policy(connection, job.policy_id)
                         return job
                 case JobState.FAILED:
                     if json.loads(job.problem or "{}").get("type") in REUSED_FAILURES:
@@ -130,24 +133,19 @@ class JobRequests:
                     return job
         return None
 
-    def detach_waiter(self, id: str) -> None:
-        """Stop waiting after the answer 202; the job goes on without waiters."""
-        self._end_waiter(id, accepted=True)
-
-    def complete_waiter(self, id: str) -> None:
-        """Stop waiting: the request got its answer."""
-        self._end_waiter(id)
-
     def abandon(self, id: str) -> None:
         """Stop waiting: the client went away. Cancel the job if nobody else waits and nobody got 202."""
         with self.database.write() as connection:
             connection.execute(update(jobs).where(jobs.c.id == id).values(waiters=jobs.c.waiters - 1))
             self._cancel(connection, id, jobs.c.accepted.is_(False), jobs.c.waiters <= 0)
 
-    def _end_waiter(self, id: str, **values: Any) -> None:
+    def end_waiter(self, id: str, *, accepted: bool = False) -> None:
+        """Stop waiting: the request got its answer. After a 202 (`accepted`) the job needs no waiter."""
         with self.database.write() as connection:
-            values |= {"waiters": jobs.c.waiters - 1}
-            connection.execute(update(jobs).where(jobs.c.id == id).values(**values))
+            values: dict[str, Any] = {"accepted": True} if accepted else {}
+            connection.execute(
+                update(jobs).where(jobs.c.id == id).values(waiters=jobs.c.waiters - 1, **values)
+            )
 
     def cancel(self, id: str) -> Job:
         """Cancel a live job and return it; return a final one as it is.

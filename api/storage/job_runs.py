@@ -185,7 +185,13 @@ class JobRuns:
             return True
 
     def _give_up(self, connection: Connection, id: str) -> None:
-        problem = _gave_up(self.settings.attempts)
+        """End a job that no runner survived."""
+        problem = Problem(
+            type=URN + "solver-died",
+            title="The solver died",
+            status=500,
+            detail=f"the job was started {self.settings.attempts} times, and each time its runner went away",
+        ).model_dump_json()
         connection.execute(
             update(jobs)
             .where(jobs.c.id == id)
@@ -205,13 +211,3 @@ def _end(connection: Connection, job: Job, state: JobState, **values: Any) -> bo
         return False
     add_event(connection, job.id, "state", {"state": state})
     return True
-
-
-def _gave_up(attempts: int) -> str:
-    """Return the problem document of a job that no runner survived."""
-    return Problem(
-        type=URN + "solver-died",
-        title="The solver died",
-        status=500,
-        detail=f"the job was started {attempts} times, and each time its runner went away",
-    ).model_dump_json()

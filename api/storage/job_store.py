@@ -20,8 +20,8 @@ from sqlalchemy import Connection, Row, and_, delete, func, insert, select
 
 from autoac.api.errors import InUse, JobCancelled, JobFailed, NotFound
 from autoac.api.requests import Kind
-from autoac.api.storage.database import Database, now
-from autoac.api.storage.policy_registry import read_policy
+from autoac.api.storage.database import Database, newest_first, now, only_row
+from autoac.api.storage.policy_registry import policy_text
 from autoac.api.storage.tables import job_events, jobs, profiles
 
 RETRY_AFTER_S = 5
@@ -91,10 +91,7 @@ def get_job(connection: Connection, id: str) -> Job:
     Raises:
         NotFound: the job does not exist.
     """
-    row = connection.execute(select(*JOB_COLUMNS).where(jobs.c.id == id)).one_or_none()
-    if row is None:
-        raise NotFound("no such job")
-    return job_from(row)
+    return job_from(only_row(connection, select(*JOB_COLUMNS).where(jobs.c.id == id), "no such job"))
 
 
 def add_event(connection: Connection, id: str, kind: str, data: dict[str, Any]) -> None:
@@ -132,10 +129,10 @@ class JobStore:
                 raise JobFailed(job.problem, int(json.loads(job.problem)["status"]))
         with self.database.read() as connection:
             if job.policy_id is not None:
-                found = read_policy(connection, job.policy_id)
-                if found is None:
-                    raise NotFound(f"the policy of job {job.id} was deleted; ask again to plan it once more")
-                return found
+                try:
+                    return policy_text(connection, job.policy_id)
+                except NotFound as error:
+                    raise NotFound(f"{error}: ask again to plan job {job.id} once more") from None
             content = connection.scalar(select(jobs.c.result).where(jobs.c.id == job.id))
         assert content is not None
         return zstandard.decompress(content)
@@ -180,12 +177,10 @@ class JobStore:
 
         `wanted` has values of columns; None matches all.
         """
-        query = select(*JOB_COLUMNS).order_by(jobs.c.number.desc()).limit(limit)
+        query = newest_first(select(*JOB_COLUMNS), jobs.c.number, before, limit)
         for column, value in wanted.items():
             if value is not None:
                 query = query.where(jobs.c[column] == value)
-        if before is not None:
-            query = query.where(jobs.c.number < before)
         with self.database.read() as connection:
             return [job_from(row) for row in connection.execute(query)]
 

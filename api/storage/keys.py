@@ -14,9 +14,9 @@ from typing import Any
 from cachetools import TTLCache
 from sqlalchemy import Connection, Row, func, insert, select, update
 
-from autoac.api.errors import NotFound, Unauthorised
+from autoac.api.errors import Unauthorised
 from autoac.api.settings import Settings
-from autoac.api.storage.database import Database, now
+from autoac.api.storage.database import Database, now, only_row
 from autoac.api.storage.tables import audit, keys
 
 PREFIX = "autoac_"
@@ -72,10 +72,8 @@ def get_key(connection: Connection, id: str) -> Row[Any]:
     Raises:
         NotFound: the key does not exist.
     """
-    row = connection.execute(select(*_COLUMNS).where(keys.c.id == id)).one_or_none()
-    if row is None:
-        raise NotFound(f"no key {id}; `autoac keys list` shows all keys")
-    return row
+    missing = f"no key {id}; `autoac keys list` shows all keys"
+    return only_row(connection, select(*_COLUMNS).where(keys.c.id == id), missing)
 
 
 def list_keys(connection: Connection) -> Sequence[Row[Any]]:

@@ -29,8 +29,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError
 
-from autoac.api.errors import InUse, NotFound
-from autoac.api.storage.database import now
+from autoac.api.errors import InUse
+from autoac.api.storage.database import now, only_row
 from autoac.api.storage.tables import aliases, policies, policy_options
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy
@@ -129,10 +129,14 @@ def _add_text(connection: Connection, text: str, who: str) -> str:
     raise AssertionError("a policy could not be stored: another one took its version first, 100 times")
 
 
-def read_policy(connection: Connection, id: str) -> bytes | None:
-    """Return the published form of a policy, or None if the policy does not exist."""
-    content = connection.scalar(select(policies.c.content).where(policies.c.id == id))
-    return None if content is None else zstandard.decompress(content)
+def policy_text(connection: Connection, id: str) -> bytes:
+    """Return the published form of a policy.
+
+    Raises:
+        NotFound: the policy does not exist.
+    """
+    row = only_row(connection, select(policies.c.content).where(policies.c.id == id), f"no policy {id}")
+    return zstandard.decompress(row.content)
 
 
 def get_policy(connection: Connection, id: str) -> Row[Any]:
@@ -141,10 +145,7 @@ def get_policy(connection: Connection, id: str) -> Row[Any]:
     Raises:
         NotFound: the policy does not exist.
     """
-    row = connection.execute(select(*_POLICY).where(policies.c.id == id)).one_or_none()
-    if row is None:
-        raise NotFound(f"no policy {id}")
-    return row
+    return only_row(connection, select(*_POLICY).where(policies.c.id == id), f"no policy {id}")
 
 
 def list_policies(

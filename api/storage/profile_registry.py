@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row, Select, delete, func, insert, select
 
 from autoac.api.errors import NotFound
 from autoac.api.requests import ParsedProfile
-from autoac.api.storage.database import now
+from autoac.api.storage.database import newest_first, now, only_row
 from autoac.api.storage.tables import jobs, model_names, profiles
 
 _PROFILE = tuple(column for column in profiles.c if column is not profiles.c.content)
@@ -43,10 +43,7 @@ def get_profile(connection: Connection, digest: str) -> Row[Any]:
     Raises:
         NotFound: the profile does not exist.
     """
-    row = connection.execute(select(*_PROFILE).where(profiles.c.digest == digest)).one_or_none()
-    if row is None:
-        raise NotFound(f"no profile {digest}")
-    return row
+    return only_row(connection, select(*_PROFILE).where(profiles.c.digest == digest), f"no profile {digest}")
 
 
 def profile_text(connection: Connection, digest: str) -> bytes:
@@ -55,10 +52,8 @@ def profile_text(connection: Connection, digest: str) -> bytes:
     Raises:
         NotFound: the profile does not exist.
     """
-    content = connection.scalar(select(profiles.c.content).where(profiles.c.digest == digest))
-    if content is None:
-        raise NotFound(f"no profile {digest}")
-    return zstandard.decompress(content)
+    query = select(profiles.c.content).where(profiles.c.digest == digest)
+    return zstandard.decompress(only_row(connection, query, f"no profile {digest}").content)
 
 
 def list_profiles(
@@ -68,12 +63,10 @@ def list_profiles(
 
     `wanted` has values of columns; None matches all.
     """
-    query = select(*_PROFILE).order_by(profiles.c.number.desc()).limit(limit)
+    query = newest_first(select(*_PROFILE), profiles.c.number, before, limit)
     for column, value in wanted.items():
         if value is not None:
             query = query.where(profiles.c[column] == value)
-    if before is not None:
-        query = query.where(profiles.c.number < before)
     return connection.execute(query).all()
 
 
@@ -117,12 +110,8 @@ def list_models(
         )
         .join(numbers, numbers.c.number == profiles.c.number)
         .outerjoin(model_names, model_names.c.fingerprint == profiles.c.fingerprint)
-        .order_by(profiles.c.number.desc())
-        .limit(limit)
     )
-    if before is not None:
-        query = query.where(profiles.c.number < before)
-    return connection.execute(query).all()
+    return connection.execute(newest_first(query, profiles.c.number, before, limit)).all()
 
 
 def get_model(connection: Connection, fingerprint: str) -> Row[Any]:
@@ -133,7 +122,9 @@ def get_model(connection: Connection, fingerprint: str) -> Row[Any]:
     """
     found = list_models(connection, fingerprint=fingerprint, limit=1)
     if not found:
-        raise NotFound(f"no profile has the fingerprint {fingerprint}; PUT the profile to /v1/profiles first")
+        raise NotFound(
+            f"no profile has the fingerprint {fingerprint}; POST the profile to /v1/profiles first"
+        )
     return found[0]
 
 

@@ -23,7 +23,7 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks.clients.loops import LOOPS, Loop
+from benchmarks.clients.loops import LOOPS, Loop, load_torchvision
 from benchmarks.results import add_out_argument, markdown_table, write_result
 
 HEAD = (
@@ -82,6 +82,7 @@ def row(loop: Loop, share: float) -> list[Any]:
     """Return the cells of one loop."""
     from ac_client import InfeasibleBudget
 
+    load_torchvision()
     messages = Messages()
     log = logging.getLogger("ac_client")
     log.addHandler(messages)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -174,24 +176,38 @@ def unet(budget_gb: float | None, messages: Any) -> Done:
     return own_loop(model, optimizer, batch, step, budget_gb, messages)
 
 
+def load_torchvision() -> None:
+    """Import torchvision if it is installed, also where its kernels are built for CUDA and torch is not.
+
+    Other libraries import it wherever they find it. No loop uses its kernels.
+    """
+    try:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module("torchvision")
+    except RuntimeError:
+        for op in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{op}", "(Tensor boxes, Tensor scores, float least) -> Tensor")
+
+
 def image_model(budget_gb: float | None, messages: Any) -> Done:
     import timm
     from timm.data.mixup import Mixup
     from timm.loss import SoftTargetCrossEntropy
+    from timm.optim import create_optimizer_v2
     from timm.utils import ModelEmaV3
 
     torch.manual_seed(0)
     model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=64, depth=4, num_classes=10, drop_path_rate=0.1
+        "vit_tiny_patch16_224", img_size=96, depth=4, num_classes=10, drop_path_rate=0.1
     )
-    optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=1e-3)
+    optimizer = create_optimizer_v2(model, "adamw", lr=1e-3)
     average, loss, mixed = ModelEmaV3(model), SoftTargetCrossEntropy(), Mixup(0.8, num_classes=10)
 
     def batch() -> Any:
         import numpy as np
 
         np.random.seed(messages.step)
-        return mixed(torch.randn(8, 3, 64, 64), torch.randint(10, (8,)))
+        return mixed(torch.randn(32, 3, 96, 96), torch.randint(10, (32,)))
 
     def step(made: Any) -> None:
         loss(model(made[0]), made[1]).backward()

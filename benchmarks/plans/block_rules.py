@@ -25,8 +25,7 @@ def blocks_of(graph: Graph, depth: int) -> list[str]:
 
 def depths(graph: Graph) -> list[int]:
     """Return 1, 2, ... for each level of nested blocks, at most MOST_DEPTHS."""
-    found = max((OpKey.parse(op.name).block_depth for op in graph.ops), default=0)
-    return list(range(1, min(found, MOST_DEPTHS) + 1))
+    return [depth for depth in range(1, MOST_DEPTHS + 1) if any(blocks_of(graph, depth))]
 
 
 def boundary(graph: Graph, blocks: Sequence[str]) -> SaveSet:

@@ -15,6 +15,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 
 from autoac.planner import PlannerError, Profile, bounds, build
 from autoac.planner.formats.op_key import OpKey
@@ -55,8 +56,8 @@ def percents(calls: Sequence[Timed]) -> str:
 def layers_of(profile: Profile) -> int:
     """Return the number of repeated blocks, at any depth of nesting."""
     keys = [OpKey.parse(key) for key in set(profile.keys())]
-    depths = {key.block_depth for key in keys} - {0}
-    return max((len({key.block(depth) for key in keys} - {""}) for depth in depths), default=0)
+    counts = (len({key.block(depth) for key in keys} - {""}) for depth in count(1))
+    return max(takewhile(bool, counts), default=0)
 
 
 def timed_plan(profile: Profile, budget: int, limit_s: float) -> Timed:

@@ -41,7 +41,7 @@ _KERNELS = {
 SHARED_NAMES = frozenset(_KERNELS)
 _NAME_OF_KERNEL = {kernel: name for name, kernels in _KERNELS.items() for kernel in kernels}
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
 
 
 def name_in_keys(op: str) -> str:
@@ -127,13 +127,8 @@ class OpKey:
         >>> OpKey.parse("encoder.layers.3.experts.0.up/aten.mm.default#1").block(2)
         'encoder.layers.3.experts.0'
         """
-        ends = [match.end() for match in _NUMBER.finditer(self.module)]
+        ends = [match.end() for match in NUMBER.finditer(self.module)]
         return self.module[: ends[depth - 1]] if depth <= len(ends) else ""
-
-    @property
-    def block_depth(self) -> int:
-        """The number of blocks, one inside the other, that the op is in."""
-        return len(_NUMBER.findall(self.module))
 
 
 def spans_by_module(modules: Sequence[str]) -> dict[str, list[tuple[int, int]]]:

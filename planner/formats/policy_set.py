@@ -101,17 +101,6 @@ class Extent:
         return self.structure == batch.structure and all(map(operator.ge, self.dims, batch.dims))
 
 
-def covers(shape: Shape, batch: Shape) -> bool:
-    """Return True if a bucket of `shape` covers `batch`.
-
-    >>> covers({"0": "int64[4, 128]"}, {"0": "int64[3, 128]"})
-    True
-    >>> covers({"0": "int64[4, 128]"}, {"0": "int64[1, 129]"})
-    False
-    """
-    return Extent.of(shape).covers(Extent.of(batch))
-
-
 def shape_in_words(shape: Shape) -> str:
     """Return the shape as text for a person: `0=int64[4, 128], mask=bool[4, 128]`."""
     return ", ".join(f"{leaf}={kind}" for leaf, kind in shape.items()) or "no arguments"

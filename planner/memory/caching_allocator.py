@@ -8,19 +8,19 @@ given here for its default settings.
 
 a. *Round.* A request is rounded up to a multiple of 512 bytes.
 b. *Pools.* A request of up to 1 MiB is served from the small pool, and a larger one from the large pool.
-c. *Best fit.* The smallest free block of the pool and stream that is large enough serves the request. Of
-   equally large ones it is the one with the lowest address.
+c. *Best fit.* The smallest free block of the pool that is large enough serves the request. Of equally large
+   ones it is the one with the lowest address.
 d. *Segments.* If no free block fits, a segment is taken from the device: 2 MiB in the small pool; in the
    large pool 20 MiB for a request below 10 MiB, and for others the request, rounded up to 2 MiB.
 e. *Split.* What remains of the block becomes a free block if it is at least 512 bytes in the small pool, or
    more than 1 MiB in the large pool. Otherwise the request gets the remainder too.
 f. *Merge.* A freed block merges with free neighbors of its segment. The segment stays reserved.
-g. *Retry.* If the device has too little memory for a segment, all segments that are free as a whole go back
-   to the device, and the device is asked once more. If that fails, the allocator is out of memory.
-h. *Expandable segments.* With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, each pool and stream has one
-   segment. It grows by whole pages, 2 MiB in the small pool and 20 MiB in the large one, and a free block
-   at its end serves a part of the request. In rule c, that block counts with the size that it can grow to.
-   A remainder of at least 512 bytes is split off in both pools. Rule g gives free pages back.
+g. *Expandable segments.* With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, each pool has one segment.
+   It grows by whole pages, 2 MiB in the small pool and 20 MiB in the large one, and a free block at its end
+   serves a part of the request. In rule c, that block counts with the size that it can grow to. A remainder
+   of at least 512 bytes is split off in both pools.
+
+Not here: several streams, which share no blocks, and a full device, to which free segments go back.
 
 A worked example, in MiB. What is left of the first segment has room for C only in two pieces:
 
@@ -37,9 +37,9 @@ MiB fit into three pages, and 60 MiB are reserved.
 >>> MIB = 1 << 20
 >>> log = [Allocate(0, 8 * MIB), Allocate(1, 8 * MIB), Release(0), Allocate(2, 9 * MIB)]
 >>> log.append(Allocate(3, 30 * MIB))
->>> [nbytes // MIB for nbytes in replay(log).reserved]
+>>> [nbytes // MIB for nbytes in replay(log)]
 [20, 20, 20, 40, 70]
->>> [nbytes // MIB for nbytes in replay(log, expandable_segments=True).reserved]
+>>> [nbytes // MIB for nbytes in replay(log, expandable_segments=True)]
 [20, 20, 20, 40, 60]
 
 This file knows nothing of graphs and plans: a log may come from a simulated step or from a recorded one.
@@ -68,7 +68,6 @@ class Allocate:
 
     name: int  # by which `Release` finds it
     nbytes: int
-    stream: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,50 +77,25 @@ class Release:
     name: int
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """Record what the allocator reserves in the course of a log.
-
-    Invariant: `reserved` has an entry for each event, or for those before `out_of_memory`.
-    """
-
-    reserved: tuple[int, ...]  # bytes after each event
-    out_of_memory: int | None = None  # position of the request that the device has no memory for
-
-    @property
-    def peak(self) -> int:
-        """Return the most bytes that are reserved after any event."""
-        return max(self.reserved, default=0)
-
-
-def replay(
-    log: Iterable[Allocate | Release], *, limit: int | None = None, expandable_segments: bool = False
-) -> Replay:
-    """Run `log` through the caching allocator of one device, which is empty at first.
+def replay(log: Iterable[Allocate | Release], *, expandable_segments: bool = False) -> list[int]:
+    """Return the reserved bytes after each event of `log`, of an allocator that is empty at first.
 
     Args:
         log: allocations and frees, in order. No two allocations of one name are live at once.
-        limit: bytes that the device has for segments; None for a device that is never full.
-        expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF (rule h).
-
-    Returns:
-        The reserved bytes after each event, until the first request that the device has no memory for.
+        expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF (rule g).
     """
-    allocator = _Allocator(_ADDRESSES if limit is None else limit, expandable_segments)
+    allocator = _Allocator(expandable_segments)
     live: dict[int, _Block] = {}
     reserved: list[int] = []
-    for position, event in enumerate(log):
+    for event in log:
         match event:
-            case Allocate(name, nbytes, stream):
+            case Allocate(name, nbytes):
                 assert name not in live
-                block = allocator.allocate(nbytes, stream)
-                if block is None:
-                    return Replay(tuple(reserved), position)
-                live[name] = block
+                live[name] = allocator.allocate(nbytes)
             case Release(name):
                 allocator.free(live.pop(name))
         reserved.append(allocator.reserved)
-    return Replay(tuple(reserved))
+    return reserved
 
 
 class _Block:
@@ -183,7 +157,7 @@ class _Sorted:
 
 
 class _Pool:
-    """The blocks of one pool that were allocated on one stream."""
+    """The blocks of one pool."""
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
@@ -199,24 +173,18 @@ class _Pool:
 class _Allocator:
     """The state of the allocator. Only this module uses it; callers see the reserved bytes."""
 
-    def __init__(self, limit: int, expandable_segments: bool) -> None:
+    def __init__(self, expandable_segments: bool) -> None:
         self.reserved = 0
-        self._limit = limit
         self._expandable = expandable_segments
-        self._pools: dict[tuple[bool, int], _Pool] = {}
+        self._pools = {small: _Pool(small=small) for small in (False, True)}
         self._segments = 0  # so far; a later one has higher addresses
 
-    def allocate(self, nbytes: int, stream: int) -> _Block | None:
-        """Return a block, or None if the device has no memory for it."""
+    def allocate(self, nbytes: int) -> _Block:
+        """Return a block of at least `nbytes`."""
         nbytes = max(_ROUNDING, rounded_bytes(nbytes, _ROUNDING))
         small = nbytes <= _SMALL_REQUEST
-        pool = self._pools.setdefault((small, stream), _Pool(small=small))
+        pool = self._pools[small]
         block = self._best_fit(pool, nbytes) or self._fresh(pool, nbytes)
-        if block is None:
-            self._release_cached()
-            block = self._fresh(pool, nbytes)
-        if block is None:
-            return None
         pool.free.remove(block)
         remaining = block.nbytes - nbytes
         if remaining >= _ROUNDING if small or self._expandable else remaining > _SMALL_REQUEST:
@@ -257,15 +225,13 @@ class _Allocator:
             best = block
         return best
 
-    def _fresh(self, pool: _Pool, nbytes: int) -> _Block | None:
-        """Return a free block in memory that is taken from the device now, or None (rules d and h)."""
+    def _fresh(self, pool: _Pool, nbytes: int) -> _Block:
+        """Return a free block in memory that is taken from the device now (rules d and g)."""
         if self._expandable:
             return self._expanded(pool, nbytes)
         segment = _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT
         if nbytes >= _OWN_SEGMENT:
             segment = rounded_bytes(nbytes, _SEGMENT_ROUNDING)
-        if self.reserved + segment > self._limit:
-            return None
         self.reserved += segment
         block = _Block(pool, self._new_address(), segment)
         pool.free.add(block)
@@ -275,7 +241,7 @@ class _Allocator:
         self._segments += 1
         return self._segments * _ADDRESSES
 
-    def _expanded(self, pool: _Pool, nbytes: int) -> _Block | None:
+    def _expanded(self, pool: _Pool, nbytes: int) -> _Block:
         """Map pages at the first address with room for `nbytes`, free blocks there included."""
         if not pool.unmapped.blocks():
             pool.unmapped.add(_Block(pool, self._new_address(), _ADDRESSES, mapped=False))
@@ -292,51 +258,19 @@ class _Allocator:
                 assert block.after is not None
                 missing = block.after
             lacking = nbytes - block.nbytes if block.mapped else nbytes
-            if not self._map(missing, min(lacking, missing.nbytes)):
-                return None
+            self._map(missing, min(lacking, missing.nbytes))
             block = missing
         return block
 
-    def _map(self, block: _Block, nbytes: int) -> bool:
-        """Map the first pages of an unmapped block; return False if the device has none left."""
+    def _map(self, block: _Block, nbytes: int) -> None:
+        """Map the first pages of an unmapped block."""
         pool = block.pool
         nbytes = rounded_bytes(nbytes, pool.page)
-        if self.reserved + nbytes > self._limit:
-            return False
         self.reserved += nbytes
         pool.unmapped.remove(block)
         if nbytes < block.nbytes:
             pool.unmapped.add(block.cut(nbytes))
         block.mapped = True
-        self._merge(block)
-        return True
-
-    def _release_cached(self) -> None:
-        """Give the device back what is free as a whole (rule g)."""
-        for pool in self._pools.values():
-            for block in pool.free.blocks():
-                if self._expandable:
-                    self._unmap(block)
-                elif block.before is None and block.after is None:
-                    pool.free.remove(block)
-                    self.reserved -= block.nbytes
-
-    def _unmap(self, block: _Block) -> None:
-        """Give the device back the pages that lie in a free block as a whole."""
-        pool = block.pool
-        start = block.address % _ADDRESSES
-        begin, end = rounded_bytes(start, pool.page), (start + block.nbytes) // pool.page * pool.page
-        if begin >= end:
-            return
-        pool.free.remove(block)
-        if begin > start:
-            rest = block.cut(begin - start)
-            pool.free.add(block)
-            block = rest
-        if block.nbytes > end - begin:
-            pool.free.add(block.cut(end - begin))
-        block.mapped = False
-        self.reserved -= block.nbytes
         self._merge(block)
 
 

@@ -73,10 +73,11 @@ def compute_times(graph: Graph, save_set: SaveSet, moved: Container[OpId]) -> It
     now = 0.0
     for event in schedule(graph, save_set):
         yield event, now
-        now += _runtime_us(graph, event, moved)
+        now += runtime_us_of(graph, event, moved)
 
 
-def _runtime_us(graph: Graph, event: Event, moved: Container[OpId]) -> float:
+def runtime_us_of(graph: Graph, event: Event, moved: Container[OpId] = ()) -> float:
+    """Return the time that compute takes for an event; for a recompute of `moved`, a copy, none."""
     match event:
         case Compute(op):
             return graph.ops[op].runtime_us
@@ -131,7 +132,7 @@ class _Clocks:
             case _:
                 pass
         self.begins.append(self.now)
-        self.now += _runtime_us(graph, event, self._moved_ops)
+        self.now += runtime_us_of(graph, event, self._moved_ops)
         if isinstance(event, Compute) and event.op in self._moved_ops:
             self._leave(event.op)
         elif isinstance(event, Backward):

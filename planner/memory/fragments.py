@@ -35,7 +35,7 @@ def fragment_bytes(
         expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF.
     """
     log = loop_log(profile, graph, save_set)
-    return replay(log.events, expandable_segments=expandable_segments).peak - log.most
+    return max(replay(log.events, expandable_segments=expandable_segments), default=0) - log.most
 
 
 def loop_log(profile: Profile, graph: Graph, save_set: SaveSet) -> Log:

@@ -146,15 +146,15 @@ def actions(
     p, m = n_stages, n_microbatches
     match kind:
         case Schedule.GPIPE:
-            return _one_by_one(m, warmup=m)
+            return _in_turn(m, warmup=m)
         case Schedule.ONE_F_ONE_B:
-            return _one_by_one(m, warmup=p - stage)
+            return _in_turn(m, warmup=p - stage)
         case Schedule.INTERLEAVED:
             return _interleaved(stage, p, m, v)
         case Schedule.ZB_H1:
-            return _split(m, warmup=p - stage, waiting=stage)
+            return _in_turn(m, warmup=p - stage, waiting=stage)
         case Schedule.ZB_H2:
-            return _split(m, warmup=2 * (p - stage) - 1, waiting=2 * stage)
+            return _in_turn(m, warmup=2 * (p - stage) - 1, waiting=2 * stage)
         case Schedule.ZB_V:
             return _zb_v(stage, p, m)
 
@@ -238,33 +238,24 @@ def _checked(
     return kind, takes
 
 
-def _one_by_one(m: int, warmup: int) -> tuple[Action, ...]:
-    """Return `warmup` forwards, then a backward and a forward in turn, and at last the other backwards."""
-    order: list[Action] = []
-    forward = min(warmup, m)
-    order += [Action(WorkKind.FORWARD, 0, k) for k in range(forward)]
-    for k in range(m):
-        order.append(Action(WorkKind.BACKWARD, 0, k))
-        if forward < m:
-            order.append(Action(WorkKind.FORWARD, 0, forward))
-            forward += 1
-    return tuple(order)
+def _in_turn(m: int, warmup: int, waiting: int | None = None) -> tuple[Action, ...]:
+    """Return `warmup` forwards, then a backward and a forward in turn, and at last the other backwards.
 
-
-def _split(m: int, warmup: int, waiting: int) -> tuple[Action, ...]:
-    """Return the order of `_one_by_one` with each backward split; up to `waiting` weight halves wait."""
+    With `waiting`, each backward is split, and up to so many weight halves wait.
+    """
     order: list[Action] = []
     forward, weight = min(warmup, m), 0
     order += [Action(WorkKind.FORWARD, 0, k) for k in range(forward)]
     for k in range(m):
-        order.append(Action(WorkKind.INPUT, 0, k))
-        if k + 1 - weight > waiting:
+        order.append(Action(WorkKind.BACKWARD if waiting is None else WorkKind.INPUT, 0, k))
+        if waiting is not None and k + 1 - weight > waiting:
             order.append(Action(WorkKind.WEIGHT, 0, weight))
             weight += 1
         if forward < m:
             order.append(Action(WorkKind.FORWARD, 0, forward))
             forward += 1
-    return tuple(order + [Action(WorkKind.WEIGHT, 0, k) for k in range(weight, m)])
+    left = range(weight, m) if waiting is not None else ()
+    return (*order, *(Action(WorkKind.WEIGHT, 0, k) for k in left))
 
 
 def _interleaved(stage: int, p: int, m: int, v: int) -> tuple[Action, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoac.planner.formats.op_key import SHARED_NAMES, OpKey, kernels_of
-from autoac.planner.memory.clocks import Timing
+from autoac.planner.memory.clocks import Timing, runtime_us_of
 from autoac.planner.memory.schedule import Backward, Compute, Event, Free, Recompute
 from autoac.planner.memory.simulate import Timeline
 from autoac.planner.problem.graph import Graph
@@ -67,15 +67,7 @@ class KernelTimes:
                 continue
             events.append(i)
             begin.append(now if timing is None else timing.begin_us[i])
-            match instant.event:
-                case Compute(op):
-                    now += graph.ops[op].runtime_us
-                case Recompute(op):
-                    now += graph.ops[op].recompute_us
-                case Backward(step):
-                    now += graph.steps[step].runtime_us
-                case _:
-                    pass
+            now += runtime_us_of(graph, instant.event)
         return cls(tuple(events), tuple(begin), now if timing is None else timing.end_us)
 
 

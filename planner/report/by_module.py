@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from autoac.planner.formats.op_key import OpKey
+from autoac.planner.formats.op_key import NUMBER, OpKey
 from autoac.planner.formats.policy import OFFLOAD, SAVE, Policy
 from autoac.planner.memory.schedule import held_until, readers_until
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 from autoac.planner.units import format_bytes, format_us
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
 _Numbers = tuple[tuple[int, ...], ...]
 
 
@@ -181,8 +179,8 @@ def fold_paths(paths: Iterable[str], signature: Callable[[str], object]) -> list
     # A group: the path without its numbers, the signature, and for each number the values that it takes.
     groups: dict[tuple[tuple[str, ...], object, _Numbers], list[str]] = {}
     for path in paths:
-        numbers: _Numbers = tuple((int(number),) for number in _NUMBER.findall(path))
-        groups.setdefault((tuple(_NUMBER.split(path)), signature(path), numbers), []).append(path)
+        numbers: _Numbers = tuple((int(number),) for number in NUMBER.findall(path))
+        groups.setdefault((tuple(NUMBER.split(path)), signature(path), numbers), []).append(path)
     for at in range(max((len(numbers) for _, _, numbers in groups), default=0)):
         merged: dict[tuple[tuple[str, ...], object, _Numbers], list[tuple[_Numbers, list[str]]]] = {}
         for (words, sign, numbers), members in groups.items():
@@ -217,7 +215,7 @@ def rows_in_words(rows: Iterable[ModuleRow]) -> Iterator[str]:
 
 
 def rows_as_table(rows: Sequence[ModuleRow]) -> Iterator[str]:
-    """Yield the lines of a table: modules, bytes kept, bytes and time recomputed; the last has the sums."""
+    """Return the lines of a table: modules, bytes kept, bytes and time recomputed; the last has the sums."""
     head = ("module", "keeps", "recomputes", "in")
     numbers = [
         (row.name or "(outside all modules)", row.kept_bytes, row.recomputed_bytes, row.recompute_us)
@@ -226,10 +224,15 @@ def rows_as_table(rows: Sequence[ModuleRow]) -> Iterator[str]:
     sums = (sum(row.kept_bytes for row in rows), sum(row.recomputed_bytes for row in rows))
     numbers.append(("all", *sums, sum(row.recompute_us for row in rows)))
     body = [(name, format_bytes(kept), format_bytes(made), format_us(us)) for name, kept, made, us in numbers]
-    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-    for line in [head, *body]:
-        cells = [line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, len(head)))]
-        yield "  ".join(cells)
+    return aligned([head, *body])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield a line for each row of a table, the first column flush left and all others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        yield "  ".join([first.ljust(widths[0]), *cells])
 
 
 def _amount(total: float, several: int, text: Callable[..., str]) -> str:

@@ -34,7 +34,7 @@ class Side:
     again: int
     idle: int | None  # ops that backward does not need; None if unknown: then `kept` counts them
     moved: int = 0
-    profile: str = ""  # digest of the profile that it was planned from; "" for a graph
+    profile: str = ""  # digest of the profile that it was planned from
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class DecisionChange:
     gained: tuple[str, ...]  # ops of each module that only the second plan keeps
     lost: tuple[str, ...]  # ops that only the first plan keeps
     otherwise: tuple[str, ...]  # ops that neither keeps: "recomputes relu.default 2 times instead of once"
-    gained_bytes: int  # held when backward begins, over all modules; 0 without a profile
+    gained_bytes: int  # held when backward begins, over all modules; 0 if that is not known
     lost_bytes: int
 
 
@@ -170,17 +170,17 @@ def _side(subject: Plan | Policy, ops: Sequence[OpDecision], known: bool) -> Sid
     kept, again, idle, moved = (
         count[d] for d in (Decision.SAVED, Decision.RECOMPUTED, Decision.UNUSED, Decision.MOVED)
     )
-    counts = (kept, again, idle if known else None, moved)
-    if isinstance(subject, Plan):
-        model, digest = (
-            (subject.profile.model, subject.profile.digest) if subject.profile else ("a graph", "")
-        )
-        budget = subject.budget + subject.headroom
-        peak, at, us = subject.peak, subject.peak_at, subject.recompute_us
-        return Side(model, budget, peak, at, us, *counts, digest)
-    predicted, budget = subject.predicted, subject.budget_bytes
-    peak, at, us = predicted.peak_bytes, predicted.peak_at, predicted.recompute_us
-    return Side(subject.model, budget, peak, at, us, *counts, subject.profile_digest)
+    policy = subject.policy() if isinstance(subject, Plan) else subject
+    predicted = policy.predicted
+    return Side(
+        policy.model,
+        policy.budget_bytes,
+        predicted.peak_bytes,
+        predicted.peak_at,
+        predicted.recompute_us,
+        *(kept, again, idle if known else None, moved),
+        policy.profile_digest,
+    )
 
 
 def difference_in_words(comparison: Difference, first: str = "the first", second: str = "the second") -> str:

@@ -1,10 +1,10 @@
-"""Explain a Plan, a Policy or a failure in words."""
+"""Explain a Plan or a Policy in words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autoac.planner.errors import PlannerError, holdings_in_lines
+from autoac.planner.errors import holdings_in_lines
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import BEYOND_DISPATCH
 from autoac.planner.memory.lifetimes import live_at_peak
@@ -28,13 +28,13 @@ SMALL_SHARE = 0.001  # of the step: a solver may stop there without a bound
 LARGE_GAP = 0.05  # of the recompute time: a larger gap gets a sentence of its own
 
 
-def explain(subject: Plan | Policy | PlannerError, *, table: bool = False) -> str:
+def explain(subject: Plan | Policy, *, table: bool = False) -> str:
     """Write the decisions, the peak and its moment, the recompute time, and how near to the best it is.
 
     Layers that decide alike share an entry: `h.0-11.mlp` stands for the `mlp` of twelve blocks.
 
     Args:
-        subject: the plan, policy or error.
+        subject: the plan or policy.
         table: for a Plan, write bytes and times by module as a table instead of the names of the ops.
     """
     match subject:
@@ -42,8 +42,6 @@ def explain(subject: Plan | Policy | PlannerError, *, table: bool = False) -> st
             return _plan(subject, table=table)
         case Policy():
             return _policy(subject)
-        case _:
-            return str(subject)
 
 
 def _plan(plan: Plan, *, table: bool) -> str:

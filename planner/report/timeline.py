@@ -130,9 +130,7 @@ class Picture:
 
     def data(self) -> dict[str, Any]:
         """Return the picture as dictionaries, lists and numbers, ready for JSON."""
-        plain = _plain(self)
-        assert isinstance(plain, dict)
-        return plain
+        return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
 
 
 def picture(

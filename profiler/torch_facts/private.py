@@ -90,9 +90,6 @@ SetExcludeDispatchKeyGuard = _C._SetExcludeDispatchKeyGuard  # lets a view share
 dispatch_key_is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
 scoped_library = torch.library._scoped_library  # kernels that last as long as a with-block
 
-# The doctor tries both kinds of segments in one process.
-set_allocator_settings: Callable[[str], None] = _C._accelerator_setAllocatorSettings
-
 # Tensors without memory, and whether torch is tracing.
 FakeTensor = _fake.FakeTensor
 FunctionalTensor = _functional.FunctionalTensor  # wraps a fake tensor while torch.compile traces

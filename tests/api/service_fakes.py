@@ -24,6 +24,7 @@ from autoac.api.requests import Answer, Kind, ParsedRequest, answer, parse_reque
 from autoac.api.solving import child_main as child
 from autoac.api.solving.child_process import OnJobProgress, SpawnedSolver
 from autoac.planner.errors import Holding, InfeasibleBudget, SolverOutOfTime
+from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy, Predicted, decisions, tool_versions
 from autoac.planner.formats.profile import (
     BackwardSteps,
@@ -121,6 +122,7 @@ def save_all(
     headroom_bytes: int = 0,
     gap: float = 0.01,
     time_limit_s: float = 120.0,  # the maximum of the service, and its default
+    constraints: Constraints | None = None,
     clock: Clock | None = None,
     progress: OnProgress | None = None,
 ) -> Planned:

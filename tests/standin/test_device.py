@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -149,11 +148,7 @@ def test_copies_between_devices_wait_for_each_other(gpu: ModuleType) -> None:
     assert x.mul_(0).to("cuda:1").tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize("share", [None, 0.9, 0.6])
-def test_random_allocations_reserve_what_the_planner_predicts(gpu: ModuleType, share: float | None) -> None:
-    """Replay logs of two streams on the device and in the model, some under a limit below the peak."""
-    streams = [torch.cuda.default_stream(0), torch.cuda.Stream(0)]
-    gave_back = full = 0
+def test_random_allocations_reserve_what_the_planner_predicts(gpu: ModuleType) -> None:
     for seed in range(12):
         rng = random.Random(seed)
         log: list[Allocate | Release] = []
@@ -165,31 +160,21 @@ def test_random_allocations_reserve_what_the_planner_predicts(gpu: ModuleType, s
                 nbytes = rng.choice([700, 40_000, MIB, 3 * MIB, 9 * MIB, 11 * MIB, 21 * MIB]) + rng.randrange(
                     9
                 )
-                log.append(Allocate(name, nbytes, rng.choice([0, 0, 1])))
+                log.append(Allocate(name, nbytes))
                 live.append(name)
-        limit = None if share is None else int(share * replay(log).peak)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         assert torch.cuda.memory_reserved() == 0
-        gpu.set_limit(0, 1 << 50 if limit is None else limit)
         held: dict[int, torch.Tensor] = {}
         reserved = []
         for event in log:
             if isinstance(event, Allocate):
-                with torch.cuda.stream(streams[event.stream]):
-                    try:
-                        (held[event.name],) = blocks_of(event.nbytes)
-                    except torch.OutOfMemoryError:
-                        break
+                (held[event.name],) = blocks_of(event.nbytes)
             else:
                 del held[event.name]
             reserved.append(torch.cuda.memory_reserved())
-        predicted = replay(log, limit=limit)
-        assert tuple(reserved) == predicted.reserved, seed
-        gave_back += any(b < a for a, b in pairwise(reserved))
-        full += predicted.out_of_memory is not None
+        assert reserved == replay(log), seed
         held.clear()
-    assert (gave_back + full > 0) == (share is not None)
 
 
 def test_full_device_gives_back_its_cache_before_it_is_out_of_memory(gpu: ModuleType) -> None:

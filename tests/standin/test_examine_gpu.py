@@ -8,7 +8,6 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,6 @@ from ac_client.doctor import gpu_checks
 from ac_client.doctor.gpu_checks import (
     check_capture,
     check_event_tree,
-    check_whole_card,
     checks_of,
     run_check,
 )
@@ -155,21 +153,6 @@ def test_incomplete_event_tree_is_found(gpu: ModuleType, monkeypatch: pytest.Mon
     monkeypatch.setattr(gpu_checks, "AllocatorTimeline", Lossy)
     found = list(run_check("event tree", lambda: check_event_tree(Case(SAMPLES[0], "fp32", TINY, CUDA))))
     assert [f.verdict for f in found] == [Result.WRONG]
-
-
-@pytest.mark.parametrize("segments", ["fixed", "expandable"])
-def test_whole_card_holds_a_model_for_which_plain_training_has_no_room(
-    gpu: ModuleType, segments: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    card = 96 << 20
-    settings: list[str] = []
-    monkeypatch.setattr(gpu_checks.private, "set_allocator_settings", settings.append)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (card, card), raising=False)
-    case = Case(SAMPLES[1], "bf16", replace(TINY, width=128, tokens=256), CUDA)
-    (found,) = check_whole_card(case, segments)
-    assert found.verdict is Result.OK, found.text
-    assert int(str(found.figures["allocated"])) <= 0.95 * card < card < int(str(found.figures["plain"]))
-    assert settings == [f"expandable_segments:{segments == 'expandable'}", "expandable_segments:False"]
 
 
 @pytest.mark.parametrize(("refuses", "verdict"), [(True, Result.OK), (False, Result.WRONG)])

@@ -16,7 +16,7 @@ def test_rows_run_in_processes_of_their_own_and_fill_the_page(gpu: ModuleType, t
     all_rows = {row.name: row for row in rows("tiny", tmp_path)}
     run([all_rows[name] for name in names], "tiny", tmp_path, 200.0, STAND_IN)
     found = results(tmp_path)
-    assert list(found) == names
+    assert set(found) == set(names)  # rows of a batch are in the order in which they end
     for name in names[-2:]:
         ours = found[name]
         assert ours["peak"] == ours["predicted"] <= ours["budget"]

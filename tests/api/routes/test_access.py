@@ -51,7 +51,6 @@ NEEDS = [
     ("POST", "/v1/frontiers", "plan"),
     ("POST", "/v1/floors", "plan"),
     ("POST", "/v1/profiles", "plan"),
-    ("PUT", "/v1/profiles/" + "0" * 64, "plan"),
     ("PUT", "/v1/aliases/a", "plan"),
     ("GET", "/v1/models", "read"),
     ("PUT", f"/v1/models/{'0' * 64}/name", "plan"),
@@ -150,9 +149,7 @@ def test_key_cancels_its_own_jobs_and_admin_any_job(
 @BOTH
 def test_audit_log_records_callers_and_actions(serve: Serve, profile: Profile) -> None:
     http = serve()
-    http.put(
-        f"/v1/profiles/{profile.digest}", content=profile.to_json(), headers=JSON | {"X-Request-Id": "abc-1"}
-    )
+    http.post("/v1/profiles", content=profile.to_json(), headers=JSON | {"X-Request-Id": "abc-1"})
     policy = (
         http.post("/v1/policies", content=request(profile), headers=JSON)
         .headers["location"]

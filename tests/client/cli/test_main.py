@@ -540,7 +540,7 @@ def test_interrupt_exits_with_130(folder, capsys, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(model_loader, "load_setup", interrupt)
+    monkeypatch.setattr(model_loader, "load_function", interrupt)
     assert run(capsys, "profile", "small:make")[0] == INTERRUPTED
 
 

@@ -39,7 +39,6 @@ def test_text_without_a_slash_is_an_op_name() -> None:
 def test_block_is_the_path_up_to_a_numeric_part(depth: int, block: str) -> None:
     key = OpKey.parse("layer1.2.conv2.experts.5.w1/aten.mm.default#1")
     assert key.block(depth) == block
-    assert key.block_depth == 2
 
 
 @pytest.fixture
