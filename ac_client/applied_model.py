@@ -69,7 +69,14 @@ class Applied:
     @property
     def policy(self) -> Policy | None:
         """The policy of the last training forward; None before the first, unless one was given."""
-        return bucket.policy if (bucket := self._store.latest) is not None else None
+        return bucket.policy if (bucket := self._latest) is not None else None
+
+    @property
+    def _latest(self) -> PlannedBucket | None:
+        """Return the bucket of the last training forward, planned now if its step was observed."""
+        if (model := self._model()) is not None:
+            self._planning.chooser.settle(model)
+        return self._store.latest
 
     @property
     def planning(self) -> bool:
@@ -82,11 +89,12 @@ class Applied:
     @property
     def plan(self) -> Plan | None:
         """The decision behind `policy` with its evidence; None if it was not made in this process."""
-        return bucket.plan if (bucket := self._store.latest) is not None else None
+        return bucket.plan if (bucket := self._latest) is not None else None
 
     @property
     def policies(self) -> PolicySet:
         """One policy for each shape of batch that was planned. A policy given alone has no shape."""
+        _ = self._latest
         return self._store.policies()
 
     def plan_for(self, *args: Any, **kwargs: Any) -> Policy:
@@ -119,7 +127,7 @@ class Applied:
         Raises:
             RuntimeError: with `html`, nothing is planned yet, or the policy was given without a profile.
         """
-        bucket, buckets = self._store.latest, self._store.all
+        bucket, buckets = self._latest, self._store.all
         if html is not None:
             write_whole(Path(html), self._page(bucket))
         policy = bucket.policy if bucket is not None else None

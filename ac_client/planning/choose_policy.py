@@ -15,7 +15,7 @@ from ac_client.errors import ShapeNotPlanned
 from ac_client.planning.batch_shape import Key, ModelCall, key_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, largest
 from ac_client.planning.next_action import PlannedFor
-from ac_client.planning.plan_batch import BatchPlanner, Observation, dropping_all
+from ac_client.planning.plan_batch import BatchPlanner, Observation, dropping_all, first_line
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.planning.ranks import (
     AUTO,
@@ -121,26 +121,43 @@ class PolicyChooser:
             step.begin_forward()
             observation.forwards += 1
             return True
-        self._planner.observation = None
-        if not step.has_backward:
-            step.discard()  # nobody has differentiated it
-            return False
-        with self._planner.lock:
-            buckets = self._store.buckets
+        if step.has_backward:
             try:
-                profile = self._planner.observed(call, observation)
-                bucket = self._plan(call, Loop(observation.forwards), profile, observation.shape)
-            except NothingToProfile:
-                buckets.unplanned.add(observation.key)
-                return False
+                self._plan_observed(observation, call)
             except (ProfilerError, PlannerError, RemoteError):
                 if not self._store.all:
                     self._give_up()
                 raise
+        else:
+            step.discard()  # nobody has differentiated it
+        self._planner.observation = None
+        return False
+
+    def settle(self, model: nn.Module) -> None:
+        """Plan the observed step now, if it is over. What cannot be planned raises in the next forward."""
+        observation = self._planner.observation
+        if observation is None or not observation.step.has_backward:
+            return
+        try:
+            self._plan_observed(observation, ModelCall(model, (), {}))
+            self._planner.observation = None
+        except (ProfilerError, PlannerError, RemoteError) as error:
+            log.info("%s: %s", self._planner.name, first_line(error))
+
+    def _plan_observed(self, observation: Observation, call: ModelCall) -> None:
+        """Plan the step of `observation`, which is over.
+
+        Raises:
+            PlannerError, RemoteError, ProfilerError: it has no profile, or no plan.
+        """
+        with self._planner.lock:
+            buckets = self._store.buckets
+            profile = self._planner.observed(call, observation)
+            bucket = self._plan(call, Loop(observation.forwards), profile, observation.shape)
             buckets.forwards = max(buckets.forwards, observation.forwards)
             if buckets.single_policy is None:
                 buckets.remember(observation.key, bucket)
-        return False
+            self._store.current = bucket
 
     def _observes(self, call: ModelCall) -> bool:
         """Return True if the step of this batch is observed, and not rehearsed."""
