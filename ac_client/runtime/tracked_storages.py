@@ -408,7 +408,7 @@ class TrackedStorages:
             new = NodeVersion(node, tensor, raw=True)
             made.append(new)
             if self.cuts is not None:
-                self.cuts.note_rewritten(old.serial, new.serial)
+                self.cuts.note_rewritten(tensor.untyped_storage(), old.serial, new.serial)
             rewrites.append((old, weakref.ref(new)))
             self.enter(tensor.untyped_storage(), new)
             self.note_contents(new, tensor)

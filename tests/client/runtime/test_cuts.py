@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -90,6 +91,22 @@ def test_recomputing_all_without_cuts_saves_nothing() -> None:
 
     never = Cuts(factor=float("inf"))
     assert allocated_peak(lambda: step(Cuts())) < 0.7 * allocated_peak(lambda: step(never))
+
+
+@pytest.mark.parametrize(
+    ("returned", "cut"),
+    [((), False), (("block.linear",), False), (("block.linear", "block"), True), (("a.b", "c"), False)],
+)
+def test_a_cut_needs_less_after_a_module_that_has_called_others(returned: Sequence[str], cut: bool) -> None:
+    cuts = Cuts(factor=4.0)
+    live, freed = torch.empty(100), torch.empty(200)
+    for serial, tensor in enumerate((live, freed)):
+        cuts.note_made(tensor.untyped_storage(), serial)
+    del tensor, freed
+    for path in returned:
+        cuts.note_exit(path)
+    cuts.cut()
+    assert (cuts.due == {0: live.nbytes}) is cut
 
 
 def test_hidden_states_that_the_caller_keeps_are_not_held_twice() -> None:
