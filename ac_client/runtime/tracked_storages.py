@@ -151,6 +151,8 @@ class TrackedStorages:
         """
         cuts = self.cuts
         assert cuts is not None
+        if self.compares_reads:
+            self.look_last()  # what only the comparison holds is not live
         cuts.cut()
         rewritten = {tensor.untyped_storage()._cdata for tensor in written if has_storage(tensor)}
         for tensor in read:

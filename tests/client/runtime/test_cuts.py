@@ -109,6 +109,23 @@ def test_a_cut_needs_less_after_a_module_that_has_called_others(returned: Sequen
     assert (cuts.due == {0: live.nbytes}) is cut
 
 
+def test_what_only_the_comparison_of_contents_holds_is_not_live() -> None:
+    seen = []
+
+    class Spy(Cuts):
+        def cut(self) -> None:
+            seen.append(self._live_bytes)
+            super().cut()
+
+    weight = torch.randn(WIDTH, requires_grad=True)  # a new parameter: contents are compared
+    with save_recompute_policy("recompute_all", cuts=Spy(factor=float("inf"))):
+        x = weight.sin()
+        for _ in range(4):
+            x = x.sin()
+    x.sum().backward()
+    assert seen == [0, *[weight.nbytes] * 4]
+
+
 def test_hidden_states_that_the_caller_keeps_are_not_held_twice() -> None:
     layers = nn.ModuleList(Layer("residual") for _ in range(8))
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
