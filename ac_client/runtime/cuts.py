@@ -6,7 +6,7 @@ that a recompute starts there. A cut is made where little is live next to what w
 
     made since the last cut >= FACTOR * live, and made since the last cut >= bytes held so far
 
-After a module that has called others has returned, a third of the factor is enough: the variables of its
+After a module that has called others has returned, half the factor is enough: the variables of its
 forward are gone, so almost all that is live is read again. The second rule is the square root of Chen et al.
 (2016, arXiv:1604.06174), found online. No blocks need to be known.
 
@@ -31,8 +31,8 @@ import weakref
 
 import torch
 
-FACTOR = 12.0  # bytes made for each live byte: chosen on the models of benchmarks.observed_step
-AFTER_EXIT = 1 / 3  # share of the factor after a module that has called others has returned
+FACTOR = 8.0  # bytes made for each live byte: chosen on the models of benchmarks.observed_step
+AFTER_EXIT = 0.5  # share of the factor after a module that has called others has returned
 
 
 class _Live(weakref.ref[torch.UntypedStorage]):
