@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.runtime.cuts import Cuts
 from ac_client.runtime.policy_context import save_recompute_policy
+from autoac.profiler.torch_facts.module_paths import watch_modules
 from benchmarks.models import medium, tiny, unfamiliar
 from benchmarks.models.batches import Batch
 from benchmarks.results import add_out_argument, markdown_table, write_result
@@ -95,7 +96,9 @@ def train(make: Callable[[], tuple[nn.Module, Batch]], way: str) -> Step:
         torch.manual_seed(1)
         began = os.times().user
         if way == "observed":
-            with save_recompute_policy("recompute_all", cuts=Cuts()):
+            cuts = Cuts()
+            watch_modules(model, enter=lambda _: None, leave=cuts.note_exit)
+            with save_recompute_policy("recompute_all", cuts=cuts):
                 out = model(**batch)
         else:
             out = model(**batch)

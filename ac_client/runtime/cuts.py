@@ -6,10 +6,11 @@ that a recompute starts there. A cut is made where little is live next to what w
 
     made since the last cut >= FACTOR * live, and made since the last cut >= bytes held so far
 
-The second rule is the square root of Chen et al. (2016, arXiv:1604.06174), found online. No blocks need to be
-known.
+After a module that has called others has returned, half the factor is enough: the variables of its
+forward are gone, so almost all that is live is read again. The second rule is the square root of Chen et al.
+(2016, arXiv:1604.06174), found online. No blocks need to be known.
 
-A worked example, layers that make 100 bytes inside and 10 between them:
+A worked example, layers of several modules that make 100 bytes inside and 10 between them:
 
     before layer    made    live    held    cut
     2               110     10      0       holds the 10 bytes between layers 1 and 2
@@ -18,89 +19,90 @@ A worked example, layers that make 100 bytes inside and 10 between them:
     14              110     10      120     not yet: 110 < 120
     15              220     10      120     holds 10 more; from here on before every second layer
 
+- Live is what recorded ops made since the last cut, in storages that something still refers to.
 - What a cut holds is held when an op reads it next. No recompute starts from what no op reads.
 - If an op writes it in place first, its new version is held instead. If an op writes it later, what is held
   is copied before, and the new version is recorded like any other.
-- Live is what recorded ops made since the last cut, unless no op has read it while the newer half of these
-  bytes was made: a caller's variables keep much alive that nothing reads again, such as embeddings.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 
 import torch
 
-FACTOR = 6.0  # bytes made for each live byte: chosen on the models of benchmarks.observed_step
-RECENT = 0.5  # share of the bytes made since the last cut: what no op read while they were made is idle
-PATIENCE = 0.01  # a decision is repeated once this share of the bytes has been made in addition
+FACTOR = 8.0  # bytes made for each live byte: chosen on the models of benchmarks.observed_step
+AFTER_EXIT = 0.5  # share of the factor after a module that has called others has returned
 
 
-@dataclass(slots=True)
-class _Live:
+class _Live(weakref.ref[torch.UntypedStorage]):
     """A storage that a recorded op made since the last cut, while it is alive."""
 
-    ref: weakref.ref[torch.UntypedStorage]
+    __slots__ = ("nbytes", "serial")
+
     nbytes: int
     serial: int  # of its newest version
-    read_at: int  # bytes made since the last cut when an op made, wrote or read it
 
 
 class Cuts:
     """Count what the recorded ops of one region make, and say when to cut.
 
     Attributes:
-        due: serials of the versions that are to be held when an op reads them next.
+        due: bytes of the versions that are to be held when an op reads them next, by serial.
     """
 
     def __init__(self, factor: float = FACTOR) -> None:
-        self.due: set[int] = set()
+        self.due: dict[int, int] = {}
         self._factor = factor
+        self._last_exit = ""  # path of the module that returned last
+        self._after_exit = False  # a module that has called others has returned since the last op
         self._made = 0  # bytes made since the last cut
-        self._held = 0  # bytes that were live at the cuts so far
-        self._decide_at = 0  # bytes made since the last cut before which nothing is decided
+        self._held = 0  # bytes that cuts hold
         self._live: dict[int, _Live] = {}  # by serial of the newest version
+        self._live_bytes = 0  # of these
 
     def note_made(self, storage: torch.UntypedStorage, serial: int) -> None:
         """Count `storage`, which a recorded op has just made, with the serial of its version."""
-        live = self._live
+        self._made += storage.nbytes()
+        self._note_live(storage, serial)
 
-        def free(_: weakref.ref[torch.UntypedStorage]) -> None:
-            live.pop(made.serial, None)
+    def _note_live(self, storage: torch.UntypedStorage, serial: int) -> None:
+        made = self._live[serial] = _Live(storage, self._free)
+        made.serial, made.nbytes = serial, storage.nbytes()
+        self._live_bytes += made.nbytes
 
-        nbytes = storage.nbytes()
-        self._made += nbytes
-        made = live[serial] = _Live(weakref.ref(storage, free), nbytes, serial, self._made)
+    def _free(self, made: _Live) -> None:
+        if self._live.pop(made.serial, None) is not None:
+            self._live_bytes -= made.nbytes
 
     def note_read(self, serial: int) -> bool:
         """Note that an op reads a version; return True if the version is to be held now."""
-        if serial in self._live:
-            self._live[serial].read_at = self._made
-        if serial not in self.due:
+        nbytes = self.due.pop(serial, None)
+        if nbytes is None:
             return False
-        self.due.remove(serial)
+        self._held += nbytes
         return True
 
-    def note_rewritten(self, old: int, new: int) -> None:
+    def note_rewritten(self, storage: torch.UntypedStorage, old: int, new: int) -> None:
         """Let the version with the serial `new` take the place of `old`, which an op has written over."""
         made = self._live.pop(old, None)
         if made is not None:
-            made.serial, made.read_at = new, self._made
+            made.serial = new
             self._live[new] = made
-        if old in self.due:
-            self.due.remove(old)
-            self.due.add(new)
+        elif old in self.due:
+            self.due[new] = self.due.pop(old)
+        else:  # a cut holds the old version
+            self._note_live(storage, new)
+
+    def note_exit(self, path: str) -> None:
+        """Note that the module at `path` returns."""
+        self._after_exit |= self._last_exit.startswith(f"{path}.")
+        self._last_exit = path
 
     def cut(self) -> None:
         """Make a cut before an op, if it is time for one."""
-        if self._made < self._decide_at or not self._live:
-            return
-        recent = (1 - RECENT) * self._made
-        live = sum(made.nbytes for made in self._live.values() if made.read_at >= recent)
-        if self._made < self._factor * live:
-            self._decide_at = int(self._made * (1 + PATIENCE))
-            return
-        self.due.update(self._live)
-        self._held += live
-        self._made, self._decide_at, self._live = 0, self._held, {}
+        factor, self._after_exit = self._factor * (AFTER_EXIT if self._after_exit else 1), False
+        if self._live and self._made >= max(factor * self._live_bytes, self._held):
+            live, self._live = self._live, {}
+            self._made = self._live_bytes = 0
+            self.due |= {serial: made.nbytes for serial, made in live.items()}

@@ -151,6 +151,8 @@ class TrackedStorages:
         """
         cuts = self.cuts
         assert cuts is not None
+        if self.compares_reads:
+            self.look_last()  # what only the comparison holds is not live
         cuts.cut()
         rewritten = {tensor.untyped_storage()._cdata for tensor in written if has_storage(tensor)}
         for tensor in read:
@@ -410,7 +412,7 @@ class TrackedStorages:
             new = NodeVersion(node, tensor, raw=True)
             made.append(new)
             if self.cuts is not None:
-                self.cuts.note_rewritten(old.serial, new.serial)
+                self.cuts.note_rewritten(tensor.untyped_storage(), old.serial, new.serial)
             rewrites.append((old, weakref.ref(new)))
             self.enter(tensor.untyped_storage(), new)
             self.note_contents(new, tensor)

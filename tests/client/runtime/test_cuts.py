@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -90,6 +91,39 @@ def test_recomputing_all_without_cuts_saves_nothing() -> None:
 
     never = Cuts(factor=float("inf"))
     assert allocated_peak(lambda: step(Cuts())) < 0.7 * allocated_peak(lambda: step(never))
+
+
+@pytest.mark.parametrize(
+    ("returned", "cut"),
+    [((), False), (("block.linear",), False), (("block.linear", "block"), True), (("a.b", "c"), False)],
+)
+def test_a_cut_needs_less_after_a_module_that_has_called_others(returned: Sequence[str], cut: bool) -> None:
+    cuts = Cuts(factor=4.0)
+    live, freed = torch.empty(100), torch.empty(200)
+    for serial, tensor in enumerate((live, freed)):
+        cuts.note_made(tensor.untyped_storage(), serial)
+    del tensor, freed
+    for path in returned:
+        cuts.note_exit(path)
+    cuts.cut()
+    assert (cuts.due == {0: live.nbytes}) is cut
+
+
+def test_what_only_the_comparison_of_contents_holds_is_not_live() -> None:
+    seen = []
+
+    class Spy(Cuts):
+        def cut(self) -> None:
+            seen.append(self._live_bytes)
+            super().cut()
+
+    weight = torch.randn(WIDTH, requires_grad=True)  # a new parameter: contents are compared
+    with save_recompute_policy("recompute_all", cuts=Spy(factor=float("inf"))):
+        x = weight.sin()
+        for _ in range(4):
+            x = x.sin()
+    x.sum().backward()
+    assert seen == [0, *[weight.nbytes] * 4]
 
 
 def test_hidden_states_that_the_caller_keeps_are_not_held_twice() -> None:
