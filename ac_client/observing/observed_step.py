@@ -76,6 +76,7 @@ class ObservedStep:
         self._tape.recorder.pins = pins_of(model)
         self._calls = BackwardCalls(self._backward_called, self._backward_returned)
         self._path = [ROOT]
+        self._cuts = Cuts()
         self._forward: ExitStack | None = None  # what ends with the forward that runs
         self._unplanned: dict[str, None] = {}
         self._begin = self._end = -1  # marks of backward
@@ -110,11 +111,12 @@ class ObservedStep:
             self._calls.open()
             weakref.finalize(self, self._allocations.abandon)  # also when the process ends
         self._path = [ROOT]
+        self._cuts = Cuts()
         self._tape.saved.forward_over = False
         with ExitStack() as stack:
             stack.enter_context(plain_checkpoints(self._unplanned))
             stack.enter_context(checkpoints_left_alone())
-            stack.enter_context(save_recompute_policy("recompute_all", cuts=Cuts(), tape=self._tape))
+            stack.enter_context(save_recompute_policy("recompute_all", cuts=self._cuts, tape=self._tape))
             self._left_calls = calls_left_to_torch()
             self._forward = stack.pop_all()
 
@@ -127,6 +129,7 @@ class ObservedStep:
         """Note the end of that call."""
         if len(self._path) > 1 and self._path[-1] == path:
             self._path.pop()
+        self._cuts.note_exit(path)
         self._tape.recorder.module = self._path[-1]
 
     def end_forward(self, output: Any) -> None:
