@@ -37,7 +37,7 @@ from autoac.profiler.errors import NothingToProfile
 from autoac.profiler.observe import profile_of
 from autoac.profiler.static_memory import static_bytes
 from autoac.profiler.steps.hollow import HollowStep
-from autoac.profiler.steps.training_loop import Loss, TrainingStep, loss_of
+from autoac.profiler.steps.training_loop import Loop, Loss, TrainingStep, loss_of
 from autoac.profiler.timing.op_timer import host_clock, median_and_spread
 from autoac.profiler.torch_facts.gradients import gradient_of, roots_of
 from autoac.profiler.torch_facts.module_paths import ROOT, watch_modules
@@ -63,11 +63,10 @@ class ObservedStep:
     def __init__(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
     ) -> None:
-        accumulates = any(gradient_of(parameter) is not None for parameter in model.parameters())
+        self._accumulates = any(gradient_of(parameter) is not None for parameter in model.parameters())
         self.recording = False
         self.has_checkpoints = False
-        self._subject = TrainingStep(model, (), {}, None, accumulates)
-        self._static = static_bytes(model, args, kwargs, 0, device, accumulates=accumulates)
+        self._static = static_bytes(model, args, kwargs, 0, device, accumulates=self._accumulates)
         self._device = device
         self._environment = environment_of_device(model, device)
         self._inputs = [describe_leaf(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs)))]
@@ -202,10 +201,11 @@ class ObservedStep:
             self._tape.saved.closed = True
             self._allocations.__exit__(None, None, None)
 
-    def profile(self, optimizer: Optimizers = None) -> Profile:
+    def profile(self, model: nn.Module, optimizer: Optimizers = None) -> Profile:
         """Return the profile of the step.
 
         Args:
+            model: the model of the step, which is not held.
             optimizer: as for `observe`.
 
         Raises:
@@ -218,7 +218,7 @@ class ObservedStep:
             raise NothingToProfile(
                 "no backward has reached the outputs of the observed forward, so its step has no profile"
             )
-        self._allocations.check_complete(type(self._subject.compiled).__name__)
+        self._allocations.check_complete(type(model).__name__)
         outside = tape.end_outside(self._allocations, self._begin)
         in_step_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in record.ops]
         signatures: list[Hashable] = [op.signature for op in record.ops]
@@ -237,8 +237,9 @@ class ObservedStep:
         )
         kinds = len(step.op_times)
         notes = [f"measured: run times of {kinds} kinds of op, in a step that recomputes", *step.unplanned]
+        loop = Loop(max(1, len(record.forward_ends)))
         found = profile_of(
-            self._subject,
+            TrainingStep(model, (), {}, None, self._accumulates, loop),
             step,
             notes,
             self._inputs,
@@ -314,4 +315,4 @@ def observe_step(
         step.discard()
         for watch in watches:
             watch.remove()
-    return step.profile(optimizer)
+    return step.profile(model, optimizer)

@@ -211,7 +211,7 @@ class BatchPlanner:
         Raises:
             ProfilerError: the step has none.
         """
-        return self._completed(observation.step.profile(self._optimizers.all), call)
+        return self._completed(observation.step.profile(call.model, self._optimizers.all), call)
 
     def limit_of(self, profile: Profile) -> int:
         """Return the most bytes that a planned peak of this step may have.
