@@ -153,13 +153,16 @@ class PolicyChooser:
         with self._planner.lock:
             buckets = self._store.buckets
             profile = self._planner.observed(call, observation)
+            if observation.then is not None:
+                self._store.current = observation.then(profile, call)
+                return
             bucket = self._plan(call, Loop(observation.forwards), profile, observation.shape)
             buckets.forwards = max(buckets.forwards, observation.forwards)
             if buckets.single_policy is None:
                 buckets.remember(observation.key, bucket)
             self._store.current = bucket
 
-    def _observes(self, call: ModelCall) -> bool:
+    def observes(self, call: ModelCall) -> bool:
         """Return True if the step of this batch is observed, and not rehearsed."""
         return (
             self._options.first_step == "observed"
@@ -211,7 +214,7 @@ class PolicyChooser:
                 if planned and (without_budget or planned >= MOST_BUCKETS):
                     return self._beyond(shape, key)
                 try:
-                    if profiled is None and self._observes(call):
+                    if profiled is None and self.observes(call):
                         self._planner.observe(call, key)
                         return None
                     bucket = self._plan(call, loop, profiled)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,6 +88,8 @@ class Observation:
     shape: Shape  # of its first forward
     key: Key  # the same
     thread: int
+    # Plans the profile when the next step begins; None: as one of a new shape of batch.
+    then: Callable[[Profile, ModelCall], PlannedBucket] | None = None
     forwards: int = 1
 
 
@@ -192,8 +194,15 @@ class BatchPlanner:
             return profile  # the device runs behind its host, whose time does not count
         return profile.model_copy(update={"replay_us": times.replay_us})
 
-    def observe(self, call: ModelCall, key: Key) -> None:
+    def observe(
+        self, call: ModelCall, key: Key, then: Callable[[Profile, ModelCall], PlannedBucket] | None = None
+    ) -> None:
         """Run the forward of `call`, which begins, as the first one of a step without a plan.
+
+        Args:
+            call: of the model, on the batch.
+            key: of the batch.
+            then: plans the profile of the step; None: it is planned as one of a new shape of batch.
 
         Raises:
             ProfilerBusy: torch.profiler runs on this thread.
@@ -203,7 +212,7 @@ class BatchPlanner:
         self.called.clear()
         step = ObservedStep(call.model, call.args, call.kwargs, device_of(call.model, call.args, call.kwargs))
         step.begin_forward()
-        self.observation = Observation(step, call.shape, key, threading.get_ident())
+        self.observation = Observation(step, call.shape, key, threading.get_ident(), then)
 
     def observed(self, call: ModelCall, observation: Observation) -> Profile:
         """Return the profile of an observed step that is over; `call` is the one that begins.

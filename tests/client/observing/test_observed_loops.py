@@ -181,7 +181,8 @@ def test_training_whose_first_step_is_observed_equals_plain_training(
     ac_client.apply(planned.model, budget_gb=half_way(), first_step="observed", group=None)
     torch.manual_seed(1)
     loop(planned, 5)
-    assert planned.model.calls == plain.model.calls or loop in (two_backwards, two_forwards, accumulation)
+    rehearsed = loop is two_backwards  # until a retained graph is observed too
+    assert planned.model.calls == plain.model.calls or rehearsed
     assert all(map(torch.equal, planned.losses, plain.losses))
     ours, theirs = planned.model.state_dict(), plain.model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
