@@ -156,7 +156,11 @@ class PolicyChooser:
             if observation.then is not None:
                 self._store.current = observation.then(profile, call)
                 return
-            bucket = self._plan(call, Loop(observation.forwards), profile, observation.shape)
+            rows = zip(profile.outputs.position, profile.outputs.released, strict=True)
+            drops = frozenset(position for position, released in rows if released <= len(profile.ops))
+            loop = Loop(observation.forwards, drops & profile.droppable_outputs)
+            profile = profile.with_dropped_outputs(loop.drops)
+            bucket = self._plan(call, loop, profile, observation.shape)
             buckets.forwards = max(buckets.forwards, observation.forwards)
             if buckets.single_policy is None:
                 buckets.remember(observation.key, bucket)
