@@ -90,6 +90,7 @@ class Observation:
     thread: int
     # Plans the profile when the next step begins; None: as one of a new shape of batch.
     then: Callable[[Profile, ModelCall], PlannedBucket] | None = None
+    meets: bool = False  # the ranks, when the next step begins
     forwards: int = 1
 
 

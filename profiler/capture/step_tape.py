@@ -13,7 +13,7 @@ from that of a hollow step, and all three are undone here:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ from autoac.profiler.capture.op_recorder import (
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.op_facts import OpFacts
+from autoac.profiler.torch_facts.storage_table import has_storage
 from autoac.profiler.unseen.function_calls import FunctionCall
 from autoac.profiler.unseen.held_storages import HeldStorages
 
@@ -52,6 +53,8 @@ class StepTape:
         hidden: pairs of marks; what is allocated in between belongs to the region.
         temporary: storages that only the region holds longer than until the mark.
         inside: True while an op runs that is recorded already.
+        wrappers: paths of modules whose own ops are in no plan, such as DDP's.
+        unit_of: returns the FSDP unit of a module, if the model is sharded.
         samples: run times of replays in microseconds, by signature.
     """
 
@@ -64,6 +67,8 @@ class StepTape:
         self.inside = False
         self.samples: dict[Hashable, list[float]] = {}
         self.now_ns = now_ns
+        self.wrappers: Set[str] = frozenset()
+        self.unit_of: Callable[[str], Any] | None = None
         self._mark = mark
         self._op: RecordedOp | None = None  # whose kernel has not run yet
         self._outside = -1  # mark at which the model's last forward ended
@@ -103,6 +108,8 @@ class StepTape:
             out = self._inside(dispatch, func, args, kwargs)
             recorder.end_inside(func, facts, args, kwargs, out)
             return out
+        if recorder.module in self.wrappers:
+            return self._inside(dispatch, func, args, kwargs)
         self.held.look()
         begin = self._mark()
         running = recorder.begin(facts, args, kwargs)
@@ -119,10 +126,23 @@ class StepTape:
         finally:
             self.inside = False
 
+    def crossing(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield those of `tensors` that an op of another FSDP unit than the running one has made."""
+        recorder, unit_of = self.recorder, self.unit_of
+        assert unit_of is not None
+        for tensor in tensors:
+            version = recorder.newest.get(tensor) if has_storage(tensor) else None
+            if version is not None:
+                writer = recorder.record.ops[recorder.record.versions[version].op]
+                if unit_of(writer.module) is not unit_of(recorder.module):
+                    yield tensor
+
     @property
     def must_save(self) -> bool:
         """Return True if the op that is about to run must not run again."""
-        return self._op is not None and bool(self._op.must_save)
+        if self._op is None:
+            return self.recorder.module in self.wrappers
+        return bool(self._op.must_save)
 
     def call(self, kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the kernel of the op that runs, between two marks."""
