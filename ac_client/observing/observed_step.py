@@ -125,7 +125,7 @@ class ObservedStep:
         with ExitStack() as stack:
             self.groups = stack.enter_context(noting_groups())
             stack.enter_context(plain_checkpoints(self._unplanned))
-            stack.enter_context(checkpoints_left_alone())
+            stack.enter_context(checkpoints_left_alone(needed=True))
             stack.enter_context(save_recompute_policy("recompute_all", cuts=self._cuts, tape=self._tape))
             self._left_calls = calls_left_to_torch()
             self._forward = stack.pop_all()
