@@ -13,6 +13,7 @@ of the profile, outside of the model.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
@@ -43,11 +44,18 @@ from autoac.profiler.steps.hollow import HollowStep, force_saves_of_units
 from autoac.profiler.steps.training_loop import Loop, Loss, TrainingStep, loss_of
 from autoac.profiler.timing.op_timer import host_clock, median_and_spread
 from autoac.profiler.torch_facts.gradients import gradient_of, roots_of
-from autoac.profiler.torch_facts.module_paths import ROOT, watch_modules
+from autoac.profiler.torch_facts.module_paths import ROOT, is_called, watch_modules
 from autoac.profiler.torch_facts.module_pins import pins_of
 from autoac.profiler.torch_facts.private import tree_leaves
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+class _Latest(threading.local):
+    step: weakref.ref[ObservedStep] | None = None  # that began a forward on this thread
+
+
+_latest = _Latest()
 
 
 class ObservedStep:
@@ -59,6 +67,7 @@ class ObservedStep:
         device: of the model.
 
     Attributes:
+        model: that runs the step.
         recording: True from the first forward until the end of the first backward through the step.
         groups: in the collectives of the latest forward.
         has_checkpoints: the model called a checkpoint, which was left to torch: the step has no profile.
@@ -68,6 +77,7 @@ class ObservedStep:
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
     ) -> None:
         self._accumulates = any(gradient_of(parameter) is not None for parameter in parameters_of(model))
+        self.model = weakref.ref(model)
         self.recording = False
         self.has_checkpoints = False
         self.groups: Any = None
@@ -114,6 +124,10 @@ class ObservedStep:
             ProfilerBusy: torch.profiler runs on this thread.
             RuntimeError: torch does not allow saved-tensor hooks here.
         """
+        last = _latest.step() if _latest.step is not None else None
+        if last is not None and last.in_forward and not is_called(last.model):
+            last.discard()  # its forward was interrupted, which calls no hook
+        _latest.step = weakref.ref(self)
         if not self.recording:
             self._allocations.__enter__()
             self.recording = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from ranks import outputs_of_ranks
 
 SCRIPT = """
