@@ -79,7 +79,7 @@ ac_client/runtime:      base planner/base planner/formats profiler/torch_facts p
                         profiler/distributed profiler/checkpoints profiler/capture
 ac_client/observing:    base runtime planner planner/formats profiler profiler/base profiler/entry
                         profiler/capture profiler/steps profiler/static profiler/timing profiler/checkpoints
-                        profiler/torch_facts
+                        profiler/distributed profiler/torch_facts
 ac_client/measure:      base runtime planner planner/base planner/report profiler profiler/torch_facts
                         profiler/distributed
 ac_client/service_client: planner planner/base planner/formats planner/problem planner/memory planner/plans
