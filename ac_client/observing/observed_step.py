@@ -276,7 +276,7 @@ class ObservedStep:
             optimizer,
             self._static,
         )
-        # What was made between the model and backward, such as the loss, is not a gradient; names may keep it.
+        # What was made between the model and backward, such as the loss, is not a gradient.
         end = self._allocations.positions[self._end]
         left = sum(block.nbytes for block in outside if block.freed_at is None or block.freed_at >= end)
         return found.model_copy(
