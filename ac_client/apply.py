@@ -36,6 +36,7 @@ from autoac.planner.formats.policy_set import SET_FORMAT
 from autoac.profiler import Loss
 from autoac.profiler.checkpoints.own_checkpoints import check_taken_over
 from autoac.profiler.compiler.private_compiler import check_version
+from autoac.profiler.distributed.fsdp import watch_sharding
 from autoac.profiler.model_device import check_one_device, device_of
 from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled, uncompiled
 from autoac.profiler.torch_facts.probes import check_torch
@@ -149,6 +150,7 @@ def apply(
     """
     check_model(model)
     check_torch()
+    watch_sharding()
     given, model = model, uncompiled(model)  # type: ignore[assignment]
     check_optimizer(optimizer, model)
     check_switches(

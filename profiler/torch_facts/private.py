@@ -60,6 +60,7 @@ CHECKPOINTS = "taking over the checkpoints of a model's own code"
 DROP_IN = "ac_client.checkpoint"
 SPLIT = "split_backward"
 FSDP = "fully_shard"
+DDP = "DistributedDataParallel"
 REPLICATE = "replicate"
 GROUPS = "a functional collective"
 GPU = "a fake step of a GPU"
@@ -107,7 +108,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "torch.distributed._composable.contract:STATE_KEY",
         "torch.distributed._composable.replicate:replicate.state",
     ),
-    GROUPS: ("torch._C._distributed_c10d:_resolve_process_group",),
+    GROUPS: ("torch._C._distributed_c10d:_resolve_process_group", "torch.distributed:ProcessGroup.unbox"),
     GPU: (
         "torch._C:_dispatch_get_registrations_for_dispatch_key",  # lists of autocast
         "torch.library:_scoped_library",  # kernels that last as long as a with-block
@@ -481,11 +482,16 @@ def compiled_graph_class() -> Any:
 
 def process_group_named(name: str) -> Any:
     """Return the process group that functional collectives know by `name`; None if there is none."""
-    (resolve,) = require(GROUPS)
+    resolve, _ = require(GROUPS)
     try:
         return resolve(name)
     except (LookupError, RuntimeError, ValueError):
         return None
+
+
+def unboxed_group(boxed: Any) -> Any:
+    """Return the process group in a `ScriptObject`."""
+    return require(GROUPS)[1](boxed)
 
 
 def replicate_states(model: nn.Module) -> list[tuple[nn.Module, Any]]:
@@ -495,7 +501,10 @@ def replicate_states(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     key, state_of = require(REPLICATE)
     contracted = [module for module in model.modules() if key in module.__dict__]
     states = ((module, state_of(module)) for module in contracted)
-    return [(module, state) for module, state in states if state is not None]
+    replicated = [(module, state) for module, state in states if state is not None]
+    for _, state in replicated:
+        require_attributes(REPLICATE, state, ("_no_sync", "_init_args", "_init_kwargs", "lazy_init"))
+    return replicated
 
 
 def fsdp_param_group_class() -> Any:
@@ -528,8 +537,15 @@ def _check_attributes() -> None:
         (torch.Tensor, "_version _base _is_view _is_zerotensor"),
         (torch.UntypedStorage, "_cdata"),
         (torch.ops.aten.mm.default, "_schema _op _op_dk _overloadpacket _uncache_dispatch"),
+        (torch.ScriptObject, "_type"),
         (nn.parallel.DistributedDataParallel, "_get_active_ddp_module"),
         (nn.Identity(), "_parameters _modules _backward_hooks _backward_pre_hooks _compiled_call_impl"),
+        # What the functions of this file read.
+        (_C, "_get_dispatch_mode _TorchDispatchModeKey _accelerator_getStream _get_privateuse1_backend_name"),
+        (_C, "_dispatch_has_kernel_for_dispatch_key _dispatch_kernel_for_dispatch_key_is_fallthrough"),
+        (_functorch, "peek_interpreter_stack"),
+        (_forward_ad, "_current_level"),
+        (_parametrize, "_cache"),
     ):
         for name in names.split():
             getattr(owner, name)
