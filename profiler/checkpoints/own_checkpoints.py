@@ -226,6 +226,8 @@ def _checkpoint_generator(*args: Any, **kwargs: Any) -> Generator[None]:
             "torch.utils.checkpoint with a context_fn (selective checkpointing)",
             "leave context_fn out, and pin what must be saved by constraints=",
         )
+    if call.arguments.get("respect_saved_tensors_hooks", False) is None:  # since torch 2.14, which warns
+        call.arguments["respect_saved_tensors_hooks"] = False
     return _left_to_torch(generator(*call.args, **call.kwargs))
 
 

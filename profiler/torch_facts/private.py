@@ -222,8 +222,10 @@ tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only
 WeakIdKeyDictionary = _weak.WeakIdKeyDictionary  # keyed by tensors, which compare element by element
 
-# Functions of users: `Function.apply` calls `apply` of this class, however early it was looked up.
+# Functions of users. Up to torch 2.13, `Function.apply` calls `apply` of this class, however early it was
+# looked up. Since 2.14 it calls nothing in Python but the class of nodes, of which it makes one.
 SingleLevelFunction: Any = _function._SingleLevelFunction
+BackwardCFunction: Any = _function.BackwardCFunction
 # Tells the two forms of forward apart.
 is_setup_context_defined: Callable[[Any], bool] = _function._is_setup_context_defined
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from autoac.profiler.checkpoints.own_checkpoints import check_taken_over
 from autoac.profiler.distributed import fsdp
 from autoac.profiler.errors import UnsupportedTorch
 from autoac.profiler.torch_facts import private, probes
+from autoac.profiler.unseen.function_calls import function_calls_are_seen, watch_functions
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +98,48 @@ def test_dropout_that_draws_other_numbers_is_refused(call: Callable[[], None]) -
         refused(call, probes.replayed_dropout_draws_same_numbers)
     finally:
         library._destroy()
+
+
+@pytest.mark.parametrize("call", [in_a_region, profiled], ids=lambda call: call.__name__)
+def test_function_whose_calls_nobody_sees_is_refused(
+    call: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch_functions()  # once in a process
+    probes.check.cache_clear()
+    monkeypatch.setattr(torch.autograd.Function, "apply", vars(torch._C._FunctionBase)["apply"])
+    refused(call, function_calls_are_seen)
+
+
+KEPT = """
+import torch, ac_client
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+kept = Square.apply  # before anything is planned
+x = torch.arange(3.0, requires_grad=True)
+try:
+    (got,) = torch.autograd.grad(ac_client.checkpoint(lambda x: kept(x.exp()).sum(), x), x)
+except RuntimeError as error:
+    assert "Square.apply was looked up before anything was planned" in str(error), error
+    assert torch.__version__ >= "2.14"
+else:
+    assert torch.equal(got, torch.autograd.grad(kept(x.exp()).sum(), x)[0])
+    (got,) = torch.autograd.grad(ac_client.checkpoint(lambda x: Square.apply(x.exp()).sum(), x), x)
+    assert torch.equal(got, torch.autograd.grad(kept(x.exp()).sum(), x)[0])
+"""
+
+
+def test_function_that_was_looked_up_earlier_is_seen_or_refused() -> None:
+    done = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
