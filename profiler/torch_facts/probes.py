@@ -90,28 +90,31 @@ def saved_tensor_is_packed_once() -> bool:
 
 def mode_sees_op_of_rerun() -> bool:
     """Return True if a dispatch mode that is entered in backward sees an op that runs there."""
-    seen: list[Any] = []
-
-    class Watch(private.TorchDispatchMode):
-        @classmethod
-        def _should_skip_dynamo(cls) -> bool:
-            return False  # else torch imports Dynamo, which takes seconds
-
-        def __torch_dispatch__(
-            self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            seen.append(op)
-            return op(*args, **(kwargs or {}))
+    watch = _Watch()
 
     def rerun(_node: int) -> Tensor:
-        with Watch():  # type: ignore[no-untyped-call]
+        with watch:
             return _ones().exp()
 
     x = _ones().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda _tensor: 0, rerun):
         out = x.exp()
     out.sum().backward()
-    return torch.ops.aten.exp.default in seen and x.grad is not None and torch.equal(x.grad, out)
+    return torch.ops.aten.exp.default in watch.seen and x.grad is not None and torch.equal(x.grad, out)
+
+
+def function_calls_are_seen() -> bool:
+    """Return True if a dispatch mode sees a call of a Function, once `watch_functions` has run."""
+
+    class Cloned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+    Cloned.__module__ = "__main__"  # a Function of a user
+    with _Watch() as watch:
+        Cloned.apply(_ones().requires_grad_())  # type: ignore[no-untyped-call]
+    return Cloned in watch.seen
 
 
 def replayed_dropout_draws_same_numbers() -> bool:
@@ -122,6 +125,26 @@ def replayed_dropout_draws_same_numbers() -> bool:
         state.restore()
         again, _ = torch.ops.aten.native_dropout.default(_ones(64), 0.5, True)
     return torch.equal(first, again) and 0 < int(first.count_nonzero()) < 64
+
+
+class _Watch(private.TorchDispatchMode):
+    """Note the ops and Functions that run under the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[Any] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports Dynamo, which takes seconds
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(op)
+        return op(*args, **(kwargs or {}))
+
+    def run_function(self, cls: type, args: Any, kwargs: Any, apply: Callable[..., Any]) -> Any:
+        self.seen.append(cls)
+        return apply(*args, **kwargs)
 
 
 def _ones(numbers: int = 2) -> Tensor:

@@ -91,34 +91,7 @@ def watch_functions() -> None:
         if not isinstance(vars(function)["apply"], classmethod):  # it is C++
             function.apply = classmethod(_apply)
             private.BackwardCFunction.__init__ = _check_seen
-    probes.check("", function_calls_are_seen)
-
-
-def function_calls_are_seen() -> bool:
-    """Return True if a recording mode sees a call of a Function: a probe."""
-    seen: list[type] = []
-
-    class Watch(private.TorchDispatchMode):
-        @classmethod
-        def _should_skip_dynamo(cls) -> bool:
-            return False
-
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return op(*args, **(kwargs or {}))
-
-        def run_function(self, cls: type, args: Any, kwargs: Any, plain: Apply) -> Any:
-            seen.append(cls)
-            return plain(*args, **kwargs)
-
-    class Identity(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-    Identity.__module__ = "__main__"  # a Function of a user
-    with Watch():  # type: ignore[no-untyped-call]
-        Identity.apply(torch.ones(2, device="cpu", requires_grad=True))  # type: ignore[no-untyped-call]
-    return seen == [Identity]
+    probes.check("", probes.function_calls_are_seen)
 
 
 def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from autoac.profiler.checkpoints.own_checkpoints import check_taken_over
 from autoac.profiler.distributed import fsdp
 from autoac.profiler.errors import UnsupportedTorch
 from autoac.profiler.torch_facts import private, probes
-from autoac.profiler.unseen.function_calls import function_calls_are_seen, watch_functions
+from autoac.profiler.unseen.function_calls import watch_functions
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def test_function_whose_calls_nobody_sees_is_refused(
     watch_functions()  # once in a process
     probes.check.cache_clear()
     monkeypatch.setattr(torch.autograd.Function, "apply", vars(torch._C._FunctionBase)["apply"])
-    refused(call, function_calls_are_seen)
+    refused(call, probes.function_calls_are_seen)
 
 
 KEPT = """
