@@ -176,11 +176,11 @@ def unreduced_nbytes(model: nn.Module) -> int:
 
 
 def _unreduced(param: Any) -> list[Tensor]:
-    gradients = (
+    gradients = (  # one tensor since torch 2.15
         param.unsharded_accumulated_grad,
         getattr(getattr(param, "_unsharded_param", None), "grad", None),
     )
-    return [gradient for gradient in gradients if gradient is not None]
+    return list({id(gradient): gradient for gradient in gradients if gradient is not None}.values())
 
 
 def process_group_of(model: nn.Module) -> Any:
