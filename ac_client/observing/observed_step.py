@@ -38,8 +38,10 @@ from autoac.profiler.observe import profile_of
 from autoac.profiler.static_memory import static_bytes
 from autoac.profiler.steps.hollow import HollowStep
 from autoac.profiler.steps.training_loop import Loop, Loss, TrainingStep, loss_of
-from autoac.profiler.timing.op_timer import host_clock, median_and_spread
+from autoac.profiler.timing.backlog import Backlog
+from autoac.profiler.timing.op_timer import OpSpans, median_and_spread
 from autoac.profiler.torch_facts.gradients import gradient_of, roots_of
+from autoac.profiler.torch_facts.libraries import free_workspaces
 from autoac.profiler.torch_facts.module_paths import ROOT, watch_modules
 from autoac.profiler.torch_facts.module_pins import pins_of
 from autoac.profiler.torch_facts.private import tree_leaves
@@ -71,7 +73,7 @@ class ObservedStep:
         self._environment = environment_of_device(model, device)
         self._inputs = [describe_leaf(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs)))]
         self._allocations = AllocationRecord(device, nodes=True)
-        self._tape = StepTape(self._allocations.mark, host_clock(device))
+        self._tape = StepTape(self._allocations.mark, OpSpans(device, Backlog(device), sparing=True))
         self._tape.recorder.pins = pins_of(model)
         self._calls = BackwardCalls(self._backward_called, self._backward_returned)
         self._path = [ROOT]
@@ -79,6 +81,7 @@ class ObservedStep:
         self._forward: ExitStack | None = None  # what ends with the forward that runs
         self._unplanned: dict[str, None] = {}
         self._begin = self._end = -1  # marks of backward
+        self._freed = -1  # mark after which the workspaces are free
         self._reached = False  # backward has, an output of the step
         self._kept_nbytes = 0  # of the tensors that backward starts from
 
@@ -105,6 +108,7 @@ class ObservedStep:
             RuntimeError: torch does not allow saved-tensor hooks here.
         """
         if not self.recording:
+            free_workspaces(self._device)  # each is allocated in the record
             self._allocations.__enter__()
             self.recording = True
             self._calls.open()
@@ -169,6 +173,9 @@ class ObservedStep:
         self._tape.saved.save_differentiated()
         self._tape.saved.closed = True
         self._end = self._allocations.mark()
+        self._calls.close()
+        if self.recording and free_workspaces(self._device):
+            self._freed = self._allocations.mark()
         self._close()
 
     def _backward_called(self) -> None:
@@ -218,7 +225,7 @@ class ObservedStep:
             raise NothingToProfile(
                 "no backward has reached the outputs of the observed forward, so its step has no profile"
             )
-        self._allocations.check_complete(type(model).__name__)
+        self._allocations.check_complete(type(model).__name__, record.storages)
         outside = tape.end_outside(self._allocations, self._begin)
         in_step_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in record.ops]
         signatures: list[Hashable] = [op.signature for op in record.ops]
@@ -230,13 +237,16 @@ class ObservedStep:
             self._begin,
             self._end,
             self._end,
-            op_times=median_and_spread(in_step_us, signatures, tape.samples),
+            self._allocations.freed_between(self._end, self._freed) if self._freed >= 0 else (),
+            op_times=median_and_spread(in_step_us, signatures, tape.replays.samples()),
             unplanned=tuple(self._unplanned),
             temporary=tape.temporary,
             hidden=tape.hidden,
         )
         kinds = len(step.op_times)
         notes = [f"measured: run times of {kinds} kinds of op, in a step that recomputes", *step.unplanned]
+        if note := tape.replays.note():
+            notes.append(note)
         loop = Loop(max(1, len(record.forward_ends)))
         found = profile_of(
             TrainingStep(model, (), {}, None, self._accumulates, loop),
@@ -249,7 +259,7 @@ class ObservedStep:
             optimizer,
             self._static,
         )
-        # What was made between the model and backward, such as the loss, is no gradient; names may keep it.
+        # What was made between the model and backward, such as the loss, does not count as a gradient.
         end = self._allocations.positions[self._end]
         left = sum(block.nbytes for block in outside if block.freed_at is None or block.freed_at >= end)
         return found.model_copy(
