@@ -100,6 +100,11 @@ class ObservedStep:
         """Return True if a backward through the step has ended."""
         return self._end >= 0
 
+    @property
+    def peak_nbytes(self) -> int:
+        """Return the most bytes in use until the end of backward, with those of the model and the batch."""
+        return self._static.total + self._allocations.peak_nbytes()
+
     def begin_forward(self) -> None:
         """Begin a forward of the step.
 

@@ -6,6 +6,7 @@ A *position* is an index into the list of changes: how many allocations and free
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -155,6 +156,10 @@ class AllocationRecord:
                 "let torch use its own (on CUDA the backend `native`, no pluggable one)",
             )
         self._trace.check_complete(where)
+
+    def peak_nbytes(self) -> int:
+        """Return by how much the bytes in use rose at most, over those as the record began."""
+        return max(itertools.accumulate((change.nbytes for change in self.changes), initial=0))
 
     def freed_between(self, first: int, last: int) -> list[AllocatedBlock]:
         """Return the blocks that are live at mark `first` and no longer at mark `last`."""
