@@ -88,6 +88,7 @@ bench-peak: $(READY)
 # A first step without a profile: peaks and numbers, over 53 models. Five minutes.
 bench-observed: $(READY)
 	$(BIN)/python -m benchmarks.observed_step
+	$(BIN)/python -m benchmarks.observed_profile
 
 # Compiled models: predicted and measured peaks and gradients, then next to activation_memory_budget: an hour.
 bench-compiled: $(READY)

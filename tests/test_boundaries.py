@@ -78,7 +78,7 @@ ac_client/base:         planner planner/base planner/formats profiler/base
 ac_client/runtime:      base planner/base planner/formats profiler/torch_facts profiler/unseen
                         profiler/distributed profiler/checkpoints profiler/capture
 ac_client/observing:    base runtime planner planner/formats profiler profiler/base profiler/entry
-                        profiler/capture profiler/steps profiler/static profiler/timing
+                        profiler/capture profiler/steps profiler/static profiler/timing profiler/checkpoints
                         profiler/torch_facts
 ac_client/measure:      base runtime planner planner/base planner/report profiler profiler/torch_facts
                         profiler/distributed

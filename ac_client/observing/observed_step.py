@@ -32,11 +32,14 @@ from autoac.profiler.checkpoints.own_checkpoints import (
     checkpoints_left_alone,
     plain_checkpoints,
 )
+from autoac.profiler.distributed.ddp import wrapper_paths
+from autoac.profiler.distributed.fsdp import parameters_of, shards_of
+from autoac.profiler.distributed.process_groups import noting_groups
 from autoac.profiler.environment import describe_leaf, environment_of_device
 from autoac.profiler.errors import NothingToProfile
 from autoac.profiler.observe import profile_of
 from autoac.profiler.static_memory import static_bytes
-from autoac.profiler.steps.hollow import HollowStep
+from autoac.profiler.steps.hollow import HollowStep, force_saves_of_units
 from autoac.profiler.steps.training_loop import Loop, Loss, TrainingStep, loss_of
 from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.op_timer import OpSpans, median_and_spread
@@ -59,15 +62,17 @@ class ObservedStep:
 
     Attributes:
         recording: True from the first forward until the end of the first backward through the step.
+        groups: in the collectives of the latest forward.
         has_checkpoints: the model called a checkpoint, which was left to torch: the step has no profile.
     """
 
     def __init__(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
     ) -> None:
-        self._accumulates = any(gradient_of(parameter) is not None for parameter in model.parameters())
+        self._accumulates = any(gradient_of(parameter) is not None for parameter in parameters_of(model))
         self.recording = False
         self.has_checkpoints = False
+        self.groups: Any = None
         self._static = static_bytes(model, args, kwargs, 0, device, accumulates=self._accumulates)
         self._device = device
         self._environment = environment_of_device(model, device)
@@ -75,6 +80,11 @@ class ObservedStep:
         self._allocations = AllocationRecord(device, nodes=True)
         self._tape = StepTape(self._allocations.mark, OpSpans(device, Backlog(device), sparing=True))
         self._tape.recorder.pins = pins_of(model)
+        self._tape.wrappers = wrapper_paths(model)
+        self._shards = shards_of(model)
+        if self._shards is not None:
+            self._tape.unit_of = self._shards.unit_of
+            self._tape.saved.can_run = self._shards.is_gathered
         self._calls = BackwardCalls(self._backward_called, self._backward_returned)
         self._path = [ROOT]
         self._cuts = Cuts()
@@ -122,8 +132,9 @@ class ObservedStep:
         self._cuts = Cuts()
         self._tape.saved.forward_over = False
         with ExitStack() as stack:
+            self.groups = stack.enter_context(noting_groups())
             stack.enter_context(plain_checkpoints(self._unplanned))
-            stack.enter_context(checkpoints_left_alone())
+            stack.enter_context(checkpoints_left_alone(needed=True))
             stack.enter_context(save_recompute_policy("recompute_all", cuts=self._cuts, tape=self._tape))
             self._left_calls = calls_left_to_torch()
             self._forward = stack.pop_all()
@@ -232,6 +243,8 @@ class ObservedStep:
             )
         self._allocations.check_complete(type(model).__name__, record.storages)
         outside = tape.end_outside(self._allocations, self._begin)
+        if self._shards is not None:
+            force_saves_of_units(record, self._shards, tape.saved.out_of_reach)
         in_step_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in record.ops]
         signatures: list[Hashable] = [op.signature for op in record.ops]
         step = HollowStep(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 
@@ -40,7 +41,7 @@ from autoac.planner import (
 from autoac.planner.formats.policy_set import Shape, shape_in_words
 from autoac.profiler import Loop, NothingToProfile, ProfilerBusy
 from autoac.profiler.distributed.fsdp import process_group_of
-from autoac.profiler.distributed.process_groups import noting_groups
+from autoac.profiler.distributed.process_groups import Groups, noting_groups
 from autoac.profiler.errors import ProfilerError
 from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled
 from autoac.profiler.torch_facts.torch_trace import profiler_is_running
@@ -121,6 +122,8 @@ class PolicyChooser:
             step.begin_forward()
             observation.forwards += 1
             return True
+        if observation.meets:
+            return self._meet_after(observation, call)
         if step.has_backward:
             try:
                 self._plan_observed(observation, call)
@@ -133,10 +136,39 @@ class PolicyChooser:
         self._planner.observation = None
         return False
 
+    def _meet_after(self, observation: Observation, call: ModelCall) -> bool:
+        """Plan an observed step with the other ranks; return True if the forward that begins has no plan.
+
+        Raises:
+            PlannerError, RemoteError, ProfilerError: planning failed, on any rank.
+        """
+        step, self._planner.observation = observation.step, None
+        if self.ranks is None and step.groups is not None:
+            self.ranks = self._ranks_of(step.groups, call)
+        # A rank whose step nobody differentiated has no profile: then all observe another step.
+        again = not step.has_backward
+        if self.ranks.any(again) if self.ranks is not None else again:
+            step.discard()
+            return False
+        if self.ranks is None:
+            self._to_meet = False
+            self._plan_observed(observation, call)
+            return False
+        with self._planner.lock:
+            profile: Profile | None = None
+            need: Need | Exception
+            try:
+                profile = self._planner.observed(call, observation)
+                need = Need(observation.shape, self._planner.limit_of(profile), profile.static.total)
+            except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
+                need = error
+            self._meet_or_give_up(observation.shape, call, Loop(observation.forwards), need, profile)
+        return False
+
     def settle(self, model: nn.Module) -> None:
         """Plan the observed step now, if it is over. What cannot be planned raises in the next forward."""
         observation = self._planner.observation
-        if observation is None or not observation.step.has_backward:
+        if observation is None or observation.meets or not observation.step.has_backward:
             return
         try:
             self._plan_observed(observation, ModelCall(model, (), {}))
@@ -153,18 +185,24 @@ class PolicyChooser:
         with self._planner.lock:
             buckets = self._store.buckets
             profile = self._planner.observed(call, observation)
-            bucket = self._plan(call, Loop(observation.forwards), profile, observation.shape)
+            if observation.then is not None:
+                self._store.current = observation.then(profile, call)
+                return
+            rows = zip(profile.outputs.position, profile.outputs.released, strict=True)
+            drops = frozenset(position for position, released in rows if released <= len(profile.ops))
+            loop = Loop(observation.forwards, drops & profile.droppable_outputs)
+            profile = profile.with_dropped_outputs(loop.drops)
+            bucket = self._plan(call, loop, profile, observation.shape)
             buckets.forwards = max(buckets.forwards, observation.forwards)
             if buckets.single_policy is None:
                 buckets.remember(observation.key, bucket)
             self._store.current = bucket
 
-    def _observes(self, call: ModelCall) -> bool:
+    def observes(self, call: ModelCall) -> bool:
         """Return True if the step of this batch is observed, and not rehearsed."""
         return (
             self._options.first_step == "observed"
             and not self._rehearses
-            and self.ranks is None
             and not (is_called_compiled(call.model) or compiled_parts(call.model))
         )
 
@@ -211,7 +249,7 @@ class PolicyChooser:
                 if planned and (without_budget or planned >= MOST_BUCKETS):
                     return self._beyond(shape, key)
                 try:
-                    if profiled is None and self._observes(call):
+                    if profiled is None and self.observes(call):
                         self._planner.observe(call, key)
                         return None
                     bucket = self._plan(call, loop, profiled)
@@ -257,6 +295,15 @@ class PolicyChooser:
         with self._planner.lock:
             if self.ranks is not None and self.ranks.any(profiler_is_running()):
                 return self._unplanned_now(ProfilerBusy())
+            key = key_of(call.args, call.kwargs)
+            if self.observes(call):
+                try:
+                    self._planner.observe(call, key)
+                except ProfilerBusy as busy:
+                    return self._unplanned_now(busy)
+                assert self._planner.observation is not None
+                self._planner.observation.meets = True
+                return None
             profile: Profile | None = None
             need: Need | Exception
             with noting_groups() as groups:
@@ -265,34 +312,54 @@ class PolicyChooser:
                     need = Need(call.shape, self._planner.limit_of(profile), profile.static.total)
                 except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
                     need = error
-            key = key_of(call.args, call.kwargs)
             if self.ranks is None:
-                self.ranks, unknown = ranks_of_collectives(groups, call.model)
-                if unknown:
-                    self._warn_of_unknown_ranks(unknown)
+                self.ranks = self._ranks_of(groups, call)
             if self.ranks is None:
                 if not isinstance(need, ProfilerBusy):
                     self._to_meet = False
                 return self._plan_new_shape(call, loop, key, need if isinstance(need, Exception) else profile)
             try:
-                self._meet(call, loop, need, profile)
-            except BaseException as error:
-                if isinstance(error, ProfilerBusy):
-                    return self._unplanned_now(error)
-                self._give_up()
-                raise
-            self._to_meet = False
+                self._meet_or_give_up(call.shape, call, loop, need, profile)
+            except ProfilerBusy as busy:
+                return self._unplanned_now(busy)
             covering = self._store.buckets.covering(key, call.args, call.kwargs)
             assert covering is not None
             if self._options.shapes == "first":
                 self._store.buckets.serve_all(covering)
             return covering
 
-    def _meet(self, call: ModelCall, loop: Loop, need: Need | Exception, profile: Profile | None) -> None:
+    def _ranks_of(self, groups: Groups, call: ModelCall) -> Ranks | None:
+        """Return the ranks that the collectives of a forward show; warn if they show none for sure."""
+        ranks, unknown = ranks_of_collectives(groups, call.model)
+        if unknown:
+            self._warn_of_unknown_ranks(unknown)
+        return ranks
+
+    def _meet_or_give_up(
+        self, shape: Shape, call: ModelCall, loop: Loop, need: Need | Exception, profile: Profile | None
+    ) -> None:
+        """Meet the other ranks; if that fails, leave the model without any plan.
+
+        Raises:
+            ProfilerBusy: on a rank; the model stays as it is.
+        """
+        try:
+            self._meet(shape, call, loop, need, profile)
+        except ProfilerBusy:
+            raise
+        except BaseException:
+            self._give_up()
+            raise
+        self._to_meet = False
+
+    def _meet(
+        self, shape: Shape, call: ModelCall, loop: Loop, need: Need | Exception, profile: Profile | None
+    ) -> None:
         """Agree with the other ranks, and add the buckets of all policies.
 
         Args:
-            call: of the model, on this rank's batch.
+            shape: of this rank's batch that was profiled.
+            call: of the model.
             loop: the form of the loop.
             need: of this rank, or the error that kept it from finding out.
             profile: of this rank; None with an error.
@@ -314,11 +381,12 @@ class PolicyChooser:
         for one in agreed.policies:
             of, its_loop = dropped if one.policy.fingerprint == dropped[0].fingerprint else (profile, loop)
             found = own_plan[0] if one.planner == ranks.rank else None
-            if found is None and one.shape == call.shape:
+            if found is None and one.shape == shape:
                 found = _plan_on(one.policy, of)
             loaded, step = LoadedPolicy(one.policy, found), None
             if found is not None:
                 step = self._planner.profiled_step(call, of, loaded, agreed.static - of.static.total)
+                step = replace(step, shape=shape)
             bucket = PlannedBucket(one.shape, loaded, step, PlannedFor(need.limit, loop=its_loop))
             self._store.add(bucket, serve_all=False)
             log.info("%s: planned by rank %d of %d", self._planner.name, one.planner, ranks.size)

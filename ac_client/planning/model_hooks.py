@@ -165,6 +165,7 @@ class ModelHooks:
         self._watch_submodules(model)
         bucket = planning.policy_for(ModelCall(model, args, kwargs), waiting)
         if bucket is None:
+            self._of_thread.forward.begin_observed()
             return
         planning.watch.on_device.forward_begins(bucket)
         if (marks := self._measured.marks) is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ac_client.observing.observed_step import BackwardListener
-from ac_client.planning.batch_shape import ModelCall
+from ac_client.planning.batch_shape import ModelCall, key_of
 from ac_client.planning.choose_policy import PolicyChooser
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts
 from ac_client.planning.facts.step_watch import StepWatch
@@ -30,6 +30,7 @@ from ac_client.planning.plan_batch import NO_PLAN, BatchPlanner, Observation, fi
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError, Policy, PolicySet, Profile
+from autoac.planner.formats.policy_set import Shape
 from autoac.planner.units import format_bytes
 from autoac.profiler import ProfilerBusy, device_of
 from autoac.profiler.errors import ProfilerError
@@ -102,8 +103,13 @@ class ModelPlanning:
             if (loop := action.terms.loop) != bucket.planned_for.loop:
                 facts, bucket.observed, buckets.forwards = facts._replace(loop=loop), loop, loop.forwards
             # Any other batch waits for one like the batch that was profiled.
-            if not action.profiles or call.shape == bucket.step.shape:
-                self._plan_again(bucket, action, call)
+            if action.profiles and call.shape != bucket.step.shape:
+                continue
+            if action.profiles and not action.terms.loop.retains and self.chooser.observes(call):
+                if not waiting and self._observe_again(bucket, action, call):
+                    return None
+                continue  # more forwards in flight are observed from the next step's first one on
+            self._plan_again(bucket, action, call)
         if bucket.profile is not None:
             self.watch.peaks.start(call.model)
         elif not bucket.statistics.steps:
@@ -212,15 +218,49 @@ class ModelPlanning:
                 frees_gradients=planned.frees_gradients,
             )
 
-    def _plan_again(self, bucket: PlannedBucket, action: PlanAgain, call: ModelCall | None = None) -> None:
+    def _observe_again(self, bucket: PlannedBucket, action: PlanAgain, call: ModelCall) -> bool:
+        """Observe the step that begins in place of a profile for `action`; False: torch.profiler runs."""
+        shape = call.shape
+
+        def plan(found: Profile, following: ModelCall) -> PlannedBucket:
+            observed = self.planner.observation
+            forwards = observed.forwards if observed is not None else 1
+            terms = replace(action.terms, loop=replace(action.terms.loop, forwards=forwards))
+            self._plan_again(bucket, replace(action, terms=terms), following, found=found, shape=shape)
+            return bucket
+
+        try:
+            self.planner.observe(call, key_of(call.args, call.kwargs), plan)
+        except ProfilerBusy:
+            return False
+        return True
+
+    def _plan_again(
+        self,
+        bucket: PlannedBucket,
+        action: PlanAgain,
+        call: ModelCall | None = None,
+        *,
+        found: Profile | None = None,
+        shape: Shape | None = None,
+    ) -> None:
+        """Plan `bucket` as `action` says; if no plan can be made, the present one stays.
+
+        Args:
+            call: of the model, if `action` profiles, or of the step after the one that was observed.
+            found: the profile, if the step was observed.
+            shape: of the batch that was observed.
+        """
         terms, step, profile = action.terms, bucket.step, bucket.profile
         without_gradients = bucket.without_gradients
         assert profile is not None
         with self.planner.lock:
             try:
                 if action.profiles:
-                    assert call is not None
-                    found = _with_link(self.planner.profile(call, terms.loop), terms.link_share)
+                    if found is None:
+                        assert call is not None
+                        found, shape = self.planner.profile(call, terms.loop), call.shape
+                    found = _with_link(found, terms.link_share)
                     if action.row == "skipped modules" and len(found.ops) <= len(profile.ops):
                         bucket.planned_for = replace(bucket.planned_for, module_tries=terms.module_tries)
                         return
@@ -228,7 +268,7 @@ class ModelPlanning:
                     others, limit = self.watch.on_device.others_nbytes(), self.planner.limit_of(found)
                     terms = replace(terms, others_nbytes=others, limit=limit)
                     action = replace(action, terms=terms)
-                    step = ProfiledStep(call.shape, found)
+                    step = ProfiledStep(shape, found)
                     same_ops = action.row == "gradients" and terms.loop == bucket.planned_for.loop
                     without_gradients = (bucket.step, bucket.planned_for) if same_ops else None
                 elif action.row == "gradients" and without_gradients is not None:
@@ -279,7 +319,7 @@ class ModelPlanning:
         policy = policy.model_copy(update={"budget_bytes": self.options.budget_bytes})
         loaded = LoadedPolicy(corrected(policy, correction.nbytes, correction.total), plan)
         if call is not None and action.profiles:
-            step = self.planner.profiled_step(call, step.profile, loaded)
+            step = replace(self.planner.profiled_step(call, step.profile, loaded), shape=step.shape)
         bucket.load(loaded, step, terms)
         if infeasible is not None and peak > self.options.limit:
             bucket.warned.add(action.row)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,7 +88,11 @@ class Observation:
     shape: Shape  # of its first forward
     key: Key  # the same
     thread: int
+    # Plans the profile when the next step begins; None: as one of a new shape of batch.
+    then: Callable[[Profile, ModelCall], PlannedBucket] | None = None
+    meets: bool = False  # the ranks, when the next step begins
     forwards: int = 1
+    state_nbytes: int = 0  # of the optimizers, as the step began
 
 
 class BatchPlanner:
@@ -190,8 +194,15 @@ class BatchPlanner:
             return profile  # the device runs behind its host, whose time does not count
         return profile.model_copy(update={"replay_us": times.replay_us})
 
-    def observe(self, call: ModelCall, key: Key) -> None:
+    def observe(
+        self, call: ModelCall, key: Key, then: Callable[[Profile, ModelCall], PlannedBucket] | None = None
+    ) -> None:
         """Run the forward of `call`, which begins, as the first one of a step without a plan.
+
+        Args:
+            call: of the model, on the batch.
+            key: of the batch.
+            then: plans the profile of the step; None: it is planned as one of a new shape of batch.
 
         Raises:
             ProfilerBusy: torch.profiler runs on this thread, or a CUDA graph is being captured.
@@ -199,9 +210,13 @@ class BatchPlanner:
         _check_idle()
         log.info("%s: observing one step", self.name)
         self.called.clear()
-        step = ObservedStep(call.model, call.args, call.kwargs, device_of(call.model, call.args, call.kwargs))
+        device = device_of(call.model, call.args, call.kwargs)
+        step, state = (
+            ObservedStep(call.model, call.args, call.kwargs, device),
+            self._optimizers.state_nbytes(device),
+        )
         step.begin_forward()
-        self.observation = Observation(step, call.shape, key, threading.get_ident())
+        self.observation = Observation(step, call.shape, key, threading.get_ident(), then, state_nbytes=state)
 
     def observed(self, call: ModelCall, observation: Observation) -> Profile:
         """Return the profile of an observed step that is over; `call` is the one that begins.
@@ -210,13 +225,13 @@ class BatchPlanner:
             ProfilerError: the step has none.
         """
         profile = self._completed(observation.step.profile(call.model, self._optimizers.all), call)
-        budget, peak = self.options.budget_bytes, observation.step.peak_nbytes
+        budget, peak = self.options.budget_bytes, observation.step.peak_nbytes + observation.state_nbytes
         if budget is not None and peak > budget:
             self.warn_once(
                 "observed",
                 f"an observed step, which has no plan yet, took {format_bytes(peak)}, which is "
-                f"{format_bytes(peak - budget)} over the budget of {format_bytes(budget)}. Later steps have a "
-                "plan that keeps the budget; to observe with less memory, train on a smaller batch first",
+                f"{format_bytes(peak - budget)} over the budget of {format_bytes(budget)}. Later steps have "
+                "a plan; to observe with less memory, train on a smaller batch first",
             )
             if device_of(call.model).type == "cuda":
                 torch.cuda.empty_cache()  # the segments that it took beyond the budget

@@ -105,6 +105,10 @@ class PlannedForward:
             if compares:
                 active.region.graph.compare()
 
+    def begin_observed(self) -> None:
+        """Follow the calls of a forward that runs under no policy."""
+        self._calls = [(ROOT, id(sys.exception()))]
+
     def _compare_checkpoints(self) -> None:
         """Have backward compare what plain calls save, without a region: NOTE [ Needed checkpoints ]."""
         graph = RegionGraph(None)

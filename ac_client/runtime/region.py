@@ -72,6 +72,7 @@ from ac_client.runtime.replay import EventLog, RegionGraph, recording_off
 from ac_client.runtime.saved_tensor_hooks import RegionHooks
 from ac_client.runtime.tracked_storages import TrackedStorages, move_handles
 from autoac.planner.formats.policy import OFFLOAD
+from autoac.planner.formats.profile import CROSSES
 from autoac.profiler.capture.step_tape import StepTape
 from autoac.profiler.distributed.fsdp import watch_sharding
 from autoac.profiler.torch_facts import private
@@ -238,7 +239,7 @@ class Region(RecordingMode):
         """Record again after compiled code."""
         recording_off.depth -= 1
 
-    def hold(self, tensors: Iterable[Tensor], reason: str = "") -> None:
+    def hold(self, tensors: Iterable[Tensor], reason: str = CROSSES) -> None:
         """Hold tensors that cross from one FSDP unit or compiled graph to another."""
         for tensor in tensors:
             self.storages.pin(tensor)
@@ -289,6 +290,8 @@ class Region(RecordingMode):
             moves.before_write(written_tensors(facts, args, kwargs or {}))
         if self._function is not None:
             return self._run_in_function(self._function, func, facts, args, kwargs)
+        if tape is not None and tape.unit_of is not None:
+            self.hold(tape.crossing(tensors_in(args, kwargs or {})))
         if self.storages.cuts is not None:
             written = written_tensors(facts, args, kwargs or {}) if facts.mutates else ()
             self.storages.cut(tensors_in(args, kwargs or {}), written)

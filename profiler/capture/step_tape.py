@@ -13,7 +13,7 @@ from that of a hollow step, and all three are undone here:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
 from autoac.profiler.timing.op_timer import OpSpans
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.op_facts import OpFacts
+from autoac.profiler.torch_facts.storage_table import has_storage
 from autoac.profiler.unseen.function_calls import FunctionCall
 from autoac.profiler.unseen.held_storages import HeldStorages
 
@@ -54,6 +55,8 @@ class StepTape:
         temporary: storages that only the region holds longer than until the mark.
         inside: True while an op runs that is recorded already.
         replays: as passed.
+        wrappers: paths of modules whose own ops are in no plan, such as DDP's.
+        unit_of: returns the FSDP unit of a module, if the model is sharded.
     """
 
     def __init__(self, mark: Callable[[], int], replays: OpSpans) -> None:
@@ -64,6 +67,8 @@ class StepTape:
         self.temporary: list[RecordedStorage] = []
         self.inside = False
         self.replays = replays
+        self.wrappers: Set[str] = frozenset()
+        self.unit_of: Callable[[str], Any] | None = None
         self._mark = mark
         self._op: RecordedOp | None = None  # whose kernel has not run yet
         self._outside = -1  # mark at which the model's last forward ended
@@ -103,6 +108,8 @@ class StepTape:
             out = self._inside(dispatch, func, args, kwargs)
             recorder.end_inside(func, facts, args, kwargs, out)
             return out
+        if recorder.module in self.wrappers:
+            return self._inside(dispatch, func, args, kwargs)
         self.held.look()
         begin = self._mark()
         running = recorder.begin(facts, args, kwargs)
@@ -119,10 +126,23 @@ class StepTape:
         finally:
             self.inside = False
 
+    def crossing(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield those of `tensors` that an op of another FSDP unit than the running one has made."""
+        recorder, unit_of = self.recorder, self.unit_of
+        assert unit_of is not None
+        for tensor in tensors:
+            version = recorder.newest.get(tensor) if has_storage(tensor) else None
+            if version is not None:
+                writer = recorder.record.ops[recorder.record.versions[version].op]
+                if unit_of(writer.module) is not unit_of(recorder.module):
+                    yield tensor
+
     @property
     def must_save(self) -> bool:
         """Return True if the op that is about to run must not run again."""
-        return self._op is not None and bool(self._op.must_save)
+        if self._op is None:
+            return self.recorder.module in self.wrappers
+        return bool(self._op.must_save)
 
     def call(self, kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the kernel of the op that runs, between two marks."""

@@ -240,6 +240,12 @@ class Shards:
         return state is None or all(group.is_unsharded for group in state._fsdp_param_groups)
 
 
+def shards_of(model: nn.Module) -> Shards | None:
+    """Return the sharded parameters of `model`; None if it is not sharded."""
+    states = _states_of(model)
+    return Shards(states) if states else None
+
+
 @contextmanager
 def single_rank_fsdp(model: nn.Module, *, accumulates: bool) -> Iterator[Shards]:
     """Run steps of `model` without other ranks, and leave its shards and their gradients unchanged.

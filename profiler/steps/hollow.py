@@ -294,13 +294,13 @@ def _trace(
         after_free = allocations.mark()
     allocations.check_complete(type(step.model).__name__, recorder.record.storages)
     _clear_gradients(step, shards)  # with them, a further forward would hold more than any step
-    _force_saves_of_units(recorder.record, shards, saved.out_of_reach)
+    force_saves_of_units(recorder.record, shards, saved.out_of_reach)
     recorder.generators.restore()
     workspaces = allocations.freed_between(end, after_free) if freed else ()
     return HollowStep(recorder.record, saved, allocations, allocations.times_ns, *backward, workspaces)
 
 
-def _force_saves_of_units(record: ForwardRecord, shards: Shards, out_of_reach: Set[int]) -> None:
+def force_saves_of_units(record: ForwardRecord, shards: Shards, out_of_reach: Set[int]) -> None:
     """Mark as saved the ops that cannot run again under FSDP: NOTE [ Units ] in distributed/fsdp.py."""
     units = [shards.unit_of(op.module) for op in record.ops]
     for reader, op in enumerate(record.ops):

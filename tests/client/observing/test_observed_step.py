@@ -2,57 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ac_client.observing.observed_step import observe_step
-from autoac.planner import Profile, build
-from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import CannotProfile, profile
 from benchmarks.models.tiny import IRREGULAR, ZOO, ZooModel
+from benchmarks.observed_profile import IN_BACKWARD, differing, peaks
 from tests.programs import COLUMNS, ROWS, Program
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-OTHERS = ("runtime_us", "spread_us", "replay_us", "notes", "kept_nbytes")
-"""Times; and what is alive when backward returns, which has the gradients that backward starts from."""
-IN_BACKWARD = ("backward.", "saved.dropped", "outputs.released", "temporaries.", "nodes")
-"""Where a hollow step has copies of its own: of integers that autograd saves, of the generator's state."""
 SCALARS = {"T5": 8, "Whisper": 8}
 """Bytes of a number that becomes a tensor, as in `x[0] = 1`, which may count for one op less."""
-
-
-def columns(found: Profile) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-
-    def add(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for name, item in value.items():
-                add(f"{prefix}.{name}" if prefix else name, item)
-        else:
-            flat[prefix] = value
-
-    add("", found.model_dump())
-    in_forward = [min(moment, len(found.ops)) for moment in found.storages.released]
-    return flat | {"storages.released": in_forward}
-
-
-def differing(observed: Profile, hollow: Profile, *skipped: str) -> list[str]:
-    a, b = columns(observed), columns(hollow)
-    names = [name for name in {**a, **b} if not name.endswith(OTHERS) and not name.startswith(skipped)]
-    return [name for name in names if a.get(name) != b.get(name)]
-
-
-def peaks(found: Profile) -> list[int]:
-    """Return the peaks with everything saved, with everything recomputed that may be, and with half saved."""
-    graph = build(found)
-    free = sorted(graph.everything - graph.must_save)
-    dropped = [frozenset[int](), frozenset(free), frozenset(free[::2]), frozenset(free[1::2])]
-    return [peak_bytes(graph, graph.everything - one) for one in dropped]
 
 
 class Run(nn.Module):
@@ -72,7 +36,7 @@ def test_observed_step_has_the_profile_of_a_hollow_step(entry: ZooModel) -> None
     hollow = profile(model, **entry.batch())
     observed = observe_step(model, (), entry.batch(), device=CPU)
     scalars = SCALARS.get(entry.name, 0)
-    assert not differing(observed, hollow, *IN_BACKWARD, *(["ops.other_nbytes"] if scalars else []))
+    assert not differing(observed, hollow, *IN_BACKWARD)
     assert peaks(observed) == pytest.approx(peaks(hollow), abs=scalars)
 
 

@@ -1,0 +1,119 @@
+"""The profile of an observed step next to that of a hollow step, column by column, on every model here.
+
+    python -m benchmarks.observed_profile [--only PATTERN] [--sizes tiny medium unfamiliar] [--out FILE]
+
+Columns that differ are listed, those of run times aside, and by how many bytes four peaks differ: of a step
+that saves everything, nothing that it may recompute, and two halves. What differs for a known reason:
+
+- Integers that autograd saves. A hollow step hands backward a contiguous copy that stays; a real one hands it
+  the tensor, which is free when its node returns, and which a kernel may copy first (expanded indices).
+- A number that becomes a tensor (`x[0] = 1`), 8 bytes, may count for one op less.
+- A hollow step counts its own copy of the generator's state.
+
+Exit with 1 if an op, a storage, a version or a saved tensor differs, or a peak by more than MOST_NBYTES.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import nn
+
+from ac_client.observing.observed_step import observe_step
+from autoac.planner import Profile, build
+from autoac.planner.memory.simulate import peak_bytes
+from autoac.profiler import profile
+from benchmarks.models.batches import Batch
+from benchmarks.observed_step import SIZES, cases
+from benchmarks.results import add_out_argument, markdown_table, write_result
+
+OTHERS = ("runtime_us", "spread_us", "replay_us", "notes", "kept_nbytes")
+"""Times; and what is alive when backward returns, which has the gradients that backward starts from."""
+IN_BACKWARD = ("backward.", "saved.dropped", "outputs.released", "temporaries.", "nodes", "ops.other_nbytes")
+"""Columns that the known reasons change."""
+MOST_NBYTES = 8  # of a peak
+
+
+def columns(found: Profile) -> dict[str, Any]:
+    """Return the columns of a profile by name. Storages that forward does not release are released alike."""
+    flat: dict[str, Any] = {}
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, item in value.items():
+                add(f"{prefix}.{name}" if prefix else name, item)
+        else:
+            flat[prefix] = value
+
+    add("", found.model_dump())
+    in_forward = [min(moment, len(found.ops)) for moment in found.storages.released]
+    return flat | {"storages.released": in_forward}
+
+
+def differing(observed: Profile, hollow: Profile, *skipped: str) -> list[str]:
+    """Return the names of the columns that differ, without those that begin with one of `skipped`."""
+    a, b = columns(observed), columns(hollow)
+    names = [name for name in {**a, **b} if not name.endswith(OTHERS) and not name.startswith(skipped)]
+    return [name for name in names if a.get(name) != b.get(name)]
+
+
+def peaks(found: Profile) -> list[int]:
+    """Return the peaks with everything saved, nothing that may be recomputed, and two halves of that."""
+    graph = build(found)
+    free = sorted(graph.everything - graph.must_save)
+    dropped = [frozenset[int](), frozenset(free), frozenset(free[::2]), frozenset(free[1::2])]
+    return [peak_bytes(graph, graph.everything - one) for one in dropped]
+
+
+def compare(name: str, make: Callable[[], tuple[nn.Module, Batch]]) -> tuple[list[str], bool]:
+    """Return the row of one model, and True if it differs for no known reason."""
+    torch.manual_seed(0)
+    model, batch = make()
+    model.train()
+    hollow = profile(model, **batch)
+    observed = observe_step(model, (), batch, device=torch.device("cpu"))
+    apart = [abs(a - b) for a, b in zip(peaks(observed), peaks(hollow), strict=True)]
+    forward = sum(observed.ops.runtime_us) / sum(hollow.ops.runtime_us)
+    backward = sum(observed.backward.runtime_us) / sum(hollow.backward.runtime_us)
+    row = [
+        name,
+        str(len(hollow.ops)),
+        ", ".join(differing(observed, hollow)),
+        str(max(apart)),
+        f"{forward:.2f}",
+        f"{backward:.2f}",
+    ]
+    return row, bool(differing(observed, hollow, *IN_BACKWARD)) or max(apart) > MOST_NBYTES
+
+
+def main() -> int:
+    """Compare, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", default="*", metavar="PATTERN")
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    add_out_argument(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    head = ("model", "ops", "columns that differ", "bytes apart", "ops' time / hollow", "backward's / hollow")
+    rows, unexplained = [], []
+    for name, make in cases(options.sizes):
+        if fnmatchcase(name, options.only):
+            row, wrong = compare(name, make)
+            rows.append(row)
+            print(" | ".join(row), flush=True)
+            unexplained += [name] * wrong
+    equal = sum(not row[2] for row in rows)
+    summary = f"{len(rows)} models, {equal} equal in every column, {len(unexplained)} differ unexplained."
+    write_result(f"{summary}\n\n{markdown_table(head, rows)}", options.out)
+    return int(bool(unexplained))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
