@@ -42,8 +42,10 @@ from autoac.profiler.observe import profile_of
 from autoac.profiler.static_memory import static_bytes
 from autoac.profiler.steps.hollow import HollowStep, force_saves_of_units
 from autoac.profiler.steps.training_loop import Loop, Loss, TrainingStep, loss_of
-from autoac.profiler.timing.op_timer import host_clock, median_and_spread
+from autoac.profiler.timing.backlog import Backlog
+from autoac.profiler.timing.op_timer import OpSpans, median_and_spread
 from autoac.profiler.torch_facts.gradients import gradient_of, roots_of
+from autoac.profiler.torch_facts.libraries import free_workspaces
 from autoac.profiler.torch_facts.module_paths import ROOT, is_called, watch_modules
 from autoac.profiler.torch_facts.module_pins import pins_of
 from autoac.profiler.torch_facts.private import tree_leaves
@@ -86,7 +88,7 @@ class ObservedStep:
         self._environment = environment_of_device(model, device)
         self._inputs = [describe_leaf(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs)))]
         self._allocations = AllocationRecord(device, nodes=True)
-        self._tape = StepTape(self._allocations.mark, host_clock(device))
+        self._tape = StepTape(self._allocations.mark, OpSpans(device, Backlog(device), sparing=True))
         self._tape.recorder.pins = pins_of(model)
         self._tape.wrappers = wrapper_paths(model)
         self._shards = shards_of(model)
@@ -99,6 +101,7 @@ class ObservedStep:
         self._forward: ExitStack | None = None  # what ends with the forward that runs
         self._unplanned: dict[str, None] = {}
         self._begin = self._end = -1  # marks of backward
+        self._freed = -1  # mark after which the workspaces are free
         self._reached = False  # backward has, an output of the step
         self._kept_nbytes = 0  # of the tensors that backward starts from
 
@@ -117,6 +120,11 @@ class ObservedStep:
         """Return True if a backward through the step has ended."""
         return self._end >= 0
 
+    @property
+    def peak_nbytes(self) -> int:
+        """Return the most bytes in use until the end of backward, with those of the model and the batch."""
+        return self._static.total + self._allocations.peak_nbytes()
+
     def begin_forward(self) -> None:
         """Begin a forward of the step.
 
@@ -129,6 +137,7 @@ class ObservedStep:
             last.discard()  # its forward was interrupted, which calls no hook
         _latest.step = weakref.ref(self)
         if not self.recording:
+            free_workspaces(self._device)  # each is allocated in the record
             self._allocations.__enter__()
             self.recording = True
             self._calls.open()
@@ -194,6 +203,9 @@ class ObservedStep:
         self._tape.saved.save_differentiated()
         self._tape.saved.closed = True
         self._end = self._allocations.mark()
+        self._calls.close()
+        if self.recording and free_workspaces(self._device):
+            self._freed = self._allocations.mark()
         self._close()
 
     def _backward_called(self) -> None:
@@ -243,7 +255,7 @@ class ObservedStep:
             raise NothingToProfile(
                 "no backward has reached the outputs of the observed forward, so its step has no profile"
             )
-        self._allocations.check_complete(type(model).__name__)
+        self._allocations.check_complete(type(model).__name__, record.storages)
         outside = tape.end_outside(self._allocations, self._begin)
         if self._shards is not None:
             force_saves_of_units(record, self._shards, tape.saved.out_of_reach)
@@ -257,13 +269,16 @@ class ObservedStep:
             self._begin,
             self._end,
             self._end,
-            op_times=median_and_spread(in_step_us, signatures, tape.samples),
+            self._allocations.freed_between(self._end, self._freed) if self._freed >= 0 else (),
+            op_times=median_and_spread(in_step_us, signatures, tape.replays.samples()),
             unplanned=tuple(self._unplanned),
             temporary=tape.temporary,
             hidden=tape.hidden,
         )
         kinds = len(step.op_times)
         notes = [f"measured: run times of {kinds} kinds of op, in a step that recomputes", *step.unplanned]
+        if note := tape.replays.note():
+            notes.append(note)
         loop = Loop(max(1, len(record.forward_ends)))
         found = profile_of(
             TrainingStep(model, (), {}, None, self._accumulates, loop),

@@ -92,6 +92,7 @@ class Observation:
     then: Callable[[Profile, ModelCall], PlannedBucket] | None = None
     meets: bool = False  # the ranks, when the next step begins
     forwards: int = 1
+    state_nbytes: int = 0  # of the optimizers, as the step began
 
 
 class BatchPlanner:
@@ -133,10 +134,8 @@ class BatchPlanner:
         Raises:
             ProfilerError: the step cannot be profiled.
         """
-        if is_capturing():
-            raise ProfilerBusy("a CUDA graph is being captured, and a profile synchronizes the device")
+        _check_idle()
         log.info("%s: profiling one step", self.name)
-        check_hooks()
         self._warn_of_copies(call)
         allocator = allocator_peak(device_of(call.model, call.args, call.kwargs))
         before = allocator.allocated_peak() if allocator is not None else 0
@@ -206,14 +205,18 @@ class BatchPlanner:
             then: plans the profile of the step; None: it is planned as one of a new shape of batch.
 
         Raises:
-            ProfilerBusy: torch.profiler runs on this thread.
+            ProfilerBusy: torch.profiler runs on this thread, or a CUDA graph is being captured.
         """
+        _check_idle()
         log.info("%s: observing one step", self.name)
-        check_hooks()
         self.called.clear()
-        step = ObservedStep(call.model, call.args, call.kwargs, device_of(call.model, call.args, call.kwargs))
+        device = device_of(call.model, call.args, call.kwargs)
+        step, state = (
+            ObservedStep(call.model, call.args, call.kwargs, device),
+            self._optimizers.state_nbytes(device),
+        )
         step.begin_forward()
-        self.observation = Observation(step, call.shape, key, threading.get_ident(), then)
+        self.observation = Observation(step, call.shape, key, threading.get_ident(), then, state_nbytes=state)
 
     def observed(self, call: ModelCall, observation: Observation) -> Profile:
         """Return the profile of an observed step that is over; `call` is the one that begins.
@@ -221,7 +224,18 @@ class BatchPlanner:
         Raises:
             ProfilerError: the step has none.
         """
-        return self._completed(observation.step.profile(call.model, self._optimizers.all), call)
+        profile = self._completed(observation.step.profile(call.model, self._optimizers.all), call)
+        budget, peak = self.options.budget_bytes, observation.step.peak_nbytes + observation.state_nbytes
+        if budget is not None and peak > budget:
+            self.warn_once(
+                "observed",
+                f"an observed step, which has no plan yet, took {format_bytes(peak)}, which is "
+                f"{format_bytes(peak - budget)} over the budget of {format_bytes(budget)}. Later steps have "
+                "a plan; to observe with less memory, train on a smaller batch first",
+            )
+            if device_of(call.model).type == "cuda":
+                torch.cuda.empty_cache()  # the segments that it took beyond the budget
+        return profile
 
     def limit_of(self, profile: Profile) -> int:
         """Return the most bytes that a planned peak of this step may have.
@@ -512,6 +526,13 @@ def unplanned_in(profile: Profile) -> list[str]:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message."""
     return str(error).partition("\n")[0]
+
+
+def _check_idle() -> None:
+    """Raise what forbids a profile now, before anything has run."""
+    if is_capturing():
+        raise ProfilerBusy("a CUDA graph is being captured, and a profile synchronizes the device")
+    check_hooks()
 
 
 def check_hooks() -> None:

@@ -391,7 +391,7 @@ def _replay(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, 
     if graph.log is not None and node.order >= 0:  # a negative order marks a pinned version
         graph.log.add("recompute", node.name)
     flags.set(node.flags)
-    began = graph.tape.now_ns() if graph.tape is not None else 0
+    began = graph.tape.replays.begin() if graph.tape is not None else None
     if node.rng_state is None:
         out = node.func(*args, **kwargs)
     else:

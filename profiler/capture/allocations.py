@@ -6,14 +6,25 @@ A *position* is an index into the list of changes: how many allocations and free
 from __future__ import annotations
 
 import bisect
+import itertools
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from autoac.profiler.capture.garbage_collection import no_garbage_collection
+from autoac.profiler.capture.op_recorder import RecordedStorage
+from autoac.profiler.errors import CannotProfile
 from autoac.profiler.timing.op_timer import Clock, clock_of
-from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, OpEvent, TorchTrace
+from autoac.profiler.torch_facts.torch_trace import (
+    AllocationEvent,
+    MarkEvent,
+    OpEvent,
+    TorchTrace,
+    profiler_is_running,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,10 +72,12 @@ class AllocationRecord:
     """
 
     def __init__(self, device: torch.device, clock: Clock | None = None, *, nodes: bool = False) -> None:
-        self._device_type = device.type
+        self._device = device
         self._clock = clock or clock_of(device)
         self._marks = 0
         self._open = False
+        # Threads of backward place marks too, and a finalizer may do so while its thread places one.
+        self._lock = threading.RLock()
         self._trace = TorchTrace(device, nodes=nodes)
         self.changes: list[Change] = []
         self.positions: list[int] = []
@@ -78,15 +91,24 @@ class AllocationRecord:
         return self
 
     def mark(self) -> int:
-        """Place a mark and return its number, counted from 0."""
-        self._clock.stop()
-        self._trace.mark()
-        self._clock.resume()
-        self._marks += 1
-        return self._marks - 1
+        """Place a mark and return its number, counted from 0.
+
+        After the record, and on a thread that it does not cover, return the number of the latest mark.
+        """
+        with self._lock:
+            if self._open and profiler_is_running():
+                self._clock.stop()
+                self._trace.mark()
+                self._clock.resume()
+                self._marks += 1
+            return self._marks - 1
+
+    def _close(self) -> None:
+        with self._lock:
+            self._open = False
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self._open = False
+        self._close()
         self._trace.__exit__(kind, error, traceback)
         if kind is None:
             with no_garbage_collection():
@@ -97,7 +119,7 @@ class AllocationRecord:
     def abandon(self) -> None:
         """End the record if it is open, and read nothing of it."""
         if self._open:
-            self._open = False
+            self._close()
             self._trace.__exit__(None, None, None)
 
     def _read(self) -> None:
@@ -105,7 +127,7 @@ class AllocationRecord:
         times, ends = list[int](), list[tuple[int, int]]()
         for event in self._trace.events():
             match event:
-                case AllocationEvent(_, address, nbytes, device) if device.type == self._device_type:
+                case AllocationEvent(_, address, nbytes, device) if device.type == self._device.type:
                     position = len(self.changes)
                     if nbytes > 0:
                         block = open_blocks[address] = AllocatedBlock(address, nbytes, position)
@@ -121,9 +143,23 @@ class AllocationRecord:
                     ends.append((len(self.changes), event.end_ns))
         self.functions = [(begin, bisect.bisect_left(times, end_ns)) for begin, end_ns in ends]
 
-    def check_complete(self, where: str) -> None:
-        """Raise CannotProfile if torch.profiler left some allocations of `where` out of the record."""
+    def check_complete(self, where: str, storages: Iterable[RecordedStorage]) -> None:
+        """Check that torch.profiler left no allocations of `where`, which made `storages`, out of the record.
+
+        Raises:
+            CannotProfile: it left out some, or all.
+        """
+        if not self.changes and any(storage.address for storage in storages):
+            raise CannotProfile(
+                where,
+                f"the allocator of {self._device} reports nothing to torch.profiler, so no size is known",
+                "let torch use its own (on CUDA the backend `native`, no pluggable one)",
+            )
         self._trace.check_complete(where)
+
+    def peak_nbytes(self) -> int:
+        """Return by how much the bytes in use rose at most, over those as the record began."""
+        return max(itertools.accumulate((change.nbytes for change in self.changes), initial=0))
 
     def freed_between(self, first: int, last: int) -> list[AllocatedBlock]:
         """Return the blocks that are live at mark `first` and no longer at mark `last`."""

@@ -29,6 +29,7 @@ from autoac.profiler.capture.op_recorder import (
     RecordedStorage,
 )
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
+from autoac.profiler.timing.op_timer import OpSpans
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.op_facts import OpFacts
 from autoac.profiler.torch_facts.storage_table import has_storage
@@ -50,7 +51,7 @@ class StepTape:
 
     Args:
         mark: places a mark in the allocator's record.
-        now_ns: the clock of replays.
+        replays: measures the run times of replays.
 
     Attributes:
         recorder: of the ops.
@@ -58,20 +59,19 @@ class StepTape:
         hidden: pairs of marks; what is allocated in between belongs to the region.
         temporary: storages that only the region holds longer than until the mark.
         inside: True while an op runs that is recorded already.
+        replays: as passed.
         wrappers: paths of modules whose own ops are in no plan, such as DDP's.
         unit_of: returns the FSDP unit of a module, if the model is sharded.
-        samples: run times of replays in microseconds, by signature.
     """
 
-    def __init__(self, mark: Callable[[], int], now_ns: Callable[[], int]) -> None:
+    def __init__(self, mark: Callable[[], int], replays: OpSpans) -> None:
         self.recorder = OpRecorder(mark)
         self.recorder.follows = True
         self.saved = SavedTensorRecorder(self.recorder, mark)
         self.hidden: list[tuple[int, int]] = []
         self.temporary: list[RecordedStorage] = []
         self.inside = False
-        self.samples: dict[Hashable, list[float]] = {}
-        self.now_ns = now_ns
+        self.replays = replays
         self.wrappers: Set[str] = frozenset()
         self.unit_of: Callable[[str], Any] | None = None
         self._mark = mark
@@ -234,11 +234,10 @@ class StepTape:
 
     # --- backward -----------------------------------------------------------------------------------------
 
-    def note_replay(self, order: int, began_ns: int) -> None:
-        """Note that the node with this order has run again, from `began_ns` until now."""
-        us = (self.now_ns() - began_ns) / 1e3
+    def note_replay(self, order: int, began: Any) -> None:
+        """Note that the node with this order has run again, since `replays.begin` returned `began`."""
         if (signature := self._signatures.get(order)) is not None:
-            self.samples.setdefault(signature, []).append(us)
+            self.replays.end(signature, began)
 
     def unpack(self, saved: int, unpack: Callable[[], tuple[Tensor, bool]]) -> Tensor:
         """Return the saved tensor of this number, and record that backward asked for it.

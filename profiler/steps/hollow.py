@@ -292,14 +292,7 @@ def _trace(
         end = allocations.mark()
         freed = free_workspaces(step.device)
         after_free = allocations.mark()
-    model = type(step.model).__name__
-    if not allocations.changes and any(storage.address for storage in recorder.record.storages):
-        raise CannotProfile(
-            model,
-            f"the allocator of {step.device} reports nothing to torch.profiler, so no size is known",
-            "let torch use its own (on CUDA the backend `native`, no pluggable one)",
-        )
-    allocations.check_complete(model)
+    allocations.check_complete(type(step.model).__name__, recorder.record.storages)
     _clear_gradients(step, shards)  # with them, a further forward would hold more than any step
     force_saves_of_units(recorder.record, shards, saved.out_of_reach)
     recorder.generators.restore()

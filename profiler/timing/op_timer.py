@@ -94,23 +94,24 @@ class HostClock:
 class DeviceClock:
     """Events in the device's stream: when the device, not the host, reached each mark.
 
-    Between `stop` and `resume`, work is queued ahead (backlog.py), and the clock stands still. If the device
-    still runs out of work, the time in which it waits for the host counts.
+    Between `stop` and `resume`, the clock stands still, and work is queued ahead if there is a backlog
+    (backlog.py). If the device still runs out of work, the time in which it waits for the host counts.
     """
 
     def __init__(self, device: torch.device, backlog: Backlog | None = None) -> None:
         self._device = device
-        self._backlog = backlog or Backlog(device)
+        self._backlog = backlog
         self._stops: list[torch.Event] = []
         self._starts: list[torch.Event] = []  # after each stop
 
     def stop(self) -> None:
         self._stops.append(record_event(self._device))
-        if self._starts:
+        if self._starts and self._backlog is not None:
             self._backlog.was_ahead(self._starts[-1])
 
     def resume(self) -> None:
-        self._backlog.queue()
+        if self._backlog is not None:
+            self._backlog.queue()
         self._starts.append(record_event(self._device))
 
     def times_ns(self) -> list[int]:
@@ -130,6 +131,75 @@ def clock_of(device: torch.device, backlog: Backlog | None = None) -> Clock:
     return HostClock(host_clock(device)) if device.type == "cpu" else DeviceClock(device, backlog)
 
 
+class OpSpans:
+    """Measure the run times of ops: by the clock on the CPU, by events of the device's stream elsewhere.
+
+    Work is queued ahead of each op (backlog.py).
+
+    Args:
+        device: that runs the ops.
+        backlog: of the device.
+        sparing: work is queued only where the device has caught up with its host. So a step takes about as
+            long as its host does, and more kinds of op have late times alone.
+    """
+
+    def __init__(self, device: torch.device, backlog: Backlog, *, sparing: bool = False) -> None:
+        self._on_cpu = device.type == "cpu"
+        self._device = device
+        self._backlog = backlog
+        self._sparing = sparing
+        self._host_now = host_clock(device)
+        self._spans: list[tuple[Hashable, Any, Any]] = []  # signature, begin, end
+        self._late: set[int] = set()  # spans that may include time of the host
+
+    def begin(self) -> Any:
+        """Return when an op begins, for `end`."""
+        if self._on_cpu:
+            return self._host_now()
+        latest = len(self._spans) - 1
+        if not self._sparing or latest < 0 or latest in self._late or self._spans[latest][2].query():
+            self._backlog.queue()
+        return record_event(self._device)
+
+    def end(self, signature: Hashable, began: Any) -> None:
+        """Note that an op of the kind `signature` ends, which began at `began`."""
+        self._spans.append(
+            (signature, began, self._host_now() if self._on_cpu else record_event(self._device))
+        )
+        if not self._on_cpu and not self._backlog.was_ahead(began):
+            self._late.add(len(self._spans) - 1)
+
+    def samples(self) -> Samples:
+        """Return the run times; those that may include time of the host only if a kind has no others.
+
+        Waits for a device with a stream.
+        """
+        if not self._on_cpu and self._spans:
+            torch.get_device_module(self._device).synchronize(self._device)
+        on_time = {span[0] for i, span in enumerate(self._spans) if i not in self._late}
+        found: Samples = {}
+        for i, (signature, began, ended) in enumerate(self._spans):
+            if i not in self._late or signature not in on_time:
+                found.setdefault(signature, []).append(self._us(began, ended))
+        return found
+
+    def gaps_us(self) -> list[float]:
+        """Return the times between ops if no work can be queued, for then they are not the host's alone.
+
+        Call `samples` first, which waits for the device.
+        """
+        if self._backlog.can_queue:
+            return []
+        return [self._us(ended, began) for (_, _, ended), (_, began, _) in itertools.pairwise(self._spans)]
+
+    def note(self) -> str:
+        """Return a sentence on times that may include time of the host; "" if none does."""
+        return self._backlog.note()
+
+    def _us(self, began: Any, ended: Any) -> float:
+        return float((ended - began) / 1e3 if self._on_cpu else began.elapsed_time(ended) * 1e3)
+
+
 class OpTimer(TorchDispatchMode):
     """Time the ops of a forward: by the clock on the CPU, by events of the device's stream elsewhere.
 
@@ -147,11 +217,7 @@ class OpTimer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._originals = originals
         self.generators = UsedGenerators()
-        self._device = device
-        self._host_now = host_clock(device)
-        self._backlog = backlog or Backlog(device)
-        self._spans: list[tuple[Hashable, Any, Any]] = []  # signature, begin, end
-        self._late: set[int] = set()  # spans that may include time of the host
+        self._spans = OpSpans(device, backlog or Backlog(device))
         self._in_function = False
 
     @classmethod
@@ -185,34 +251,16 @@ class OpTimer(TorchDispatchMode):
 
     def _time(self, name: str, run: Apply, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         signature = signature_of(name, args, kwargs)
-        self._backlog.queue()
-        began = self._now()
+        began = self._spans.begin()
         out = run(*args, **kwargs)
-        self._spans.append((signature, began, self._now()))
-        if self._device.type != "cpu" and not self._backlog.was_ahead(began):
-            self._late.add(len(self._spans) - 1)
+        self._spans.end(signature, began)
         return out
-
-    def _now(self) -> Any:
-        return self._host_now() if self._device.type == "cpu" else record_event(self._device)
 
     def samples(self) -> Samples:
         """Return the run times. Waits for a device with a stream."""
-        on_cpu = self._device.type == "cpu"
-        if not on_cpu and self._spans:
-            torch.get_device_module(self._device).synchronize(self._device)
-
-        def us(began: Any, ended: Any) -> float:
-            return float((ended - began) / 1e3 if on_cpu else began.elapsed_time(ended) * 1e3)
-
-        on_time = {span[0] for i, span in enumerate(self._spans) if i not in self._late}
-        found: Samples = {}
-        for i, (signature, began, ended) in enumerate(self._spans):
-            if i not in self._late or signature not in on_time:
-                found.setdefault(signature, []).append(us(began, ended))
-        if not self._backlog.can_queue:
-            for (_, _, ended), (_, began, _) in itertools.pairwise(self._spans):
-                found.setdefault(BETWEEN_OPS, []).append(us(ended, began))
+        found = self._spans.samples()
+        if gaps := self._spans.gaps_us():
+            found[BETWEEN_OPS] = gaps
         return found
 
 

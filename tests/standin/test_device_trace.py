@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from itertools import accumulate
 from types import ModuleType
 
@@ -11,8 +13,10 @@ from stepping import SeenOps
 from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import bounds, build
+from ac_client.observing.observed_step import observe_step
+from autoac.planner import Profile, bounds, build
 from autoac.profiler import CannotProfile, profile
+from autoac.profiler.capture.allocations import AllocationRecord
 from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, TorchTrace
 from benchmarks.models.modules import Transformer
 
@@ -52,6 +56,27 @@ def test_trace_of_every_device_has_all_allocations(gpu: ModuleType) -> None:
     assert found["cuda"].address == held[2].data_ptr()
 
 
+def test_record_has_a_mark_of_each_thread_that_it_covers(gpu: ModuleType) -> None:
+    """Other threads may let go of tensors of a step, and that of backward when the record has ended."""
+    numbers: list[int] = []
+
+    def mark(_: object = None) -> None:
+        numbers.append(record.mark())
+
+    with AllocationRecord(CUDA) as record:
+        mark()
+        (thread := threading.Thread(target=mark)).start()
+        thread.join()
+        x = torch.ones((), device=CUDA, requires_grad=True).clone()
+        x.register_hook(mark)
+        x.backward()
+        mark()
+    mark()
+    assert numbers == [0, 0, 1, 2, 2]
+    assert record.positions == sorted(record.positions)
+    assert len(record.positions) == len(record.times_ns) == 3
+
+
 def test_dispatch_modes_do_not_see_the_range_around_a_trace(gpu: ModuleType) -> None:
     with SeenOps() as watching, TorchTrace(CUDA) as recording:
         recording.mark("here")
@@ -76,23 +101,29 @@ class Forking(nn.Module):
         return self.last(self.forked(self.first(x)))
 
 
+def observed(model: nn.Module, x: Tensor) -> Profile:
+    return observe_step(model, (x,), {}, device=CUDA)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_trace_that_lacks_allocations_is_refused(gpu: ModuleType) -> None:
+@pytest.mark.parametrize("profiled", [profile, observed])
+def test_trace_that_lacks_allocations_is_refused(gpu: ModuleType, profiled: Callable[..., Profile]) -> None:
     """Their bytes would be missing from every plan."""
     model, x = Forking().cuda(), torch.randn(4, 8, device="cuda")
     with pytest.raises(CannotProfile, match="on threads that") as caught:
-        profile(model, x)
+        profiled(model, x)
     assert caught.value.where == "Forking"
     with pytest.raises(CannotProfile, match="this block"), AllocatorTimeline("cuda"):
         model(x)
 
 
-def test_allocator_that_reports_nothing_is_refused(gpu: ModuleType) -> None:
+@pytest.mark.parametrize("profiled", [profile, observed])
+def test_allocator_that_reports_nothing_is_refused(gpu: ModuleType, profiled: Callable[..., Profile]) -> None:
     """CUDA's `cudaMallocAsync` and pluggable allocators report nothing to torch.profiler."""
     model, x = small()
     gpu.set_reports(False)
     with pytest.raises(CannotProfile, match="reports nothing"):
-        profile(model, x)
+        profiled(model, x)
 
 
 def test_larger_blocks_count_in_the_plan_but_not_in_the_fingerprint(gpu: ModuleType) -> None:

@@ -86,6 +86,21 @@ def test_reserved_bytes_of_the_second_step_are_predicted_before_the_first(
     assert counted[1] > at.report().predicted_peak_bytes + 8 * MIB  # fragments
 
 
+@pytest.mark.parametrize("share", [0.5, 0.7])
+def test_reserved_bytes_after_an_observed_step_are_those_of_its_plan(gpu: ModuleType, share: float) -> None:
+    budget = int(share * train(gpu, 2)[0].peaks[-1])
+    plain, _ = train(gpu, 6)
+    planned, reserved = train(
+        gpu, 6, budget_gb=budget / GIB, budget_of="reserved", first_step="observed", group=None
+    )
+    assert planned.same_numbers(plain)
+    assert planned.applied is not None
+    report = planned.applied.report()
+    assert reserved[-1] <= budget
+    assert report.predicted_reserved_bytes == pytest.approx(reserved[-1], abs=2 * MIB)
+    assert report.corrections == 0
+
+
 def test_second_model_on_a_full_device_gets_room(gpu: ModuleType) -> None:
     """The first plan has its fragments in the budget, so it does not fit together with the second model."""
     limit = int(0.75 * train(gpu, 3)[1][-1])

@@ -70,11 +70,11 @@ class Training:
         return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
 
 
-def train(gpu: ModuleType, task: Task, budget: int | None = None, steps: int = 3) -> Training:
-    """Train `task` for some steps, planned if there is a budget in bytes."""
+def train(gpu: ModuleType, task: Task, budget: int | None = None, steps: int = 3, **options: Any) -> Training:
+    """Train `task` for some steps, planned with `options` of `apply` if there is a budget in bytes."""
     model, optimizer, batch = task.made()
     if budget is not None:
-        ac_client.apply(model, budget / GIB, optimizer=optimizer)
+        ac_client.apply(model, budget / GIB, **{"optimizer": optimizer, **options})
     done = Training(ac_client.applied(model) if budget is not None else None)
     for i in range(steps):
         torch.manual_seed(i)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -233,6 +234,17 @@ def test_budget_that_no_plan_keeps_is_refused_in_the_second_forward() -> None:
     with pytest.raises(ac_client.NotApplied):
         ac_client.applied(planned.model)
     plain_loop(planned, 2)  # plain again
+
+
+def test_observed_step_over_the_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    for limit, said in ((1 / 1024, 1), (budget(), 0)):
+        planned = training()
+        ac_client.apply(planned.model, budget_gb=limit, first_step="observed", group=None)
+        with pytest.raises(InfeasibleBudget) if said else nullcontext():
+            plain_loop(planned, 3)
+        messages = [record.getMessage() for record in caplog.records]
+        assert sum("MiB over the budget of 1.00 MiB" in message for message in messages) == said
+        caplog.clear()
 
 
 def test_policy_is_there_after_the_observed_step() -> None:

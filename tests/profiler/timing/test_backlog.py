@@ -18,7 +18,7 @@ from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.timing import backlog as backlog_module
 from autoac.profiler.timing.backlog import FIRST_US, LONGEST_US, Backlog
 from autoac.profiler.timing.on_device import CACHE_SIZES, cache_overwriter, seconds
-from autoac.profiler.timing.op_timer import BETWEEN_OPS, DeviceClock, Samples, timed_forward
+from autoac.profiler.timing.op_timer import BETWEEN_OPS, DeviceClock, OpSpans, Samples, timed_forward
 from autoac.profiler.torch_facts import private
 
 DEVICE = torch.device("cuda", 1)
@@ -151,7 +151,7 @@ def test_op_that_waits_for_the_device_keeps_its_time(gpu: Gpu) -> None:
 
 
 def test_interval_between_marks_is_the_time_of_its_kernels(gpu: Gpu) -> None:
-    clock = DeviceClock(DEVICE)
+    clock = DeviceClock(DEVICE, Backlog(DEVICE))
     clock.stop()
     for kernels in (1, 0, 1):
         clock.resume()
@@ -159,6 +159,20 @@ def test_interval_between_marks_is_the_time_of_its_kernels(gpu: Gpu) -> None:
             gpu.launch()
         clock.stop()
     assert clock.times_ns() == pytest.approx([0, 10_000, 10_000, 20_000])
+
+
+def test_op_of_a_real_step_takes_the_time_of_its_kernel_and_the_step_that_of_its_host(gpu: Gpu) -> None:
+    spans = OpSpans(DEVICE, Backlog(DEVICE), sparing=True)
+    before = gpu.now
+    for _ in range(100):
+        began = spans.begin()
+        gpu.launch()
+        spans.end("op", began)
+    on_host = gpu.now - before
+    (found,) = spans.samples().values()
+    assert len(found) > 50
+    assert found == pytest.approx([KERNEL_US] * len(found))
+    assert gpu.now - before < on_host + LONGEST_US
 
 
 def test_call_runs_again_until_all_of_it_is_launched_in_time(gpu: Gpu) -> None:

@@ -1,0 +1,53 @@
+"""Test that training on a device, whose first step is observed, has plain numbers and the planned peak."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+import ac_client
+from autoac.planner import build, find_minimum_peak
+from autoac.planner.units import GIB, format_bytes
+from autoac.profiler import profile
+from standin.tasks import TASKS, LanguageModel, bounds_of, task_of
+from standin.training import train
+
+pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # of an LSTM
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_training_whose_first_step_is_observed_has_the_plain_numbers_and_the_predicted_peak(
+    gpu: ModuleType, name: str
+) -> None:
+    task, known = task_of(name), bounds_of(name)
+    plain = train(gpu, task, steps=5)
+    budget = int(known.floor + 0.5 * (known.ceiling - known.floor))
+    planned = train(gpu, task, budget, 5, first_step="observed", group=None)
+    report = planned.applied.report()
+    assert planned.same_numbers(plain)
+    assert planned.peaks[2:] == [report.predicted_peak_bytes] * 3
+    assert report.predicted_peak_bytes <= budget  # in the second step, backward also compares contents
+    assert report.recomputed > 0
+    assert (report.corrections, report.off_path) == (0, "")
+
+
+def test_observed_step_over_the_budget_is_said_once_and_by_how_much(
+    gpu: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = LanguageModel().to("cuda")
+    batch = {"ids": torch.arange(16 * 32).remainder(61).reshape(16, 32).to("cuda")}
+    budget = find_minimum_peak(build(profile(model, **batch)), work_limit=1.0).found
+    ac_client.apply(model, budget / GIB, first_step="observed", group=None)
+    peaks = []
+    for _ in range(4):
+        gpu.reset_peak(0)
+        model(**batch)["loss"].backward()
+        peaks.append(gpu.peak(0))
+        model.zero_grad()
+    said = [r.getMessage() for r in caplog.records if "an observed step" in r.getMessage()]
+    assert peaks[0] > budget >= peaks[-1]
+    assert len(said) == 1
+    over = f"{format_bytes(peaks[0] - budget)} over the budget of {format_bytes(budget)}"
+    assert over in said[0]
