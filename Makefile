@@ -5,9 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
-TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
+PIN := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans bench-offload bench-clients clean
+.PHONY: setup demo test test-fast test-torch nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans bench-offload bench-clients clean
 
 setup: $(READY)
 
@@ -25,11 +25,23 @@ browser:
 
 # The wheel in an empty environment, without our constraints: what a newcomer gets. A few minutes.
 check-install: $(READY)
-	$(BIN)/python tools/check_install.py "$(TORCH)"
+	$(BIN)/python tools/check_install.py "$(PIN)"
 
 # Planner and service without torch, and without the tests marked `slow`: 45 seconds on two idle cores.
 test-fast: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/planner tests/api -m "not slow"
+
+# The suite under another torch, in an environment of its own which sees the other packages of $(VENV):
+#   make test-torch TORCH=2.14.1 TESTS=tests/client/runtime
+# A CPU build needs no CUDA libraries: PIP_EXTRA_INDEX_URL, or a wheel in pip's --find-links.
+TORCH ?= $(patsubst torch==%,%,$(PIN))
+TORCH_VENV := build/torch-$(TORCH)
+test-torch: $(READY)
+	test -x $(TORCH_VENV)/bin/python || $(BIN)/python -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -qq install "torch==$(TORCH)"
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $(TORCH_VENV)/lib/python3.*/site-packages)/zz_base.pth
+	$(TORCH_VENV)/bin/python -c 'import torch; print("torch", torch.__version__); assert torch.__version__.startswith("$(TORCH)")'
+	$(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=25 $(TESTS)
 
 # The fuzzer on 3,000 programs, the op sweep on every sample, the zoo on the stand-in device: an hour or so.
 nightly: $(READY)
@@ -159,6 +171,6 @@ $(READY): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "autoac needs Python 3.11 or newer; set PYTHON=")'
 	@echo "setting up $(VENV): a few minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install --constraint constraints.txt "$(TORCH)"
+	@$(PIP) install --constraint constraints.txt "$(PIN)"
 	@$(PIP) install --constraint constraints.txt --editable ".[dev]"
 	@touch $@

@@ -34,9 +34,12 @@ from autoac.planner import InfeasibleBudget, InvalidBudget, Policy
 from autoac.planner import PolicySet as PolicySet
 from autoac.planner.formats.policy_set import SET_FORMAT
 from autoac.profiler import Loss
+from autoac.profiler.checkpoints.own_checkpoints import check_taken_over
 from autoac.profiler.compiler.private_compiler import check_version
+from autoac.profiler.distributed.fsdp import watch_sharding
 from autoac.profiler.model_device import check_one_device, device_of
 from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled, uncompiled
+from autoac.profiler.torch_facts.probes import check_torch
 
 log = logging.getLogger("ac_client")
 
@@ -137,8 +140,9 @@ def apply(
         AlreadyApplied: the model, a part of it, or a model that it is part of is planned already.
         MalformedPolicy: `policy` is the path of a file without a policy.
         CheckpointingActive: the model checkpoints itself, and `take_over_checkpoints` is False.
-        UnsupportedTorch: the model is compiled, which is tested with one minor version of torch only; also
-            from a forward, if it was compiled later.
+        UnsupportedTorch: torch lacks a private name that the model needs, or behaves in another way than it
+            needs, or is too old for a compiled model (docs/versions.md). Also from a forward, for what
+            `apply` cannot see yet: a model that is compiled later.
         CannotProfile: the model lies on several devices, or partly on the CPU. From a training forward: the
             model is traced, or for one of the reasons in docs/profiling.md.
         InvalidConstraints: a pattern matches nothing, or constraints contradict each other. From the first
@@ -149,6 +153,8 @@ def apply(
             error names the smallest budget for which it found one. From the first training forward, as above.
     """
     check_model(model)
+    check_torch()
+    watch_sharding()
     given, model = model, uncompiled(model)  # type: ignore[assignment]
     check_optimizer(optimizer, model)
     check_switches(
@@ -168,6 +174,8 @@ def apply(
     constraints = with_host_budget(constraints, host_budget_gb, budget_bytes)
     check_loop(loss, forwards_in_flight, verify)
     check_unplanned(model, may_checkpoint=take_over_checkpoints)
+    if take_over_checkpoints:
+        check_taken_over()
     if is_called_compiled(given) or compiled_parts(model):
         check_version()
     if policy is None and alias is None:

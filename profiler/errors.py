@@ -7,15 +7,18 @@ ProfilerError
 +-- CannotProfile     the model cannot run a step that leaves it unchanged
 +-- CannotFake        an op needs values, or a kernel, that a fake step does not have
 +-- PinConflict       a module and a module inside it have different pins
-+-- UnsupportedTorch  this version of torch was not tested, or lacks a private name; an ImportError too
++-- UnsupportedTorch  torch is too old, or lacks or has changed a private name; an ImportError too
 """
 
 from __future__ import annotations
 
 from autoac.planner.errors import PickledError
 
-TESTED_TORCH = "2.13"
-"""The minor version of torch that the tests run on, as in pyproject.toml."""
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
+"""The minor versions of torch that are supported, as in pyproject.toml; docs/versions.md says more."""
+
+COMPILED_SINCE = (2, 13)
+"""The first of them with which compiled models can be planned."""
 
 
 class ProfilerError(PickledError):
@@ -82,11 +85,27 @@ class PinConflict(ProfilerError):
 
 
 class UnsupportedTorch(ProfilerError, ImportError):
-    """This version of torch was not tested, or lacks a private name that autoac reads."""
+    """This version of torch is not supported, or lacks or has changed what autoac, or a part of it, needs.
 
-    def __init__(self, installed: str, why: str) -> None:
-        self.installed, self.why = installed, why
+    Attributes:
+        installed: the version of torch.
+        why: what is missing or different.
+        feature: the part of autoac that needs it; "" if all of autoac does.
+    """
+
+    def __init__(
+        self,
+        installed: str,
+        why: str,
+        feature: str = "",
+        *,
+        oldest: tuple[int, int] = OLDEST_TORCH,
+        otherwise: str = "",
+    ) -> None:
+        self.installed, self.why, self.feature = installed, why, feature
+        (first, last), (_, newest) = oldest, NEWEST_TORCH
         super().__init__(
-            f"torch must be {TESTED_TORCH}, got {installed}: {why}. Install torch=={TESTED_TORCH}.*, or a "
-            "version of autoac that was tested with this torch"
+            f"torch must be {first}.{last} to {first}.{newest}{f' for {feature}' if feature else ''}, got "
+            f"{installed}: {why}. Install 'torch>={first}.{last},<{first}.{newest + 1}', or a version of "
+            f"autoac that was tested with this torch{f'; or {otherwise}' if otherwise else ''}"
         )

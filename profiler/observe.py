@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoac.planner.formats.profile import Environment, Profile, StaticBytes
+from autoac.profiler.autocast import autocast_to, may_be_switched_off
 from autoac.profiler.capture.garbage_collection import frozen_heap, no_garbage_collection
 from autoac.profiler.checkpoints.own_checkpoints import checkpoints_left_alone
 from autoac.profiler.distributed.ddp import buckets_of, build_replicating
@@ -30,9 +31,9 @@ from autoac.profiler.timing.on_device import OpTimesOnDevice, datasheet_of
 from autoac.profiler.timing.op_timer import BETWEEN_OPS
 from autoac.profiler.timing.roofline import DATASHEETS, Device
 from autoac.profiler.to_profile import assemble
-from autoac.profiler.torch_facts.autocast import autocast_to, may_be_switched_off
 from autoac.profiler.torch_facts.inductor import backend_of_plans, is_called_compiled, uncompiled
 from autoac.profiler.torch_facts.private import tree_leaves
+from autoac.profiler.torch_facts.probes import check_torch
 
 log = logging.getLogger("autoac.profiler")
 
@@ -80,6 +81,7 @@ def profile(
             `cudaMallocAsync` and pluggable ones; or a part of the step allocates on a thread that
             torch.profiler does not watch.
         CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
+        UnsupportedTorch: torch lacks a name that the step needs, or behaves in another way.
         ValueError: `on` is neither a datasheet nor a device, or that device is not here.
         TypeError: `model` is not a module, or `loss` did not return a tensor.
     """
@@ -117,6 +119,7 @@ def observe(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got a {type(model).__name__}")
+    check_torch()
     _check_on(on)
     _check_no_lazy_layers(model)
     if on is None:

@@ -29,7 +29,7 @@ GROUP_OF_FILE = {
     "profiler": {
         "base": ("errors",),
         "static": ("static_memory", "model_device"),
-        "entry": ("observe", "to_profile", "environment", "known_step"),
+        "entry": ("observe", "to_profile", "environment", "known_step", "autocast"),
     },
     "api": {
         "base": ("errors", "settings", "requests", "problems"),
@@ -79,7 +79,7 @@ ac_client/runtime:      base planner/base planner/formats profiler/torch_facts p
                         profiler/distributed profiler/checkpoints profiler/capture
 ac_client/observing:    base runtime planner planner/formats profiler profiler/base profiler/entry
                         profiler/capture profiler/steps profiler/static profiler/timing profiler/checkpoints
-                        profiler/torch_facts
+                        profiler/distributed profiler/torch_facts
 ac_client/measure:      base runtime planner planner/base planner/report profiler profiler/torch_facts
                         profiler/distributed
 ac_client/service_client: planner planner/base planner/formats planner/problem planner/memory planner/plans
@@ -91,6 +91,7 @@ ac_client/planning:     base service_client runtime compiled measure observing p
                         profiler/restore profiler/static profiler/checkpoints
 ac_client/entry:        base service_client runtime measure planning planner planner/base planner/formats
                         profiler profiler/base profiler/torch_facts profiler/compiler profiler/static
+                        profiler/checkpoints profiler/distributed
 ac_client:              base entry planner/base
 ac_client/integrations: base planning entry planner planner/base profiler ac_client
 ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler

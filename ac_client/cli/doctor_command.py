@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -12,6 +13,13 @@ from ac_client.cli.options import Json
 from ac_client.cli.output import say, show_progress
 from ac_client.files import check_writable
 from autoac.api.cli import commands as service_commands
+
+
+class ModelSize(StrEnum):
+    """Choose how large the models are that the doctor runs."""
+
+    FULL = "full"
+    TINY = "tiny"
 
 
 def doctor(
@@ -25,9 +33,9 @@ def doctor(
         ),
     ] = Path("autoac-gpu-report.md"),
     size: Annotated[
-        Literal["full", "tiny"],
+        ModelSize,
         typer.Option(help="With --gpu: models of a few GB, or tiny ones that take seconds."),
-    ] = "full",
+    ] = ModelSize.FULL,
     only: Annotated[
         list[str] | None,
         typer.Option(

@@ -6,14 +6,23 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 if TYPE_CHECKING:
     from autoac.planner import Constraints, Profile
+
+
+class Gradients(StrEnum):
+    """Tell whether gradients exist before the step."""
+
+    PRESENT = "present"
+    ABSENT = "absent"
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, also for an error.")]
 
@@ -104,9 +113,7 @@ class PlanningOptions:
 
         return headroom_in_bytes(self.headroom_gb, "--headroom-gb")
 
-    def constraints(
-        self, gradients: Literal["present", "absent", "as profiled"] | None = None
-    ) -> Constraints:
+    def constraints(self, gradients: Gradients | None = None) -> Constraints:
         """Return the constraints; `gradients` says if gradients exist before the step."""
         from pydantic import ValidationError
 
@@ -126,7 +133,7 @@ class PlanningOptions:
                     None if forward is None else budget_in_bytes(forward, "--forward-budget-gb")
                 ),
                 extra_static_bytes=headroom_in_bytes(self.extra_static_gb, "--extra-static-gb"),
-                gradients=gradients or "as profiled",
+                gradients=gradients.value if gradients is not None else "as profiled",
             )
         except ValidationError as error:
             raise typer.BadParameter("; ".join(complaints(error))) from None

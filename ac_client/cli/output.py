@@ -165,7 +165,7 @@ def one_line(error: BaseException) -> str:
     """Word an error in one line: its cause, and the next step where there is one."""
     import typer
 
-    from autoac.api.cli.commands import WrongUsage
+    from autoac.api.cli.commands import WrongUsage, missing_package
     from autoac.planner.errors import InfeasibleBudget, PlannerError
 
     match error:
@@ -179,6 +179,8 @@ def one_line(error: BaseException) -> str:
             text = _infeasible(error)
         case PlannerError():
             text = str(error)
+        case ModuleNotFoundError() if (missing := missing_package(error)) is not None:
+            text = missing
         case OSError() if error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
         case _:

@@ -7,13 +7,15 @@ import math
 import os
 import time
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ac_client.cli.options import (
     Gap,
+    Gradients,
     HostBudget,
     Json,
     PlanningOptions,
@@ -39,6 +41,13 @@ if TYPE_CHECKING:
 OutputFile = Annotated[Path, typer.Option("-o", "--output", help="File to write; - for stdout.")]
 
 
+class Autocast(StrEnum):
+    """Name the type that a step is cast to."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
 def profile(
     function: Annotated[
         str,
@@ -58,7 +67,7 @@ def profile(
         typer.Option(metavar="VERSION", help="With --on: cuDNN there; 91002 is 9.10.2, 0 is none."),
     ] = None,
     autocast: Annotated[
-        Literal["bfloat16", "float16"] | None, typer.Option(help="Run the step under autocast to this type.")
+        Autocast | None, typer.Option(help="Run the step under autocast to this type.")
     ] = None,
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Profile torch.compile(model). Not with --on.")
@@ -131,7 +140,7 @@ def plan(
     ],
     output: OutputFile = Path("policy.json"),
     gradients: Annotated[
-        Literal["present", "absent"] | None,
+        Gradients | None,
         typer.Option(help="Whether gradients exist before the step; the default is as profiled."),
     ] = None,
     host_budget_gb: HostBudget = 0.0,

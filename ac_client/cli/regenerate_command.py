@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from ac_client.cli.exit_codes import DRIFT, ERROR
 from ac_client.cli.output import say, show_progress
+
+
+class OutputFormat(StrEnum):
+    """Choose how the outcome is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+    GITHUB = "github"
 
 
 def regenerate(
@@ -36,9 +45,9 @@ def regenerate(
         ),
     ] = False,
     output_format: Annotated[
-        Literal["text", "json", "github"],
+        OutputFormat,
         typer.Option(help="text; json: one object; github: annotations, and the text as the job's summary."),
-    ] = "text",
+    ] = OutputFormat.TEXT,
 ) -> None:
     """Keep the policies of autoac.toml up to date.
 

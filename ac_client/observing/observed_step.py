@@ -13,6 +13,7 @@ of the profile, outside of the model.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
@@ -45,11 +46,18 @@ from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.op_timer import OpSpans, median_and_spread
 from autoac.profiler.torch_facts.gradients import gradient_of, roots_of
 from autoac.profiler.torch_facts.libraries import free_workspaces
-from autoac.profiler.torch_facts.module_paths import ROOT, watch_modules
+from autoac.profiler.torch_facts.module_paths import ROOT, is_called, watch_modules
 from autoac.profiler.torch_facts.module_pins import pins_of
 from autoac.profiler.torch_facts.private import tree_leaves
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+class _Latest(threading.local):
+    step: weakref.ref[ObservedStep] | None = None  # that began a forward on this thread
+
+
+_latest = _Latest()
 
 
 class ObservedStep:
@@ -61,6 +69,7 @@ class ObservedStep:
         device: of the model.
 
     Attributes:
+        model: that runs the step.
         recording: True from the first forward until the end of the first backward through the step.
         groups: in the collectives of the latest forward.
         has_checkpoints: the model called a checkpoint, which was left to torch: the step has no profile.
@@ -70,6 +79,7 @@ class ObservedStep:
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
     ) -> None:
         self._accumulates = any(gradient_of(parameter) is not None for parameter in parameters_of(model))
+        self.model = weakref.ref(model)
         self.recording = False
         self.has_checkpoints = False
         self.groups: Any = None
@@ -122,6 +132,10 @@ class ObservedStep:
             ProfilerBusy: torch.profiler runs on this thread.
             RuntimeError: torch does not allow saved-tensor hooks here.
         """
+        last = _latest.step() if _latest.step is not None else None
+        if last is not None and last.in_forward and not is_called(last.model):
+            last.discard()  # its forward was interrupted, which calls no hook
+        _latest.step = weakref.ref(self)
         if not self.recording:
             free_workspaces(self._device)  # each is allocated in the record
             self._allocations.__enter__()
@@ -277,7 +291,7 @@ class ObservedStep:
             optimizer,
             self._static,
         )
-        # What was made between the model and backward, such as the loss, does not count as a gradient.
+        # What was made between the model and backward, such as the loss, is not a gradient.
         end = self._allocations.positions[self._end]
         left = sum(block.nbytes for block in outside if block.freed_at is None or block.freed_at >= end)
         return found.model_copy(

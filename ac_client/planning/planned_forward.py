@@ -21,7 +21,7 @@ from ac_client.runtime.tracked_storages import TrackedStorages
 from autoac.profiler.checkpoints.own_checkpoints import NEEDED, checkpoints_left_alone, plain_checkpoints
 from autoac.profiler.compiler.second_stage import set_carrier
 from autoac.profiler.torch_facts.inductor import keep_dynamo_out
-from autoac.profiler.torch_facts.module_paths import ROOT
+from autoac.profiler.torch_facts.module_paths import ROOT, is_called
 
 
 class PlannedForward:
@@ -92,7 +92,7 @@ class PlannedForward:
             self._route.route,
             strict=self._options.strict,
             report=self._report,
-            in_forward=partial(_is_called, weakref.ref(model)),
+            in_forward=partial(is_called, weakref.ref(model)),
             side_modules=self._wrappers,
         )
         self._unrecorded_depth = 0
@@ -228,19 +228,6 @@ class ForwardOfThread(threading.local):
     def __init__(self, options: ApplyOptions, report: Callable[[OffPath], None], wrappers: Set[str]) -> None:
         self.forward = PlannedForward(options, report, wrappers)
 
-
-def _is_called(model: weakref.ref[nn.Module]) -> bool:
-    """Return True if a call of the model is on this thread's stack."""
-    called = model()
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CALL and frame.f_locals.get("self") is called:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-_CALL = nn.Module._call_impl.__code__
 
 # Dynamo skips the forwards of torch's own modules, but not what they call: autograd calls `pack` from them.
 keep_dynamo_out(RegionHooks.pack, "it runs while eager ops do", recursively=True)

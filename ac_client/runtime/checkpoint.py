@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CellType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,12 @@ R = TypeVar("R")
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
+@overload
+def checkpoint(function: Callable[..., R], *args: Any, **kwargs: Any) -> R: ...
+@overload
+def checkpoint(function: None = None, **options: Any) -> Callable[[Callable[..., R]], Callable[..., R]]: ...
 def checkpoint(
-    function: Callable[..., R],
+    function: Callable[..., Any] | None = None,
     *args: Any,
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
@@ -45,8 +49,9 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
-) -> R:
+) -> Any:
     """Run `function(*args, **kwargs)`, and let backward recompute its saved tensors.
 
     Inside another region the policy is pushed like any other, so "must_save_all" around it still saves.
@@ -59,7 +64,8 @@ def checkpoint(
     because recomputation must run Python under it.
 
     Args:
-        function: the function to run. Its side effects are not repeated in backward.
+        function: the function to run. Its side effects are not repeated in backward. Without it, return a
+            decorator of functions, as torch does since 2.14.
         use_reentrant: True selects torch's older variant, and None does so with torch's warning.
         preserve_rng_state: for torch only. Here random ops always draw the same numbers again.
         context_fn: return two contexts. Those of `create_selective_checkpoint_contexts` are not entered;
@@ -68,32 +74,34 @@ def checkpoint(
         determinism_check: "default" or "none", for torch only. Here `function` does not run twice.
         debug: for torch only, which shows how two runs of `function` differ.
         early_stop: for torch only. Here recomputation never runs more than backward needs.
+        respect_saved_tensors_hooks: for torch only, since 2.14. Here saved-tensor hooks around the call get
+            what its selective contexts save.
 
     Raises:
         ValueError: `determinism_check` is not allowed, or `debug` is combined with `context_fn`.
         RuntimeError: the first context swallowed an exception of `function`.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and function is not None:
         # Dynamo recognizes torch's function, and the default of context_fn, by identity at the call.
         if context_fn is torchs.noop_context_fn:
-            out: R = torchs.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
-        else:
-            out = torchs.checkpoint(
-                function, *args, use_reentrant=use_reentrant, context_fn=context_fn, **kwargs
-            )
-        return out
-    call_torch: Callable[..., R] = functools.partial(
-        torchs.checkpoint,
-        function,
-        *args,
-        use_reentrant=use_reentrant,
-        preserve_rng_state=preserve_rng_state,
-        context_fn=context_fn,
-        determinism_check=determinism_check,
-        debug=debug,
-        early_stop=early_stop,
+            return torchs.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+        return torchs.checkpoint(
+            function, *args, use_reentrant=use_reentrant, context_fn=context_fn, **kwargs
+        )
+    options: dict[str, Any] = {
+        "use_reentrant": use_reentrant,
+        "preserve_rng_state": preserve_rng_state,
+        "context_fn": context_fn,
+        "determinism_check": determinism_check,
+        "debug": debug,
+        "early_stop": early_stop,
         **kwargs,
-    )
+    }
+    if respect_saved_tensors_hooks is not None:
+        options["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
+    if function is None:
+        return functools.partial(_decorated, options)
+    call_torch = functools.partial(torchs.checkpoint, function, *args, **options)
     if (
         use_reentrant is None
         or use_reentrant
@@ -127,6 +135,14 @@ def checkpoint(
         ) from swallowed
     finally:
         swallowed = None  # the exception refers to this frame: a cycle
+
+
+def _decorated(options: Mapping[str, Any], function: Callable[..., R]) -> Callable[..., R]:
+    @functools.wraps(function)
+    def checkpointed(*args: Any, **kwargs: Any) -> R:
+        return checkpoint(function, *args, **options, **kwargs)
+
+    return checkpointed
 
 
 def checkpoint_sequential(
@@ -227,19 +243,15 @@ def _content(cell: CellType) -> Any:
 
 
 def _check(context_fn: Contexts, determinism_check: str, debug: bool) -> None:
-    enabled = torchs._checkpoint_debug_enabled
-    if (debug if enabled is None else enabled) and context_fn is not torchs.noop_context_fn:
+    if private.checkpoint_debugs(debug) and context_fn is not torchs.noop_context_fn:
         raise ValueError("debug=True is incompatible with non-default context_fn")
-    allowed = list(torchs._allowed_determinism_checks_to_fns)
+    allowed = private.determinism_checks()
     if determinism_check not in allowed:
         raise ValueError(f"determinism_check should be one of {allowed}, but got {determinism_check}")
 
 
 def _selective_policy(first: object, second: object) -> TorchFunctionPolicy | None:
     """Return the policy of torch's selective contexts; None for others and subclasses, which may do more."""
-    if (
-        type(first) is not torchs._CachingTorchDispatchMode
-        or type(second) is not torchs._CachedTorchDispatchMode
-    ):
+    if (type(first), type(second)) != private.selective_context_classes():
         return None
-    return TorchFunctionPolicy(first.policy_fn)
+    return TorchFunctionPolicy(cast("Any", first).policy_fn)

@@ -118,7 +118,9 @@ class TorchFunctionPolicy(FunctionPolicy):
     __slots__ = ()
 
     def decide(self, op: Any, facts: OpFacts, args: Args, kwargs: Kwargs, out: Any) -> CheckpointPolicy:
-        context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
+        context = SelectiveCheckpointContext(
+            is_recompute=False, **({"op_output": out} if _GETS_OUTPUT else {})
+        )
         return parse_decision(self.function(context, op, *args, **kwargs), self.description, op)
 
 
@@ -127,6 +129,7 @@ def _describe(function: PolicyCallable) -> str:
 
 
 _CONTEXT = SelectiveCheckpointContext(is_recompute=False)
+_GETS_OUTPUT = hasattr(_CONTEXT, "op_output")  # since torch 2.12
 
 
 def parse_decision(decision: Any, policy: str, op: Any) -> CheckpointPolicy:

@@ -87,6 +87,7 @@ from autoac.profiler.torch_facts.op_facts import (
     written_tensors,
 )
 from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
+from autoac.profiler.torch_facts.probes import check_torch
 from autoac.profiler.torch_facts.rng import capture_generator, generator_of
 from autoac.profiler.torch_facts.storage_table import has_storage, window_of
 from autoac.profiler.torch_facts.streams import has_streams, hold_for_current_stream, streams_seen
@@ -138,7 +139,9 @@ class Region(RecordingMode):
 
         Raises:
             RuntimeError: torch does not allow saved-tensor hooks here.
+            UnsupportedTorch: torch behaves in another way than the runtime needs.
         """
+        check_torch()
         watch_sharding()
         watch_functions()
         self._compiled_unseen = not watch_compiled()

@@ -94,7 +94,7 @@ def leaves_gradients() -> bool:
 def _declared() -> Split | None:
     if not private.is_key_in_tls(_KEY):
         return None
-    split: Split = private.get_from_tls(_KEY)
+    split: Split | None = private.get_from_tls(_KEY)
     return split
 
 

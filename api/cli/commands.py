@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = "Exit codes: 0 fine, 1 error, 2 wrong usage or settings, 130 interrupted."
 OPERATOR = "command line"  # the caller that the audit log names
+
+SERVICE_PACKAGES = frozenset(
+    (
+        *("alembic", "anyio", "cachetools", "fastapi", "filelock", "jinja2", "prometheus_client"),
+        *("pydantic_settings", "sqlalchemy", "starlette", "structlog", "uvicorn"),
+    )
+)
+"""What the extra `service` installs and the client does not need."""
 
 _STYLE: dict[str, Any] = {
     "no_args_is_help": False,
@@ -44,6 +53,15 @@ app.add_typer(keys, name="keys")
 
 WrongUsage: Any = typer.BadParameter.__base__  # of typer, or of click under an older typer
 
+
+class KeyScope(StrEnum):
+    """Name what a key allows; each includes the one before."""
+
+    READ = "read"
+    PLAN = "plan"
+    ADMIN = "admin"
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
@@ -59,7 +77,20 @@ def main(argv: Sequence[str] | None = None, solver: Solver | None = None) -> int
         return int(error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
+    except ModuleNotFoundError as error:
+        if (text := missing_package(error)) is None:
+            raise
+        _say(f"autoac: {text}", file=sys.stderr)
+        return ERROR
     return code if isinstance(code, int) else OK
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """Return what to say if a package of the service is not installed; None for other modules."""
+    name = (error.name or "").partition(".")[0]
+    if name not in SERVICE_PACKAGES:
+        return None
+    return f"the planning service needs {name}; run `pip install 'autoac[service]'`"
 
 
 def _say(text: str, file: TextIO | None = None) -> None:
@@ -185,9 +216,9 @@ def prune(
 def create(
     name: Annotated[str, typer.Argument(help="What the key is for.")],
     scope: Annotated[
-        Literal["read", "plan", "admin"],
+        KeyScope,
         typer.Option(help="What the key allows; each includes the one before."),
-    ] = "plan",
+    ] = KeyScope.PLAN,
     as_json: AsJson = False,
 ) -> None:
     """Create a key and print it. It is not shown again."""

@@ -36,7 +36,12 @@ from autoac.profiler.torch_facts.storage_table import has_storage
 from autoac.profiler.unseen.function_calls import FunctionCall
 from autoac.profiler.unseen.held_storages import HeldStorages
 
-OUTSIDE = OpFacts(name="outside", name_in_keys="outside", call=None)
+
+def _never_called(*_: Any) -> None:
+    """Stand in for what runs outside of the model."""
+
+
+OUTSIDE = OpFacts(name="outside", name_in_keys="outside", call=_never_called)
 OUTSIDE_SIGNATURE = ("outside of the model",)
 SMALL_NBYTES = 1024  # what allocates no larger blocks, such as a sum, needs no op of its own
 

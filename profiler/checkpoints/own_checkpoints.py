@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import sys
 import threading
@@ -33,7 +34,7 @@ import torch
 import torch.utils.checkpoint as torchs
 from torch import Tensor
 
-from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts import private, probes
 
 UNPLANNED = "not planned: "
 """How the message on something that could not be taken over begins."""
@@ -108,6 +109,12 @@ class plain_checkpoints:
         self._unplanned = unplanned
 
     def __enter__(self) -> None:
+        if not _thread.left_alone:
+            check_taken_over()
+        self.enter()
+
+    def enter(self) -> None:
+        """Enter without the probe of torch."""
         global _open
         self._entered = not _thread.left_alone
         if not self._entered:
@@ -134,6 +141,36 @@ class plain_checkpoints:
                 _replaced.clear()
 
 
+def checkpoints_enter_our_functions() -> bool:
+    """Return True if both kinds of torch's checkpoints run as plain calls where they should: a probe."""
+    numbers = []
+
+    def function(x: Tensor) -> Tensor:
+        numbers.append(running_call())
+        return x.sin()
+
+    x = torch.ones(2, device="cpu", requires_grad=True)
+    plain = plain_checkpoints()
+    plain.enter()
+    try:
+        for use_reentrant in (False, True):
+            torchs.checkpoint(function, x, use_reentrant=use_reentrant).sum().backward()
+    finally:
+        plain.__exit__()
+    return len(numbers) == 2 and all(numbers)
+
+
+def check_taken_over() -> None:
+    """Check that the checkpoints of a model can be taken over in this torch.
+
+    Raises:
+        UnsupportedTorch: they cannot.
+    """
+    probes.check(
+        private.CHECKPOINTS, checkpoints_enter_our_functions, otherwise="pass take_over_checkpoints=False"
+    )
+
+
 class checkpoints_left_alone:
     """Leave checkpoints to torch inside the body, on this thread, also inside `plain_checkpoints`.
 
@@ -156,38 +193,34 @@ class checkpoints_left_alone:
 
 
 def _replace() -> None:
+    generator, function = private.checkpoint_names()
     names: list[tuple[Any, str, Any]] = [
-        (torchs, private.CHECKPOINT_GENERATOR, _checkpoint_generator),
-        (torchs, private.CHECKPOINT_FUNCTION, _CheckpointFunction),
+        (torchs, generator, _checkpoint_generator),
+        (torchs, function, _CheckpointFunction),
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", _enter_hooks),
     ]
     composable = sys.modules.get(private.COMPOSABLE_CHECKPOINT)
-    if isinstance(composable, ModuleType):  # imports the generator by name
-        names.append((composable, private.CHECKPOINT_GENERATOR, _checkpoint_generator))
+    if isinstance(composable, ModuleType) and hasattr(composable, generator):  # imports it by name
+        names.append((composable, generator, _checkpoint_generator))
     for owner, name, replacement in names:
         _replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, replacement)
 
 
-_generator: Callable[..., Generator[None]] = getattr(torchs, private.CHECKPOINT_GENERATOR)
-_function: Any = getattr(torchs, private.CHECKPOINT_FUNCTION)
 _enter: Callable[..., None] = torch.autograd.graph.saved_tensors_hooks.__enter__
+_function: Any = getattr(torchs, "CheckpointFunction", torch.autograd.Function)
 
 
-def _checkpoint_generator(
-    fn: Any,
-    preserve_rng_state: bool = True,
-    context_fn: Any = torchs.noop_context_fn,
-    determinism_check: str = "default",
-    debug: bool = False,
-    *args: Any,
-    **kwargs: Any,
-) -> Generator[None]:
-    """Return the generator around a checkpointed call."""
+def _checkpoint_generator(*args: Any, **kwargs: Any) -> Generator[None]:
+    """Return the generator around a checkpointed call. Its arguments differ between releases of torch."""
+    generator: Callable[..., Generator[None]] = private.require(private.CHECKPOINTS)[0]
     if not checkpoints_are_plain():
         _thread.left_calls += 1
-        return _generator(fn, preserve_rng_state, context_fn, determinism_check, debug, *args, **kwargs)
-    if private.checkpoint_debugs(debug):
+        return generator(*args, **kwargs)
+    call = inspect.signature(generator).bind(*args, **kwargs)
+    call.apply_defaults()
+    context_fn = call.arguments["context_fn"]
+    if private.checkpoint_debugs(call.arguments["debug"]):
         _note("torch.utils.checkpoint with debug=True", "leave debug=True out")
     elif (getattr(context_fn, "__module__", None) or "").partition(".")[0] == _CONTEXTS_OF_REMAT:
         return _plain_call()
@@ -195,14 +228,14 @@ def _checkpoint_generator(
         contexts = context_fn()
         if type(contexts[0]) is contextlib.nullcontext:  # the other one is for backward
             return _plain_call()
-        context_fn = functools.partial(tuple, contexts)
+        call.arguments["context_fn"] = functools.partial(tuple, contexts)
         _note(
             "torch.utils.checkpoint with a context_fn (selective checkpointing)",
             "leave context_fn out, and pin what must be saved by constraints=",
         )
-    return _left_to_torch(
-        _generator(fn, preserve_rng_state, context_fn, determinism_check, debug, *args, **kwargs)
-    )
+    if call.arguments.get("respect_saved_tensors_hooks", False) is None:  # since torch 2.14, which warns
+        call.arguments["respect_saved_tensors_hooks"] = False
+    return _left_to_torch(generator(*call.args, **call.kwargs))
 
 
 def _plain_call() -> Generator[None]:

@@ -1,4 +1,4 @@
-"""List the private names of torch.compile's parts that a plan for compiled models needs, as private.py does.
+"""Wrap the private names of torch.compile that a plan for compiled models needs, which private.py lists.
 
 A compiled step is planned between the two stages of AOTAutograd, for which torch has no hook. All of this is
 looked up when it is called, since importing Dynamo takes seconds.
@@ -17,27 +17,31 @@ from typing import Any, cast
 import torch
 from torch import _guards
 
-from autoac.profiler.errors import TESTED_TORCH, UnsupportedTorch
+from autoac.profiler.errors import COMPILED_SINCE, NEWEST_TORCH, UnsupportedTorch
+from autoac.profiler.torch_facts import minor_version, private
 from autoac.profiler.torch_facts.private import HigherOrderOperator, eval_frame
 
 
 def check_version() -> None:
-    """Check that the names of this file were tested with the torch that is installed.
+    """Check that this torch is one in which compiled models can be planned.
 
     Raises:
-        UnsupportedTorch: they were not.
+        UnsupportedTorch: it is not.
     """
     if not is_tested():
         raise UnsupportedTorch(
             torch.__version__,
-            "a plan for compiled code replaces parts of torch.compile, which differ between versions. Models "
-            "that are not compiled can be planned",
+            "a plan for compiled code replaces parts of torch.compile, which differ between versions",
+            private.COMPILED,
+            oldest=COMPILED_SINCE,
+            otherwise="plan the model without torch.compile",
         )
+    private.require(private.COMPILED)
 
 
 def is_tested() -> bool:
     """Return True if the names of this file were tested with the torch that is installed."""
-    return torch.__version__.startswith(f"{TESTED_TORCH}.")
+    return COMPILED_SINCE <= minor_version() <= NEWEST_TORCH
 
 
 def aot_graph_compile() -> Any:

@@ -23,13 +23,14 @@ import sys
 from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autoac.profiler.errors import CannotProfile, ShardsInUse
-from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts import private, probes
 from autoac.profiler.torch_facts.gradients import free_gradient_when_accumulated
 from autoac.profiler.torch_facts.inductor import hidden_from_modes, recording_modes
 from autoac.profiler.torch_facts.module_paths import ROOT
@@ -43,20 +44,43 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def watch_sharding() -> None:
-    """Hide what FSDP does around a module's forward from the modes that record, from now on."""
-    if "torch.distributed.fsdp" not in sys.modules:
+    """Hide what FSDP does around a module's forward from the modes that record, from now on.
+
+    Raises:
+        UnsupportedTorch: `fully_shard` was called, and works in another way in this torch.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not fsdp.FSDPModule.__subclasses__():  # `fully_shard` makes them
         return
+    if _watched:
+        return
+    probes.check(private.FSDP, fsdp_calls_what_is_watched)
     group_class = private.fsdp_param_group_class()
-    if getattr(group_class, _WATCHED, False):
-        return
     for name in ("lazy_init", "unshard", "wait_for_unshard", "reshard"):
         setattr(group_class, name, hidden_from_modes(getattr(group_class, name)))
     for name in ("pre_forward", "post_forward"):
         setattr(group_class, name, _crossing(getattr(group_class, name)))
-    setattr(group_class, _WATCHED, True)
+    _watched.append(group_class)
 
 
-_WATCHED = "_autoac_watched"
+_watched: list[Any] = []  # the class of parameter groups, once its methods are watched
+
+
+def fsdp_calls_what_is_watched() -> bool:
+    """Return True if the code of FSDP names what this file replaces: a probe that needs no other rank."""
+    group_class, state_class = private.fsdp_param_group_class(), private.fsdp_state_class()
+    return all(
+        set(names.split()) <= set(unwrap(getattr(owner, caller)).__code__.co_names)
+        for owner, caller, names in (
+            (state_class, "_lazy_init", "lazy_init"),
+            (state_class, "_pre_forward", "pre_forward"),
+            (state_class, "_post_forward", "post_forward"),
+            (group_class, "pre_forward", "unshard wait_for_unshard"),
+            (group_class, "post_forward", "reshard"),
+            (group_class, "unshard", "_all_gather_comm"),
+            (group_class, "post_backward", "_reduce_scatter_comm _all_reduce_hook"),
+        )
+    )
 
 
 def _crossing(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,11 +108,35 @@ def _states_of(model: nn.Module) -> dict[str, Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # not imported: nothing is sharded
         return {}
-    return {
+    states = {
         path or ROOT: module._get_fsdp_state()
         for path, module in model.named_modules()
         if isinstance(module, fsdp.FSDPModule)
     }
+    for state in states.values():
+        private.require_attributes(private.FSDP, state, _OF_STATE)
+        for group in _groups_of(state):
+            private.require_attributes(private.FSDP, group, _OF_GROUP)
+            for param in group.fsdp_params:
+                private.require_attributes(private.FSDP, param, _OF_PARAM)
+    return states
+
+
+_OF_STATE = ("_is_root", "_state_ctx", "_comm_ctx")
+_OF_GROUP = (
+    *("fsdp_params", "mesh_info", "offload_policy", "_all_gather_comm", "_reduce_scatter_comm"),
+    *("_all_reduce_hook", "_partial_reduce_output", "_reshard_after_forward"),
+)
+_OF_PARAM = (
+    *("sharded_param", "_sharded_local_tensor", "all_gather_outputs", "unsharded_accumulated_grad"),
+    *("is_dtensor", "_module_info", "_setattr_on_modules", "alloc_all_gather_outputs"),
+)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Return the groups of parameters of a unit, of which torch 2.11 knows at most one."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in (state._fsdp_param_group,) if g is not None] if groups is None else groups
 
 
 def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -96,7 +144,7 @@ def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
     shards = {
         id(unsharded): param.sharded_param
         for state in _states_of(model).values()
-        for group in state._fsdp_param_groups
+        for group in _groups_of(state)
         for param in group.fsdp_params
         if (unsharded := getattr(param, "_unsharded_param", None)) is not None
     }
@@ -109,7 +157,7 @@ def gathered_nbytes(model: nn.Module) -> int:
     storages = {
         output.untyped_storage()._cdata: output.untyped_storage().nbytes()
         for state in _states_of(model).values()
-        for group in state._fsdp_param_groups
+        for group in _groups_of(state)
         for param in group.fsdp_params
         for output in param.all_gather_outputs
     }
@@ -121,24 +169,24 @@ def unreduced_nbytes(model: nn.Module) -> int:
     return sum(
         gradient.nbytes
         for state in _states_of(model).values()
-        for group in state._fsdp_param_groups
+        for group in _groups_of(state)
         for param in group.fsdp_params
         for gradient in _unreduced(param)
     )
 
 
 def _unreduced(param: Any) -> list[Tensor]:
-    gradients = (
+    gradients = (  # one tensor since torch 2.15
         param.unsharded_accumulated_grad,
         getattr(getattr(param, "_unsharded_param", None), "grad", None),
     )
-    return [gradient for gradient in gradients if gradient is not None]
+    return list({id(gradient): gradient for gradient in gradients if gradient is not None}.values())
 
 
 def process_group_of(model: nn.Module) -> Any:
     """Return the process group over which `model` is sharded; None if it is not."""
     for state in _states_of(model).values():
-        for group in state._fsdp_param_groups:
+        for group in _groups_of(state):
             return getattr(group.mesh_info, "shard_process_group", None)
     return None
 
@@ -175,7 +223,7 @@ def _check_options(where: str, state: Any) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     shard_class, replicate_class = private.fsdp_mesh_classes()
-    for group in state._fsdp_param_groups:
+    for group in _groups_of(state):
         if isinstance(group.offload_policy, CPUOffloadPolicy):
             raise CannotProfile(
                 where,
@@ -207,7 +255,7 @@ class Shards:
 
     def __init__(self, states: dict[str, Any]) -> None:
         self._states = states
-        self.groups = list({id(g): g for state in states.values() for g in state._fsdp_param_groups}.values())
+        self.groups = list({id(g): g for state in states.values() for g in _groups_of(state)}.values())
         self._params = [param for group in self.groups for param in group.fsdp_params]
         self.aliases: list[nn.Parameter] = []
 
@@ -219,7 +267,7 @@ class Shards:
         """Reset FSDP before a forward, since the forward before may have had no backward."""
         for state in self._states.values():
             if state._is_root:
-                state._reset_iter_state()
+                _reset(state)
 
     def leaves(self) -> list[Tensor]:
         """Return the leaves to which autograd gives gradients. They exist once a forward has run."""
@@ -237,7 +285,27 @@ class Shards:
     def is_gathered(self, path: str) -> bool:
         """Return True if the parameters of the unit around `path` are gathered."""
         state = self.unit_of(path)
-        return state is None or all(group.is_unsharded for group in state._fsdp_param_groups)
+        return state is None or all(group.is_unsharded for group in _groups_of(state))
+
+
+def _reset(root: Any) -> None:
+    if hasattr(root, "_reset_iter_state"):
+        root._reset_iter_state()
+        return
+    context = root._state_ctx  # up to torch 2.12
+    context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+    root._comm_ctx.all_gather_state = None
+    root._comm_ctx.post_forward_order.clear()
+    for state in context.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = private.fsdp_idle()
+        for group in _groups_of(state):
+            group._training_state = private.fsdp_idle()
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            group._partial_reduce_output = group._reshard_after_forward_event = None
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+            group._to_sharded()
 
 
 def shards_of(model: nn.Module) -> Shards | None:
@@ -300,7 +368,7 @@ def _check_at_rest(model: nn.Module, states: dict[str, Any]) -> None:
             state._lazy_init()  # as its forward does; the states inside come after it
         if any(id(other) not in within for other in state._state_ctx.all_states):
             raise CannotProfile(where, "it is a part of a larger FSDP model", "profile or plan its root")
-        for group in state._fsdp_param_groups:
+        for group in _groups_of(state):
             if group._partial_reduce_output is not None or any(map(_unreduced, group.fsdp_params)):
                 raise ShardsInUse(where)
 

@@ -71,5 +71,5 @@ def _group_of(arg: Any) -> Any:
         return arg
     if isinstance(arg, torch.ScriptObject):
         is_group = arg._type().qualified_name().endswith(".c10d.ProcessGroup")
-        return dist.ProcessGroup.unbox(arg) if is_group else None
+        return private.unboxed_group(arg) if is_group else None
     return private.process_group_named(arg) if isinstance(arg, str) else None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -75,6 +78,20 @@ class WatchedCompiledCall:
 
 Watch = RemovableHandle | WatchedCompiledCall
 """Removes what watches the calls of a module."""
+
+
+def is_called(model: weakref.ref[nn.Module]) -> bool:
+    """Return True if a call of the model is on this thread's stack."""
+    called = model()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals.get("self") is called:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_CALL = nn.Module._call_impl.__code__
 
 
 def watch_modules(

@@ -1,11 +1,14 @@
 """List every private name of torch that the profiler and the client use, each with its reason.
 
-Those that compiled models need are listed in profiler/compiler/private_compiler.py.
+torch promises nothing about these names, so a new release of torch is checked against this file first.
 
-torch promises nothing about these names, so a new release of torch is checked against this file first. If
-a name is missing, importing this package raises `UnsupportedTorch`, which names it. Names
-keep torch's spelling without the underscore. Some are only looked up when they are called, because a build
-without CUDA lacks them, or because importing them loads a part of torch that the user may not need.
+- The core: names that every planned step needs are looked up when this package is imported. If one is
+  missing, the import raises `UnsupportedTorch`. Names keep torch's spelling without the underscore.
+- `FEATURES`: names that one feature needs, with their spellings in the releases that are supported. If one
+  is missing, `UnsupportedTorch` names the feature as soon as it is used; the rest works.
+
+Some are only looked up when they are called, because a build without CUDA lacks them, or because importing
+them loads a part of torch that the user may not need.
 
 Private attributes are read where they are used, since a call would cost time for each op:
 
@@ -27,9 +30,12 @@ Private attributes are read where they are used, since a call would cost time fo
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -45,8 +51,167 @@ from torch.nn.utils import parametrize as _parametrize
 from torch.nn.utils import stateless as _stateless
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree
-from torch.utils import checkpoint as _checkpoint
 from torch.utils import weak as _weak
+
+from autoac.profiler.errors import COMPILED_SINCE, OLDEST_TORCH, UnsupportedTorch
+
+# Features that need names of their own, as error messages call them.
+CHECKPOINTS = "taking over the checkpoints of a model's own code"
+DROP_IN = "ac_client.checkpoint"
+SPLIT = "split_backward"
+FSDP = "fully_shard"
+DDP = "DistributedDataParallel"
+REPLICATE = "replicate"
+GROUPS = "a functional collective"
+GPU = "a fake step of a GPU"
+DOCTOR = "autoac doctor --gpu"
+COMPILED = "a compiled model"
+
+FEATURES: dict[str, tuple[str, ...]] = {
+    CHECKPOINTS: (
+        # What all callers of torch's checkpoint look up when they are called (own_checkpoints.py). The first
+        # is new in 2.14, where the second only calls it.
+        "torch.utils.checkpoint:_checkpoint_without_reentrant_generator_impl"
+        " torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+        "torch.utils.checkpoint:CheckpointFunction",
+        "torch.utils.checkpoint:_checkpoint_debug_enabled",
+    ),
+    DROP_IN: (
+        "torch.utils.checkpoint:_checkpoint_debug_enabled",
+        "torch.utils.checkpoint:_allowed_determinism_checks_to_fns",
+        "torch.utils.checkpoint:_CachingTorchDispatchMode",
+        "torch.utils.checkpoint:_CachedTorchDispatchMode",
+    ),
+    SPLIT: (
+        # State of a thread that autograd takes along to the threads of its devices.
+        "torch._C:_stash_obj_in_tls",
+        "torch._C:_remove_obj_from_tls torch._C:_stash_obj_in_tls",  # 2.13; before it, None is stashed
+    ),
+    FSDP: (
+        "torch.distributed.fsdp._fully_shard._fsdp_common:FSDPMeshInfo",
+        "torch.distributed.fsdp._fully_shard._fsdp_common:HSDPMeshInfo",
+        "torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState.IDLE",
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init",
+        "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+        *(
+            f"torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.{name}"
+            for name in ("lazy_init", "unshard", "wait_for_unshard", "reshard", "pre_forward", "post_forward")
+        ),
+        *(
+            f"torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.{name}"
+            for name in ("is_unsharded", "_to_sharded", "_to_unsharded")
+        ),
+    ),
+    REPLICATE: (
+        "torch.distributed._composable.contract:STATE_KEY",
+        "torch.distributed._composable.replicate:replicate.state",
+    ),
+    GROUPS: ("torch._C._distributed_c10d:_resolve_process_group", "torch.distributed:ProcessGroup.unbox"),
+    GPU: (
+        "torch._C:_dispatch_get_registrations_for_dispatch_key",  # lists of autocast
+        "torch.library:_scoped_library",  # kernels that last as long as a with-block
+        "torch:_from_functional_tensor",  # the fake tensor
+    ),
+    DOCTOR: ("torch._C:_accelerator_setAllocatorSettings",),  # tries both kinds of segments in one process
+    COMPILED: (
+        "torch._functorch._aot_autograd.graph_compile:aot_stage2_autograd",
+        "torch._functorch._aot_autograd.graph_compile:_apply_tensorify_python_scalars",
+        "torch._functorch._aot_autograd.autograd_cache:AOTAutogradCache.try_load",
+        "torch._functorch._aot_autograd.autograd_cache:AOTAutogradCache._lookup",
+        "torch._functorch._aot_autograd.autograd_cache:create_fx_config",
+        "torch._functorch._aot_autograd.autograd_cache:FXGraphCacheMiss",
+        "torch._functorch._aot_autograd.schemas:SerializableAOTDispatchCompiler",
+        "torch._functorch._aot_autograd.utils:make_boxed_func",
+        "torch._functorch.compile_utils:fx_graph_cse",
+        "torch._functorch.config:cse",
+        "torch._functorch.config:joint_custom_pass",
+        "torch._functorch.partitioners:_extract_fwd_bwd_modules",
+        "torch._functorch.partitioners:get_default_op_list",
+        "torch._functorch.partitioners:min_cut_rematerialization_partition",
+        "torch._dynamo.eval_frame:_callback_from_stance",
+        "torch._dynamo.eval_frame:OptimizedModule",
+        "torch._dynamo.convert_frame:input_codes.seen",
+        "torch._dynamo.backends.common:aot_module_simplified",
+        "torch._dynamo.backends.debugging:boxed_nop",
+        "torch._dynamo.config:suppress_errors",
+        "torch._dynamo.config:use_lazy_graph_module",
+        "torch._dynamo.compiled_autograd:_disable",
+        "torch._inductor.output_code:CompiledFxGraph",
+        "torch._dynamo.utils:preserve_rng_state",
+        "torch._dynamo.utils:_disable_saved_tensors_hooks_during_tracing",
+        "torch._C._dynamo.eval_frame:_debug_get_cache_entry_list",
+        "torch._C._dynamo.eval_frame:reset_code",
+        "torch._guards:TracingContext.try_get",
+        "torch._guards:CompileContext.try_get",
+        "torch._guards:tracing",
+        "torch._guards:compile_context",
+        "torch._decomp.decompositions_for_rng:PhiloxStateTracker",
+        "torch._dispatch.python:enable_python_dispatcher",
+        "torch._prims.rng_prims:run_and_save_rng_state",
+        "torch._prims.rng_prims:run_with_rng_state",
+        "torch.fx._lazy_graph_module:_use_lazy_graph_module",
+        "torch.fx._lazy_graph_module:_make_graph_module",
+        "torch.fx.experimental.symbolic_shapes:optimization_hint",
+        "torch.utils._sympy.symbol:SymT.FLOAT",
+        "torch.utils._sympy.symbol:symbol_is_type",
+    ),
+}
+"""Names that one feature needs: `module:name`, of which a blank separates spellings, the newest first."""
+
+
+def find(feature: str, *spellings: str) -> Any:
+    """Return what torch has under the first of some spellings that it knows.
+
+    Raises:
+        UnsupportedTorch: it knows none.
+    """
+    for spelling in spellings:
+        try:
+            return resolve_name(spelling)
+        except (AttributeError, ImportError):
+            continue
+    raise lacks(feature, " or ".join(spellings))
+
+
+def lacks(feature: str, names: str) -> UnsupportedTorch:
+    """Return the error about names that torch does not have, and a feature needs."""
+    return UnsupportedTorch(
+        torch.__version__,
+        f"it lacks {names.replace(':', '.')}",
+        feature,
+        oldest=COMPILED_SINCE if feature == COMPILED else OLDEST_TORCH,
+    )
+
+
+@functools.cache
+def require(feature: str) -> tuple[Any, ...]:
+    """Return the names of a feature, in the order of `FEATURES`. Imports what has them.
+
+    Raises:
+        UnsupportedTorch: torch lacks one of them.
+    """
+    return tuple(find(feature, *names.split()) for names in FEATURES[feature])
+
+
+def require_attributes(feature: str, owner: Any, names: Iterable[str]) -> None:
+    """Check that an object of torch has the attributes that a feature reads, once for each class.
+
+    Raises:
+        UnsupportedTorch: it lacks one.
+    """
+    kind = type(owner)
+    if kind in _checked:
+        return
+    for name in names:
+        if not hasattr(owner, name):
+            raise lacks(feature, f"{kind.__module__}.{kind.__qualname__}.{name}")
+    _checked.add(kind)
+
+
+_checked: set[type] = set()  # classes of torch
+
 
 # Ops, and the containers of their arguments.
 OpOverload = _ops.OpOverload  # what a dispatch mode is called with
@@ -57,8 +222,10 @@ tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only
 WeakIdKeyDictionary = _weak.WeakIdKeyDictionary  # keyed by tensors, which compare element by element
 
-# Functions of users: `Function.apply` calls `apply` of this class, however early it was looked up.
+# Functions of users. Up to torch 2.13, `Function.apply` calls `apply` of this class, however early it was
+# looked up. Since 2.14 it calls nothing in Python but the class of nodes, of which it makes one.
 SingleLevelFunction: Any = _function._SingleLevelFunction
+BackwardCFunction: Any = _function.BackwardCFunction
 # Tells the two forms of forward apart.
 is_setup_context_defined: Callable[[Any], bool] = _function._is_setup_context_defined
 
@@ -85,15 +252,12 @@ ForceDispatchKeyGuard = _C._ForceDispatchKeyGuard  # kernels of one thread: a ke
 dispatch_include_set = _C._dispatch_tls_local_include_set
 dispatch_exclude_set = _C._dispatch_tls_local_exclude_set
 parse_dispatch_key = _C._dispatch_key_parse
-registrations_for_dispatch_key = _C._dispatch_get_registrations_for_dispatch_key  # lists of autocast
 SetExcludeDispatchKeyGuard = _C._SetExcludeDispatchKeyGuard  # lets a view share a version counter
 dispatch_key_is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
-scoped_library = torch.library._scoped_library  # kernels that last as long as a with-block
 
 # Tensors without memory, and whether torch is tracing.
 FakeTensor = _fake.FakeTensor
 FunctionalTensor = _functional.FunctionalTensor  # wraps a fake tensor while torch.compile traces
-from_functional_tensor = torch._from_functional_tensor  # the fake tensor
 FakeTensorMode = _fake.FakeTensorMode
 unset_fake_temporarily = _fake.unset_fake_temporarily  # runs one op for real
 DataDependentOutputException = _fake.DataDependentOutputException  # an op asks for an unknown value
@@ -196,11 +360,48 @@ def parametrization_cache() -> dict[Any, Any]:
     return _parametrize._cache
 
 
-# State of a thread that autograd takes along to the threads of its devices.
-stash_in_tls = _C._stash_obj_in_tls
-remove_from_tls = _C._remove_obj_from_tls
+# State of a thread that autograd takes along to the threads of its devices. SPLIT has what writes it.
 is_key_in_tls = _C._is_key_in_tls
 get_from_tls = _C._get_obj_in_tls
+
+
+def stash_in_tls(key: str, value: Any) -> None:
+    """Put a value into the state of this thread."""
+    if torch.__version__.startswith("2.11."):  # takes a reference that it does not count
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    require(SPLIT)[0](key, value)
+
+
+def remove_from_tls(key: str) -> None:
+    """Remove a value from the state of this thread; up to torch 2.12, leave None in its place."""
+    stash, remove = require(SPLIT)
+    if remove is stash:
+        stash_in_tls(key, None)
+    else:
+        remove(key)
+
+
+def registrations_for_dispatch_key(key: str) -> list[str]:
+    """Return the ops that have a kernel for a dispatch key."""
+    ops: list[str] = require(GPU)[0](key)
+    return ops
+
+
+def scoped_library(*args: Any) -> AbstractContextManager[Any]:
+    """Return a library whose kernels last as long as a with-block."""
+    library: AbstractContextManager[Any] = require(GPU)[1](*args)
+    return library
+
+
+def from_functional_tensor(tensor: Any) -> Any:
+    """Return the fake tensor that a functional tensor wraps."""
+    return require(GPU)[2](tensor)
+
+
+def set_allocator_settings(settings: str) -> None:
+    """Change the settings of the allocator of GPUs."""
+    require(DOCTOR)[0](settings)
+
 
 # Flags of the process by which kernels are chosen: the public accessors are slow, or check and warn.
 get_deterministic_algorithms = _C._get_deterministic_algorithms
@@ -225,16 +426,30 @@ disable_profiler: Callable[[], Any] = _autograd._disable_profiler
 begin_range: Callable[..., Any] = torch.ops.profiler._record_function_enter_new.default._op
 end_range: Callable[..., Any] = torch.ops.profiler._record_function_exit._RecordFunction._op
 
-# torch.utils.checkpoint: names that it looks up when it is called (own_checkpoints.py).
-CHECKPOINT_GENERATOR = _checkpoint._checkpoint_without_reentrant_generator.__name__
-CHECKPOINT_FUNCTION = _checkpoint.CheckpointFunction.__name__
+# torch.utils.checkpoint: the module that imports the generator by name (own_checkpoints.py).
 COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
+
+
+def checkpoint_names() -> tuple[str, str]:
+    """Return the names under which torch's checkpoint looks up its generator and its autograd Function."""
+    generator, function, _ = require(CHECKPOINTS)
+    return generator.__name__, function.__name__
 
 
 def checkpoint_debugs(debug: bool) -> bool:
     """Return True if a checkpoint called with `debug` records its ops for error messages."""
-    enabled = _checkpoint._checkpoint_debug_enabled
+    enabled = find(DROP_IN, FEATURES[DROP_IN][0])
     return debug if enabled is None else enabled
+
+
+def determinism_checks() -> list[str]:
+    """Return the values of `determinism_check` that torch's checkpoint accepts."""
+    return list(require(DROP_IN)[1])
+
+
+def selective_context_classes() -> tuple[Any, Any]:
+    """Return the classes of the two contexts that `create_selective_checkpoint_contexts` makes."""
+    return require(DROP_IN)[2:]
 
 
 # Dynamo: imports none of its Python, which takes seconds.
@@ -244,7 +459,7 @@ eval_frame = _C._dynamo.eval_frame
 def compiled_autograd_off() -> AbstractContextManager[None]:
     """Run backward in eager mode, even where compiled autograd is active, which would trace it."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return nullcontext() if module is None else module._disable()
+    return nullcontext() if module is None else find(COMPILED, f"{module.__name__}:_disable")()
 
 
 def clear_cublas_workspaces() -> None:
@@ -260,51 +475,59 @@ def sleep_of(device: torch.device) -> Callable[[int], None] | None:
 def optimized_module_class() -> type[nn.Module] | None:
     """Return the class of what `torch.compile(module)` returns; None if nothing has loaded Dynamo yet."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return None if dynamo is None else dynamo.OptimizedModule
+    return None if dynamo is None else find(COMPILED, f"{dynamo.__name__}:OptimizedModule")
 
 
 def compiled_graph_class() -> Any:
     """Return the class of Inductor's compiled code, which has no hook around its calls. Imports Inductor."""
-    from torch._inductor.output_code import CompiledFxGraph
-
-    return CompiledFxGraph
+    return find(COMPILED, "torch._inductor.output_code:CompiledFxGraph")
 
 
 def process_group_named(name: str) -> Any:
     """Return the process group that functional collectives know by `name`; None if there is none."""
-    from torch._C import _distributed_c10d
-
-    resolve: Callable[[str], Any] = _distributed_c10d._resolve_process_group  # type: ignore[assignment]
+    resolve, _ = require(GROUPS)
     try:
         return resolve(name)
     except (LookupError, RuntimeError, ValueError):
         return None
 
 
+def unboxed_group(boxed: Any) -> Any:
+    """Return the process group in a `ScriptObject`."""
+    return require(GROUPS)[1](boxed)
+
+
 def replicate_states(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """Return the modules in `model` that `replicate` was called on, each with its state there."""
-    composable = sys.modules.get("torch.distributed._composable.replicate")
-    if composable is None:
+    if "torch.distributed._composable.replicate" not in sys.modules:
         return []
-    from torch.distributed._composable.contract import STATE_KEY
-
-    contracted = [module for module in model.modules() if STATE_KEY in module.__dict__]
-    states = ((module, composable.replicate.state(module)) for module in contracted)
-    return [(module, state) for module, state in states if state is not None]
+    key, state_of = require(REPLICATE)
+    contracted = [module for module in model.modules() if key in module.__dict__]
+    states = ((module, state_of(module)) for module in contracted)
+    replicated = [(module, state) for module, state in states if state is not None]
+    for _, state in replicated:
+        require_attributes(REPLICATE, state, ("_no_sync", "_init_args", "_init_kwargs", "lazy_init"))
+    return replicated
 
 
 def fsdp_param_group_class() -> Any:
     """Return the class that gathers, frees and reduces the parameters of an FSDP unit. Imports FSDP."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    return find(FSDP, "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup")
 
-    return FSDPParamGroup
+
+def fsdp_state_class() -> Any:
+    """Return the class of the state of an FSDP unit. Imports FSDP."""
+    return require(FSDP)[3]
+
+
+def fsdp_idle() -> Any:
+    """Return the state of an FSDP unit that runs neither forward nor backward. Imports FSDP."""
+    return require(FSDP)[2]
 
 
 def fsdp_mesh_classes() -> tuple[Any, Any]:
     """Return the classes of a mesh over which FSDP shards, and of one that also replicates. Imports FSDP."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-
-    return FSDPMeshInfo, HSDPMeshInfo
+    return require(FSDP)[:2]
 
 
 def _check_attributes() -> None:
@@ -317,7 +540,15 @@ def _check_attributes() -> None:
         (torch.Tensor, "_version _base _is_view _is_zerotensor"),
         (torch.UntypedStorage, "_cdata"),
         (torch.ops.aten.mm.default, "_schema _op _op_dk _overloadpacket _uncache_dispatch"),
+        (torch.ScriptObject, "_type"),
+        (nn.parallel.DistributedDataParallel, "_get_active_ddp_module"),
         (nn.Identity(), "_parameters _modules _backward_hooks _backward_pre_hooks _compiled_call_impl"),
+        # What the functions of this file read.
+        (_C, "_get_dispatch_mode _TorchDispatchModeKey _accelerator_getStream _get_privateuse1_backend_name"),
+        (_C, "_dispatch_has_kernel_for_dispatch_key _dispatch_kernel_for_dispatch_key_is_fallthrough"),
+        (_functorch, "peek_interpreter_stack"),
+        (_forward_ad, "_current_level"),
+        (_parametrize, "_cache"),
     ):
         for name in names.split():
             getattr(owner, name)

@@ -29,8 +29,10 @@ the kind is saved from then on.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -45,7 +47,7 @@ from autoac.planner.formats.profile import (
     WRITES_ARGUMENTS,
     WRITES_OUTSIDE,
 )
-from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts import private, probes
 from autoac.profiler.torch_facts.op_facts import OpFacts, written_tensors
 from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.profiler.torch_facts.storage_table import has_storage
@@ -80,19 +82,56 @@ def watch_functions() -> None:
     """Send calls of Functions through the innermost recording mode of their thread, from now on.
 
     A Function's `apply` is often looked up once and kept (`apply = F.apply`). So what it calls is replaced.
+    Since torch 2.14 it calls nothing that can be: one that was looked up earlier is refused while a mode
+    records.
     """
     if "apply" not in private.SingleLevelFunction.__dict__:
         private.SingleLevelFunction.apply = classmethod(_apply)
+        function: Any = torch.autograd.Function
+        if not isinstance(vars(function)["apply"], classmethod):  # it is C++
+            function.apply = classmethod(_apply)
+            private.BackwardCFunction.__init__ = _check_seen
+    probes.check("", probes.function_calls_are_seen)
 
 
 def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     plain = super(private.SingleLevelFunction, cls).apply
+    run = _recording(cls)
+    return plain(*args, **kwargs) if run is None else run(cls, args, kwargs, partial(_seen, cls, plain))
+
+
+def _recording(cls: type) -> Any:
+    """Return what the innermost recording mode does with a call of a Function; None if nothing records it."""
     if private.len_dispatch_stack() and not _is_known(cls):
         for mode in reversed(private.get_current_dispatch_mode_stack()):
             run = getattr(mode, "run_function", None)
             if run is not None:
-                return run(cls, args, kwargs, plain)
+                return run
+    return None
+
+
+class _Calls(threading.local):
+    seen: type | None = None  # the Function whose node comes next
+
+
+_calls = _Calls()
+
+
+def _seen(cls: type, plain: Apply, *args: Any, **kwargs: Any) -> Any:
+    _calls.seen = cls
     return plain(*args, **kwargs)
+
+
+def _check_seen(node: Any) -> None:
+    """Refuse a call of a Function that a recording mode does not see, when torch makes its node."""
+    cls, seen = type(node)._forward_cls, _calls.seen
+    _calls.seen = None
+    if seen is not cls and _recording(cls) is not None:
+        raise RuntimeError(
+            f"{cls.__qualname__}.apply was looked up before anything was planned, and torch "
+            f"{torch.__version__} shows its calls to nobody: call {cls.__name__}.apply(...) by its name, or "
+            "look it up after a first ac_client.checkpoint or planned step"
+        )
 
 
 def _is_known(cls: type) -> bool:
@@ -141,6 +180,7 @@ class FunctionRerun:
         cls: Any = self._cls
         self.has_run = True
         args, kwargs = self._arguments.with_tensors(tensors)
+        _calls.seen = cls
         context = cls._backward_cls()
         context.needs_input_grad = self._arguments.needs_grad
         with self._ambient.restored(), torch.no_grad():
@@ -266,7 +306,8 @@ class FunctionCall:
         Args:
             depth: number of Python frames from the caller of this method up to what autograd called.
         """
-        over = sys._getframe(depth + 1).f_code is _RUN
+        caller = sys._getframe(depth + 1)  # `_seen`, which `run` calls
+        over = caller.f_code is _SEEN and caller.f_back is not None and caller.f_back.f_code is _RUN
         if over:
             self._conclude()
         return over
@@ -350,6 +391,7 @@ class FunctionCall:
 
 
 _RUN: CodeType = FunctionCall.run.__code__
+_SEEN: CodeType = _seen.__code__
 
 
 class _Examination:

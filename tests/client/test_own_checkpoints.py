@@ -24,11 +24,13 @@ from autoac.planner.units import GIB
 from autoac.profiler import profile
 from autoac.profiler.checkpoints.own_checkpoints import checkpoints_are_plain, plain_checkpoints
 from autoac.profiler.errors import CannotProfile
+from autoac.profiler.torch_facts import private
 from autoac.profiler.unseen.ambient_state import AmbientState
 from benchmarks.models.gpt2 import gpt2
 
 by_name = torchs.checkpoint  # as libraries import it
-GENERATOR, FUNCTION = torchs._checkpoint_without_reentrant_generator, torchs.CheckpointFunction
+NAMES = private.checkpoint_names()
+GENERATOR, FUNCTION = (getattr(torchs, name) for name in NAMES)
 ENTER = torch.autograd.graph.saved_tensors_hooks.__enter__
 
 
@@ -289,7 +291,7 @@ def test_torch_is_restored_after_a_forward_that_raises() -> None:
     with pytest.raises(KeyError, match="user"):
         trained(model, 1)
     assert torchs.CheckpointFunction is FUNCTION
-    assert torchs._checkpoint_without_reentrant_generator is GENERATOR
+    assert getattr(torchs, NAMES[0]) is GENERATOR
     assert torch.autograd.graph.saved_tensors_hooks.__enter__ is ENTER
     assert not checkpoints_are_plain()
 

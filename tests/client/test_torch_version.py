@@ -1,4 +1,4 @@
-"""Test that a torch which was not tested is refused with words, before anything of it is replaced."""
+"""Test that a torch that differs is refused with words, before anything of it is replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from autoac.profiler.errors import TESTED_TORCH
+from autoac.profiler.errors import NEWEST_TORCH, OLDEST_TORCH
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,10 +24,45 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_dependency_is_the_version_that_was_tested() -> None:
+def test_dependency_is_the_range_that_is_supported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    major, minor = map(int, TESTED_TORCH.split("."))
-    assert f"torch>={TESTED_TORCH},<{major}.{minor + 1}" in project["dependencies"]
+    (first, last), (_, newest) = OLDEST_TORCH, NEWEST_TORCH
+    assert f"torch>={first}.{last},<{first}.{newest + 1}" in project["dependencies"]
+    assert f"torch {first}.{last} to {first}.{newest}" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "1.13.0+cpu"])
+def test_older_torch_is_refused_at_import(version: str) -> None:
+    run(
+        f"""
+        import torch
+        torch.__version__ = "{version}"
+        try:
+            from ac_client.apply import apply
+        except ImportError as error:
+            assert type(error).__name__ == "UnsupportedTorch", type(error)
+            assert "must be 2.11 to 2.15, got {version}" in str(error), error
+        else:
+            raise AssertionError("imported")
+        """
+    )
+
+
+def test_newer_torch_is_used_with_one_warning() -> None:
+    run(
+        """
+        import logging, torch
+        messages = []
+        logging.getLogger("autoac").addHandler(handler := logging.Handler())
+        handler.emit = lambda record: messages.append(record.getMessage())
+        torch.__version__ = "2.99.0.dev20300101"
+        import ac_client
+        for _ in range(2):
+            model = ac_client.apply(torch.nn.Linear(4, 4), 1.0)
+            model(torch.ones(2, 4)).sum().backward()
+        assert [message[:30] for message in messages] == ["torch 2.99.0.dev20300101 is ne"], messages
+        """
+    )
 
 
 @pytest.mark.parametrize(

@@ -283,3 +283,18 @@ def test_torchs_profiler_is_free_after_an_observed_step_and_after_one_that_nobod
 def test_first_step_is_one_of_two_words() -> None:
     with pytest.raises(ValueError, match='first_step must be "rehearsed" or "observed", got \'plain\''):
         ac_client.apply(Layers(), budget_gb=1, first_step="plain")  # type: ignore[arg-type]
+
+
+def test_interrupted_observed_forward_stands_in_the_way_of_no_other_model() -> None:
+    first, second = training(), training()
+    for planned in (first, second):
+        ac_client.apply(planned.model, budget_gb=2 * budget(), first_step="observed", group=None)
+    first.model.norm.register_forward_pre_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        first.loss(torch.randn(256, WIDTH))
+    plain_loop(second, 2)
+    assert ac_client.applied(second.model).policy is not None
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -37,10 +37,23 @@ def test_signature_has_every_parameter_of_the_function_of_torch(name: str) -> No
     ours = inspect.signature(getattr(ac_client, name)).parameters
     for parameter in inspect.signature(getattr(torchs, name)).parameters.values():
         assert ours[parameter.name].kind is parameter.kind
-        if parameter.name != "use_reentrant":
+        if parameter.name not in ("use_reentrant", "function"):  # torch has a default for it since 2.14
             assert ours[parameter.name].default is parameter.default
     assert ours["use_reentrant"].default is False
     assert name in ac_client.__all__
+
+
+def test_checkpoint_without_a_function_is_a_decorator(x: Tensor, w: Tensor) -> None:
+    @checkpoint(preserve_rng_state=False)
+    def decorated(x: Tensor, *, w: Tensor) -> Tensor:
+        return chain(x, w)
+
+    want = torch.autograd.grad(chain(x, w).sum(), (x, w))
+    assert decorated.__name__ == "decorated"
+    loss = decorated(x, w=w).sum()
+    got: list[Tensor] = []
+    assert replayed(lambda: got.extend(torch.autograd.grad(loss, (x, w))), "exp", "sin") == [1, 1]
+    assert same(got, want)
 
 
 # What is recomputed
