@@ -100,7 +100,7 @@ class ObservedStep:
         self._cuts = Cuts()
         self._forward: ExitStack | None = None  # what ends with the forward that runs
         self._unplanned: dict[str, None] = {}
-        self._begin = self._end = -1  # marks of backward
+        self._begin = self._end = self._last = -1  # marks of backward
         self._freed = -1  # mark after which the workspaces are free
         self._reached = False  # backward has, an output of the step
         self._kept_nbytes = 0  # of the tensors that backward starts from
@@ -203,6 +203,10 @@ class ObservedStep:
         self._tape.saved.save_differentiated()
         self._tape.saved.closed = True
         self._end = self._allocations.mark()
+
+    def end(self) -> None:
+        """End the record."""
+        self._last = self._allocations.mark()
         self._calls.close()
         if self.recording and free_workspaces(self._device):
             self._freed = self._allocations.mark()
@@ -217,6 +221,7 @@ class ObservedStep:
             return
         if self._reached or self._tape.saved.first_task >= 0:
             self.end_backward()
+            self.end()
         else:
             self._begin = -1
 
@@ -268,8 +273,8 @@ class ObservedStep:
             at,
             self._begin,
             self._end,
-            self._end,
-            self._allocations.freed_between(self._end, self._freed) if self._freed >= 0 else (),
+            self._last,
+            self._allocations.freed_between(self._last, self._freed) if self._freed >= 0 else (),
             op_times=median_and_spread(in_step_us, signatures, tape.replays.samples()),
             unplanned=tuple(self._unplanned),
             temporary=tape.temporary,
@@ -292,12 +297,12 @@ class ObservedStep:
             self._static,
         )
         # What was made between the model and backward, such as the loss, is not a gradient.
-        end = self._allocations.positions[self._end]
+        end = self._allocations.positions[self._last]
         left = sum(block.nbytes for block in outside if block.freed_at is None or block.freed_at >= end)
         return found.model_copy(
             update={
                 "gradient_nbytes": found.gradient_nbytes - left,
-                "kept_nbytes": self._kept_nbytes + left,
+                "kept_nbytes": max(found.kept_nbytes, self._kept_nbytes + left),
             }
         )
 
@@ -353,6 +358,7 @@ def observe_step(
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         step.end_backward()
         del roots
+        step.end()
     finally:
         step.discard()
         for watch in watches:
