@@ -53,9 +53,10 @@ planner/problem:        base formats
 planner/memory:         base formats problem
 planner/solver:         base formats problem memory
 planner/plans:          base formats problem memory solver
+planner/sizes:          base formats
 planner/pipeline:       base formats problem solver plans
 planner/report:         base formats problem memory solver plans
-planner:                plans pipeline report
+planner:                plans pipeline report sizes
 profiler/base:          planner/base
 profiler/torch_facts:   base planner/formats
 profiler/unseen:        torch_facts checkpoints planner/formats
