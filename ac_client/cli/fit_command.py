@@ -1,0 +1,201 @@
+"""`autoac fit`: which batch sizes or lengths fit a budget, and which is the fastest."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ac_client.cli.options import Json
+from ac_client.cli.output import say, show_progress
+
+if TYPE_CHECKING:
+    from ac_client import Fit, FitRow
+    from autoac.planner import Plan
+
+MOST_NAMED = 2  # modules in a row of the table
+
+
+def fit_command(
+    function: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="Takes a size; returns the model and its batch, as for `autoac profile`. Both may be on the "
+            "meta device.",
+        ),
+    ],
+    budget_gb: Annotated[
+        float,
+        typer.Option("--budget-gb", help="GiB that may be live on the device at any moment of the step."),
+    ],
+    on: Annotated[str, typer.Option(metavar="DEVICE", help="The device to plan for: h100, h200, a100, ...")],
+    axis: Annotated[
+        Literal["batch", "tokens"],
+        typer.Option(help="What the size counts: samples of the batch, or tokens."),
+    ] = "batch",
+    multiple: Annotated[int, typer.Option(min=1, help="Sizes are multiples of this.")] = 1,
+    most: Annotated[
+        int | None, typer.Option(help="The largest size to consider, such as the model's positions.")
+    ] = None,
+    autocast: Annotated[
+        Literal["bfloat16", "float16"] | None, typer.Option(help="Run the step under autocast to this type.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the largest and the fastest batch size, or length, that fits a budget.
+
+    No device is needed: run times are estimated from the datasheet of the device.
+    """
+    import torch
+
+    from ac_client import fit
+    from ac_client.model_loader import load_function
+    from autoac.profiler import DATASHEETS
+
+    if on not in DATASHEETS:
+        raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
+    if most is not None and most < multiple:
+        raise typer.BadParameter(f"must be at least {multiple}, got {most}", param_hint="--most")
+    make: Any = load_function(function, os.getcwd())
+    with show_progress(f"fitting {function}"):
+        found = fit(
+            make,
+            budget_gb,
+            on=on,
+            axis=axis,
+            multiple=multiple,
+            most=most,
+            autocast=getattr(torch, autocast) if autocast is not None else None,
+        )
+    say(json.dumps(_facts(found), indent=1) if as_json else "\n".join(_lines(found)))
+
+
+def _facts(found: Fit) -> dict[str, Any]:
+    return {
+        "axis": found.axis,
+        "multiple": found.multiple,
+        "device": found.device,
+        "budget_bytes": found.budget_bytes,
+        "largest": found.largest,
+        "fastest": found.fastest,
+        "largest_all_saved": found.all_saved,
+        "proven_not_to_fit_from": found.proven_from,
+        "largest_with_chunked_loss": found.largest_without_loss,
+        "measured_only": list(found.measured_only),
+        "sizes": [
+            {
+                "size": row.size,
+                "save_all_peak_bytes": row.save_all_peak_bytes,
+                "peak_bytes": row.peak_bytes,
+                "recomputed": len(row.plan.recompute_set),
+                "recompute_us": row.plan.recompute_us,
+                "step_us": row.step_us,
+                "per_second": row.per_second,
+            }
+            for row in found.rows
+        ],
+    }
+
+
+def _lines(found: Fit) -> Iterator[str]:
+    from autoac.planner.report.by_module import aligned
+    from autoac.planner.units import format_bytes
+
+    unit = "samples" if found.axis == "batch" else "tokens"
+    head = (found.axis, "nothing recomputed", "peak", f"{unit}/s", "recompute", "")
+    rows: list[tuple[str, ...]] = [head]
+    for row in found.rows:
+        share = row.plan.extra_us / row.step_us
+        rows.append(
+            (
+                str(row.size),
+                format_bytes(row.save_all_peak_bytes),
+                format_bytes(row.peak_bytes),
+                f"{row.per_second:,.{2 if row.per_second < 100 else 0}f}",
+                f"{share:.1%}" if row.plan.recompute_set else "-",
+                " ".join(_marks(found, row)),
+            )
+        )
+    yield from aligned(rows)
+    yield ""
+    yield from _answers(found)
+    yield from _limits(found)
+    yield (
+        f"Run times are estimated from the datasheet of {found.device}, without the optimizer's step. "
+        f"{found.fastest} and {found.largest} have profiles of their own."
+    )
+    if found.measured_only:
+        yield (
+            f"Between profiled sizes, bytes are not exact here ({', '.join(found.measured_only)}): "
+            "other rows are estimates."
+        )
+
+
+def _marks(found: Fit, row: FitRow) -> Iterator[str]:
+    if row.size == found.fastest:
+        yield "fastest"
+    if row.size == found.largest:
+        yield "largest"
+
+
+def _answers(found: Fit) -> Iterator[str]:
+    fastest, largest = found.row(found.fastest), found.row(found.largest)
+    if found.fastest != found.largest:
+        slower = 1 - largest.per_second / fastest.per_second
+        yield f"The largest size, {found.largest}, is {slower:.1%} slower than the fastest, {found.fastest}."
+    for row in (fastest, largest) if fastest is not largest else (largest,):
+        yield f"{row.size}: {_recomputed(row.plan)}."
+    after = found.largest + found.multiple
+    if found.proven_from is None:
+        yield f"The search ended at {found.largest}: no larger size was considered."
+    elif found.proven_from <= after:
+        yield f"The next size, {after}, is proven not to fit."
+    else:
+        yield (
+            f"No plan was found for {after}. That none exists is proven from {found.proven_from} on, not for "
+            "the sizes before."
+        )
+
+
+def _recomputed(plan: Plan) -> str:
+    from autoac.planner.report.by_module import by_module, op_decisions
+
+    if not plan.recompute_set:
+        return "nothing is recomputed"
+    rows = [row for row in by_module(op_decisions(plan.graph, plan.save_set)) if row.recomputes]
+    rows.sort(key=lambda row: -row.recomputed_bytes)
+    names = ", ".join(
+        f"{row.name or 'outside all modules'} ({', '.join(row.recomputes)})" for row in rows[:MOST_NAMED]
+    )
+    more = f" and {len(rows) - MOST_NAMED} more modules" if len(rows) > MOST_NAMED else ""
+    return f"recomputes {len(plan.recompute_set)} ops, of {names}{more}"
+
+
+def _limits(found: Fit) -> Iterator[str]:
+    """Say what takes the budget at the largest size."""
+    from autoac.planner.units import format_bytes
+
+    plan = found.row(found.largest).plan
+    assert plan.profile is not None
+    static = plan.profile.static
+    held = {
+        "parameters": static.parameters + static.buffers,
+        "gradients": static.gradients,
+        "optimizer": static.optimizer_state,
+        "batch and workspaces": static.inputs + static.workspaces,
+    }
+    words = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items() if nbytes)
+    rest = plan.peak - static.total
+    yield (
+        f"At {found.largest}, {format_bytes(plan.peak)} are live at {plan.peak_at}: {words}; saved tensors, "
+        f"temporaries and new gradients {format_bytes(rest)}."
+    )
+    if found.largest_without_loss is not None:
+        yield (
+            "Logits and their loss limit the size: with a chunked or fused cross-entropy, "
+            f"{found.largest_without_loss} fits."
+        )
