@@ -14,7 +14,7 @@ from ac_client.errors import CommandError
 from ac_client.model_loader import setup_from
 from autoac.planner import Profile, ProfileBySize
 from autoac.planner.sizes.profile_by_size import stream_of
-from autoac.profiler import Device, link_of, observe
+from autoac.profiler import Device, observe
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ class ProfiledSizes:
         except Exception as error:  # anything that the user's function raises
             raise CommandError(f"{name}({size}): {type(error).__name__}: {error}") from error
         setup = setup_from(made, name)
-        observed = observe(
+        return observe(
             setup.model,
             setup.args,
             setup.kwargs,
@@ -85,4 +85,3 @@ class ProfiledSizes:
             on=device,
             autocast=self._autocast,
         )
-        return observed.model_copy(update={"link": link_of(device)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -13,7 +14,7 @@ from ac_client.cli.options import Json
 from ac_client.cli.output import say, show_progress
 
 if TYPE_CHECKING:
-    from ac_client import Fit, FitRow
+    from ac_client import Fit
     from autoac.planner import Plan
 
 MOST_NAMED = 2  # modules in a row of the table
@@ -75,30 +76,20 @@ def fit_command(
 
 
 def _facts(found: Fit) -> dict[str, Any]:
-    return {
-        "axis": found.axis,
-        "multiple": found.multiple,
-        "device": found.device,
-        "budget_bytes": found.budget_bytes,
-        "largest": found.largest,
-        "fastest": found.fastest,
-        "largest_all_saved": found.all_saved,
-        "proven_not_to_fit_from": found.proven_from,
-        "largest_with_chunked_loss": found.largest_without_loss,
-        "measured_only": list(found.measured_only),
-        "sizes": [
-            {
-                "size": row.size,
-                "save_all_peak_bytes": row.save_all_peak_bytes,
-                "peak_bytes": row.peak_bytes,
-                "recomputed": len(row.plan.recompute_set),
-                "recompute_us": row.plan.recompute_us,
-                "step_us": row.step_us,
-                "per_second": row.per_second,
-            }
-            for row in found.rows
-        ],
-    }
+    answers = {field.name: getattr(found, field.name) for field in fields(found) if field.repr}
+    rows = [
+        {
+            "size": row.size,
+            "save_all_peak_bytes": row.save_all_peak_bytes,
+            "peak_bytes": row.peak_bytes,
+            "recomputed": len(row.plan.recompute_set),
+            "recompute_us": row.plan.recompute_us,
+            "step_us": row.step_us,
+            "per_second": row.per_second,
+        }
+        for row in found.rows
+    ]
+    return answers | {"rows": rows}
 
 
 def _lines(found: Fit) -> Iterator[str]:
@@ -117,7 +108,7 @@ def _lines(found: Fit) -> Iterator[str]:
                 format_bytes(row.peak_bytes),
                 f"{row.per_second:,.{2 if row.per_second < 100 else 0}f}",
                 f"{share:.1%}" if row.plan.recompute_set else "-",
-                " ".join(_marks(found, row)),
+                " ".join(name for name in ("fastest", "largest") if getattr(found, name) == row.size),
             )
         )
     yield from aligned(rows)
@@ -133,13 +124,6 @@ def _lines(found: Fit) -> Iterator[str]:
             f"Between profiled sizes, bytes are not exact here ({', '.join(found.measured_only)}): "
             "other rows are estimates."
         )
-
-
-def _marks(found: Fit, row: FitRow) -> Iterator[str]:
-    if row.size == found.fastest:
-        yield "fastest"
-    if row.size == found.largest:
-        yield "largest"
 
 
 def _answers(found: Fit) -> Iterator[str]:

@@ -40,28 +40,22 @@ from operator import mul
 from typing import Any
 
 from autoac.planner.errors import PlannerError
-from autoac.planner.formats.profile import Profile
+from autoac.planner.formats.profile import BackwardSteps, Ops, Profile, StaticBytes, Storages, Temporaries
 from autoac.planner.units import rounded_bytes
 
 _NUMBER = re.compile(r"\d+")
 _LEAF = re.compile(r"[a-z]+(\d*)\w*\[([\d, ]*)\]")  # "int64[4, 128]"
 
+_TABLES = {"storages": Storages, "temporaries": Temporaries, "ops": Ops, "backward": BackwardSteps}
 _BYTES = (
-    "static.parameters",
-    "static.buffers",
-    "static.gradients",
-    "static.optimizer_state",
-    "static.inputs",
-    "static.workspaces",
-    "gradient_nbytes",
-    "kept_nbytes",
-    "optimizer_workspace_nbytes",
-    "storages.nbytes",
-    "temporaries.nbytes",
-    "ops.workspace_nbytes",
-    "ops.other_nbytes",
-    "backward.other_nbytes",
-    "backward.peak_nbytes",
+    *(f"static.{name}" for name in StaticBytes.model_fields),
+    *(name for name in Profile.model_fields if name.endswith("nbytes")),
+    *(
+        f"{table}.{name}"
+        for table in _TABLES
+        for name in _TABLES[table].model_fields
+        if name.endswith("nbytes")
+    ),
 )
 _TIMES = ("ops.runtime_us", "ops.spread_us", "backward.runtime_us")
 _BLOCKS = ("storages.nbytes", "temporaries.nbytes", "ops.workspace_nbytes")  # one block for each row
@@ -112,10 +106,9 @@ class ProfileBySize:
                     f"profiles must have equal ops to be joined, got other ops at the sizes {rounded[0]} and "
                     f"{size}; join sizes that are closer to each other"
                 )
-        known = [*((size, knots[size]) for size in sizes), rounded]
-        readings = _readings([profile for _, profile in known])
+        readings = _readings([*profiles, rounded[1]])
         degrees = {
-            name: _degree(sizes, [_as_column(_column(profile, name)) for profile in profiles])
+            name: _degree(sizes, [_column(profile, name) for profile in profiles])
             for name in (*_BYTES, "ops.flops")
         }
         result = cls(sizes, profiles, rounded[1], (), degrees, readings)
@@ -144,22 +137,17 @@ class ProfileBySize:
         }
         live = _live(self.rounded.temporaries.changes.items, values["temporaries.nbytes"])
         for name, readings in self.readings.items():
-            on_curve = _as_column(requested[name])
-            column = tuple(
+            values[name] = tuple(
                 rounded_bytes(nbytes, rounding)
                 if reading is None
                 else max(live[reading.begin : reading.end + 1])
-                for nbytes, reading in zip(on_curve, readings, strict=True)
+                for nbytes, reading in zip(requested[name], readings, strict=True)
             )
-            values[name] = column if isinstance(requested[name], tuple) else column[0]
-        for name in _BYTES:
-            if name in values:
-                continue
-            every = {_column(profile, name) for profile in self.profiles}
-            values[name] = (
-                _column(self.rounded, name) if len(every) == 1 else rounded_bytes(requested[name], rounding)
-            )
-        values["static.inputs"] = self._inputs_nbytes(size)
+        for name in requested.keys() - values.keys():
+            same = len({_column(profile, name) for profile in self.profiles}) == 1
+            column = _column(self.rounded, name) if same else requested[name]
+            values[name] = tuple(rounded_bytes(nbytes, rounding) for nbytes in column)
+        values["static.inputs"] = (self._inputs_nbytes(size),)
         return values
 
     def _measured_only(self, rounded: tuple[int, Profile]) -> tuple[str, ...]:
@@ -177,15 +165,13 @@ class ProfileBySize:
         i = next((i for i, (_, b) in enumerate(pairwise(self.sizes)) if size <= b), len(self.sizes) - 2)
         return i, i + 1
 
-    def _curve(self, name: str, size: int) -> Any:
+    def _curve(self, name: str, size: int) -> tuple[int, ...]:
         """Return the column on its curve through the knots, rounded up to whole bytes."""
         degree = self.degrees[name]
         chosen = _spread(len(self.sizes), degree + 1) if degree else self._between(size)
-        columns = [_column(self.profiles[i], name) for i in chosen]
         weights, divisor = _weights([self.sizes[i] for i in chosen], size)
-        on_curve = _on_curve([_as_column(column) for column in columns], weights)
-        values = tuple(max(0, -(-value // divisor)) for value in on_curve)
-        return values if isinstance(columns[0], tuple) else values[0]
+        on_curve = _on_curve([_column(self.profiles[i], name) for i in chosen], weights)
+        return tuple(max(0, -(-value // divisor)) for value in on_curve)
 
     def _times(self, name: str, size: int) -> tuple[float, ...]:
         i, j = self._between(size)
@@ -204,7 +190,7 @@ class ProfileBySize:
     def _inputs_nbytes(self, size: int) -> int:
         """Return the bytes of the batch, each tensor rounded by itself; tensors of one shape may be one."""
         rounding = self.rounded.environment.allocator_rounding
-        requested: int = self._curve("static.inputs", size)
+        [requested] = self._curve("static.inputs", size)
         leaves = tuple(self._inputs(size))
         for each in (leaves, tuple(dict.fromkeys(leaves))):
             sizes = [_leaf_nbytes(leaf) for leaf in each]
@@ -277,7 +263,7 @@ def _readings(profiles: Sequence[Profile]) -> dict[str, tuple[_Reading | None, .
         return {}
 
     def sums(name: str, moments: Sequence[tuple[int, int]], *, peak: bool) -> tuple[_Reading | None, ...]:
-        columns = [_as_column(_column(profile, name)) for profile in profiles]
+        columns = [_column(profile, name) for profile in profiles]
         return tuple(
             _first_reading(lives, row, begin, until, peak=peak)
             for row, (begin, until) in zip(zip(*columns, strict=True), moments, strict=True)
@@ -312,22 +298,21 @@ def _live(changes: Sequence[int], nbytes: Sequence[int]) -> list[int]:
     return list(accumulate(steps))
 
 
-def _column(profile: Profile, name: str) -> Any:
+def _column(profile: Profile, name: str) -> tuple[Any, ...]:
+    """Return a column of a profile; a number is a column of one row."""
     table, _, column = name.partition(".")
     value = getattr(profile, table)
-    return getattr(value, column) if column else value
-
-
-def _as_column(value: Any) -> tuple[int, ...]:
+    value = getattr(value, column) if column else value
     return value if isinstance(value, tuple) else (value,)
 
 
 def _with_columns(profile: Profile, columns: Mapping[str, Any]) -> Profile:
     """Return `profile` with these columns."""
     tables: dict[str, dict[str, Any]] = {}
-    for name, value in columns.items():
+    for name, values in columns.items():
         table, _, column = name.partition(".")
-        tables.setdefault(table, {})[column] = value
+        is_number = table == "static" or (not column and table.endswith("nbytes"))
+        tables.setdefault(table, {})[column] = values[0] if is_number else values
     return profile.model_copy(
         update={
             table: new[""] if "" in new else getattr(profile, table).model_copy(update=new)
