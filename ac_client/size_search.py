@@ -16,9 +16,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from ac_client.profiled_sizes import Make, ProfiledSizes
-from autoac.planner import InfeasibleBudget, Plan, Profile, SolverOutOfTime, bounds, build, plan
+from autoac.planner import InfeasibleBudget, InvalidLimit, Plan, Profile, SolverOutOfTime, bounds, build, plan
 from autoac.planner.budget import budget_in_bytes
 from autoac.planner.memory.simulate import fits
+from autoac.planner.plan import step_time_us
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.report.loss_advice import find_loss, without_loss
 from autoac.profiler import DATASHEETS, Device
@@ -33,31 +34,21 @@ FOURTH_KNOT = 8  # where three show a square, or nothing exact
 MOST_MULTIPLES = 1 << 20
 MOST_PLANS = 12  # for the table
 WORK_LIMIT = 5.0  # of one plan
+BENT = 0.003  # of a step: what run times between knots may be off
 STEP_GAP = 0.002  # of a step: plans are near enough to the best one
 
 
 @dataclass(frozen=True, slots=True)
 class FitRow:
-    """The step of one size within the budget. Bytes and microseconds."""
+    """The step of one size within the budget."""
 
     size: int
     save_all_peak_bytes: int  # with nothing recomputed
+    peak_bytes: int  # of the plan
+    extra_us: float  # what recomputes take
+    step_us: float  # of forward and backward, recomputes included, without the optimizer's step
+    per_second: float  # samples or tokens
     plan: Plan = field(repr=False)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Return the peak of the plan."""
-        return self.plan.peak
-
-    @property
-    def step_us(self) -> float:
-        """Return the time of forward and backward, recomputes included, without the optimizer's step."""
-        return self.plan.step_us + self.plan.extra_us
-
-    @property
-    def per_second(self) -> float:
-        """Return the samples, or tokens, a second."""
-        return self.size / self.step_us * 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +106,16 @@ def fit(
 
     Raises:
         InvalidBudget: `budget_gb` is not a positive number of GiB.
-        ValueError: another argument has no such value.
+        InvalidLimit: `multiple` is not from 1 to `most`.
+        ValueError: `on` is not a name in DATASHEETS.
         InfeasibleBudget: not even the smallest size fits.
         SolverOutOfTime: the smallest size may fit, but no plan was found.
     """
     budget = budget_in_bytes(budget_gb)
     if isinstance(on, str) and on not in DATASHEETS:
         raise ValueError(f"on must be one of {', '.join(DATASHEETS)}, or a datasheet, got {on!r}")
-    if multiple < 1:
-        raise ValueError(f"multiple must be a positive number, got {multiple!r}")
-    if most is not None and most < multiple:
-        raise ValueError(f"most must be at least {multiple}, the smallest size, got {most!r}")
+    if not 1 <= multiple <= (multiple if most is None else most):
+        raise InvalidLimit("multiple", multiple, "from 1 to the largest size to consider")
     device = DATASHEETS[on] if isinstance(on, str) else on
     sizes = ProfiledSizes(make, device, autocast)
     return _Search(sizes, budget, multiple, most).fit(axis, device.name)
@@ -141,6 +131,7 @@ class _Search:
         self._most = MOST_MULTIPLES if most is None else most // multiple
         self._rows: dict[int, FitRow] = {}
         self._proven: int | None = None
+        self._bent = True  # run times do not lie on a line between the knots
 
     def fit(self, axis: Axis, device: str) -> Fit:
         knots = {min(knot, self._most) for knot in KNOTS}
@@ -148,7 +139,7 @@ class _Search:
         if self._sizes.joined is None or self._sizes.joined.measured_only:
             self._join(min(FOURTH_KNOT, self._most))
         largest, all_saved = self._largest()
-        self._join(largest, *([all_saved] if all_saved > 1 else []), (largest + 2) // 2)
+        self._join(largest)
         fastest = self._fastest(largest, all_saved)
         joined = self._sizes.joined
         m = self._multiple
@@ -181,20 +172,18 @@ class _Search:
             self._proven = highest + 1 if highest < self._most else None
             all_saved = _last(lambda n: bounds(build(self._at(n))).ceiling <= self._budget, 0, highest)
             largest = _last(self._has_plan, max(all_saved, 1), highest)
-            for n in {all_saved, largest} - {0}:
-                self._sizes.profile(n * self._multiple)
-            if self._has_plan(largest) and (
-                not all_saved or bounds(build(self._at(all_saved))).ceiling <= self._budget
-            ):
+            joined = [n for n in {all_saved, largest} - {0} if n * self._multiple not in self._sizes.profiled]
+            if not joined:
                 return largest, all_saved
+            for n in joined:  # where bytes between the knots are not exact, its own profile may not fit
+                self._sizes.profile(n * self._multiple)
 
     def _has_plan(self, n: int) -> bool:
         """Return True if a plan of the size is found; note from where on there is proven to be none."""
         try:
             plan(self._at(n), budget_bytes=self._budget, gap=1.0, work_limit=WORK_LIMIT)
-        except InfeasibleBudget as error:
-            if error.proven_floor > self._budget and (self._proven is None or n < self._proven):
-                self._proven = n
+        except InfeasibleBudget:
+            self._proven = n if self._proven is None else min(n, self._proven)
             return False
         except SolverOutOfTime:
             return False
@@ -203,17 +192,28 @@ class _Search:
     def _plan(self, n: int) -> FitRow:
         profile = self._at(n)
         planned = plan(profile, budget_bytes=self._budget, step_gap=STEP_GAP, work_limit=WORK_LIMIT)
-        return FitRow(n * self._multiple, planned.ceiling, planned)
+        size, extra_us = n * self._multiple, planned.extra_us
+        step_us = planned.step_us + extra_us
+        return FitRow(size, planned.ceiling, planned.peak, extra_us, step_us, size / step_us * 1e6, planned)
 
     def _row(self, n: int) -> float:
-        """Plan a size for the table; return its speed."""
+        """Plan a size for the table; return its speed.
+
+        Its times are those of its own profile, until the times of one were those between its neighbors.
+        """
         if n not in self._rows:
+            size, joined = n * self._multiple, self._sizes.joined
+            if self._bent and joined is not None and joined.sizes[0] < size and size not in joined.sizes:
+                before_us = step_time_us(build(joined.at(size)))
+                self._join(n)
+                after_us = step_time_us(build(self._at(n)))
+                self._bent = abs(before_us - after_us) > BENT * after_us
             self._rows[n] = self._plan(n)
         return self._rows[n].per_second
 
     def _fastest(self, largest: int, all_saved: int) -> int:
         """Plan the sizes of the table, and return the fastest, which has a profile of its own."""
-        for share in (4, 2, 1):
+        for share in (16, 8, 4, 2, 1):
             if all_saved // share:
                 self._row(all_saved // share)
         self._row(largest)

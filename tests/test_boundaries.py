@@ -93,8 +93,8 @@ ac_client/planning:     base service_client runtime compiled measure observing p
                         profiler/restore profiler/static profiler/checkpoints
 ac_client/entry:        base service_client runtime measure planning planner planner/base planner/formats
                         profiler profiler/base profiler/torch_facts profiler/compiler profiler/static
-ac_client/sizes:        base planner planner/base planner/problem planner/memory planner/report
-                        planner/sizes profiler
+ac_client/sizes:        base planner planner/base planner/problem planner/memory planner/plans
+                        planner/report planner/sizes profiler
 ac_client:              base entry sizes planner/base
 ac_client/integrations: base planning entry planner planner/base profiler ac_client
 ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ac_client.cli.options import Json
-from ac_client.cli.output import say, show_progress
+from ac_client.cli.output import as_json_types, say, show_progress
 
 if TYPE_CHECKING:
     from ac_client import Fit
     from autoac.planner import Plan
 
-MOST_NAMED = 2  # modules in a row of the table
+MOST_NAMED = 3  # modules in a row of the table
 
 
 def fit_command(
@@ -59,8 +58,6 @@ def fit_command(
 
     if on not in DATASHEETS:
         raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
-    if most is not None and most < multiple:
-        raise typer.BadParameter(f"must be at least {multiple}, got {most}", param_hint="--most")
     make: Any = load_function(function, os.getcwd())
     with show_progress(f"fitting {function}"):
         found = fit(
@@ -72,24 +69,12 @@ def fit_command(
             most=most,
             autocast=getattr(torch, autocast) if autocast is not None else None,
         )
-    say(json.dumps(_facts(found), indent=1) if as_json else "\n".join(_lines(found)))
-
-
-def _facts(found: Fit) -> dict[str, Any]:
-    answers = {field.name: getattr(found, field.name) for field in fields(found) if field.repr}
-    rows = [
-        {
-            "size": row.size,
-            "save_all_peak_bytes": row.save_all_peak_bytes,
-            "peak_bytes": row.peak_bytes,
-            "recomputed": len(row.plan.recompute_set),
-            "recompute_us": row.plan.recompute_us,
-            "step_us": row.step_us,
-            "per_second": row.per_second,
-        }
-        for row in found.rows
-    ]
-    return answers | {"rows": rows}
+    if as_json:
+        facts = as_json_types(found)
+        del facts["profile_of"]
+        print(json.dumps(facts, indent=1))
+    else:
+        say("\n".join(_lines(found)))
 
 
 def _lines(found: Fit) -> Iterator[str]:
@@ -100,7 +85,7 @@ def _lines(found: Fit) -> Iterator[str]:
     head = (found.axis, "nothing recomputed", "peak", f"{unit}/s", "recompute", "")
     rows: list[tuple[str, ...]] = [head]
     for row in found.rows:
-        share = row.plan.extra_us / row.step_us
+        share = row.extra_us / row.step_us
         rows.append(
             (
                 str(row.size),
@@ -120,10 +105,7 @@ def _lines(found: Fit) -> Iterator[str]:
         f"{found.fastest} and {found.largest} have profiles of their own."
     )
     if found.measured_only:
-        yield (
-            f"Between profiled sizes, bytes are not exact here ({', '.join(found.measured_only)}): "
-            "other rows are estimates."
-        )
+        yield f"Other rows are estimates: not exact between profiles are {', '.join(found.measured_only)}."
 
 
 def _answers(found: Fit) -> Iterator[str]:
@@ -131,18 +113,14 @@ def _answers(found: Fit) -> Iterator[str]:
     if found.fastest != found.largest:
         slower = 1 - largest.per_second / fastest.per_second
         yield f"The largest size, {found.largest}, is {slower:.1%} slower than the fastest, {found.fastest}."
-    for row in (fastest, largest) if fastest is not largest else (largest,):
-        yield f"{row.size}: {_recomputed(row.plan)}."
+    yield from dict.fromkeys(f"{row.size}: {_recomputed(row.plan)}." for row in (fastest, largest))
     after = found.largest + found.multiple
     if found.proven_from is None:
         yield f"The search ended at {found.largest}: no larger size was considered."
     elif found.proven_from <= after:
         yield f"The next size, {after}, is proven not to fit."
     else:
-        yield (
-            f"No plan was found for {after}. That none exists is proven from {found.proven_from} on, not for "
-            "the sizes before."
-        )
+        yield f"No plan was found for {after}; that none exists is proven from {found.proven_from} on."
 
 
 def _recomputed(plan: Plan) -> str:
@@ -151,10 +129,7 @@ def _recomputed(plan: Plan) -> str:
     if not plan.recompute_set:
         return "nothing is recomputed"
     rows = [row for row in by_module(op_decisions(plan.graph, plan.save_set)) if row.recomputes]
-    rows.sort(key=lambda row: -row.recomputed_bytes)
-    names = ", ".join(
-        f"{row.name or 'outside all modules'} ({', '.join(row.recomputes)})" for row in rows[:MOST_NAMED]
-    )
+    names = ", ".join(row.name or "no module" for row in rows[:MOST_NAMED])
     more = f" and {len(rows) - MOST_NAMED} more modules" if len(rows) > MOST_NAMED else ""
     return f"recomputes {len(plan.recompute_set)} ops, of {names}{more}"
 
@@ -171,15 +146,9 @@ def _limits(found: Fit) -> Iterator[str]:
         "gradients": static.gradients,
         "optimizer": static.optimizer_state,
         "batch and workspaces": static.inputs + static.workspaces,
+        "saved tensors, temporaries and new gradients": plan.peak - static.total,
     }
     words = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items() if nbytes)
-    rest = plan.peak - static.total
-    yield (
-        f"At {found.largest}, {format_bytes(plan.peak)} are live at {plan.peak_at}: {words}; saved tensors, "
-        f"temporaries and new gradients {format_bytes(rest)}."
-    )
+    yield f"At {found.largest}, {format_bytes(plan.peak)} are live at {plan.peak_at}: {words}."
     if found.largest_without_loss is not None:
-        yield (
-            "Logits and their loss limit the size: with a chunked or fused cross-entropy, "
-            f"{found.largest_without_loss} fits."
-        )
+        yield f"With a chunked or fused cross-entropy, {found.largest_without_loss} fits."

@@ -40,25 +40,17 @@ from operator import mul
 from typing import Any
 
 from autoac.planner.errors import PlannerError
-from autoac.planner.formats.profile import BackwardSteps, Ops, Profile, StaticBytes, Storages, Temporaries
+from autoac.planner.formats.profile import Profile, StaticBytes
 from autoac.planner.units import rounded_bytes
 
 _NUMBER = re.compile(r"\d+")
 _LEAF = re.compile(r"[a-z]+(\d*)\w*\[([\d, ]*)\]")  # "int64[4, 128]"
 
-_TABLES = {"storages": Storages, "temporaries": Temporaries, "ops": Ops, "backward": BackwardSteps}
-_BYTES = (
-    *(f"static.{name}" for name in StaticBytes.model_fields),
-    *(name for name in Profile.model_fields if name.endswith("nbytes")),
-    *(
-        f"{table}.{name}"
-        for table in _TABLES
-        for name in _TABLES[table].model_fields
-        if name.endswith("nbytes")
-    ),
-)
 _TIMES = ("ops.runtime_us", "ops.spread_us", "backward.runtime_us")
 _BLOCKS = ("storages.nbytes", "temporaries.nbytes", "ops.workspace_nbytes")  # one block for each row
+_SUMS = ("ops.other_nbytes", "backward.other_nbytes", "backward.peak_nbytes")
+_STATIC = tuple(f"static.{name}" for name in StaticBytes.model_fields)
+_BYTES = (*_BLOCKS, *_SUMS, *_STATIC, *(name for name in Profile.model_fields if name.endswith("nbytes")))
 _FREE = {*_BYTES, *_TIMES, "ops.flops", "inputs", "notes", "link", "environment"}
 
 
@@ -116,23 +108,20 @@ class ProfileBySize:
 
     def at(self, size: int) -> Profile:
         """Return the profile at `size`; see NOTE [ Sizes ] for what holds beyond the knots."""
-        columns = {name: self._curve(name, size) for name in _BYTES}
-        values = columns | self._rounded(size, columns)
-        first, last = self.sizes[0], self.sizes[-1]
-        nearest = min(max(size, first), last)
-        times = {name: self._times(name, nearest) for name in _TIMES}
+        requested = {name: self._curve(name, size) for name in _BYTES}
+        nearest = min(max(size, self.sizes[0]), self.sizes[-1])
         note = f"run times and bytes follow from profiles at the sizes {', '.join(map(str, self.sizes))}"
         if size != nearest:
             note = f"run times are those of size {nearest}: no larger or smaller size was profiled"
-        shapes = tuple(self._inputs(size))
-        rest = {"ops.flops": self._curve("ops.flops", size), "inputs": shapes}
-        notes = {"notes": (*self.rounded.notes, note)}
-        return _with_columns(self.rounded, values | times | rest | notes)
+        columns: dict[str, tuple[Any, ...]] = {name: self._times(name, nearest) for name in _TIMES}
+        columns |= {"ops.flops": self._curve("ops.flops", size), "inputs": tuple(self._inputs(size))}
+        columns |= {"notes": (*self.rounded.notes, note)} | self._rounded(size, requested)
+        return _with_columns(self.rounded, columns)
 
-    def _rounded(self, size: int, requested: Mapping[str, Any]) -> dict[str, Any]:
+    def _rounded(self, size: int, requested: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return the columns of bytes as the allocator rounds them (rules b and c)."""
         rounding = self.rounded.environment.allocator_rounding
-        values: dict[str, Any] = {
+        values = {
             name: tuple(rounded_bytes(nbytes, rounding) for nbytes in requested[name]) for name in _BLOCKS
         }
         live = _live(self.rounded.temporaries.changes.items, values["temporaries.nbytes"])

@@ -10,7 +10,7 @@ from torch import nn
 
 import ac_client
 from ac_client import Fit, InfeasibleBudget, InvalidBudget
-from autoac.planner import Profile, bounds, build, plan
+from autoac.planner import InvalidLimit, Profile, bounds, build, plan
 from autoac.profiler import DATASHEETS, profile
 
 MIB_IN_GB = 1 / 1024
@@ -92,5 +92,35 @@ def test_wrong_arguments_are_named() -> None:
         ac_client.fit(layers, -1.0, on="h100")
     with pytest.raises(ValueError, match="on must be"):
         ac_client.fit(layers, 1.0, on="abacus")
-    with pytest.raises(ValueError, match="multiple must be"):
+    with pytest.raises(InvalidLimit):
         ac_client.fit(layers, 1.0, on="h100", multiple=0)
+
+
+class Attention(nn.Module):
+    """Attention, whose time grows with the square of the tokens, between two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(512, 3 * 512)
+        self.after = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (8, 64)).transpose(1, 2) for part in self.before(x).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.after(mixed.transpose(1, 2).flatten(2)).float().square().mean()
+
+
+def attention(tokens: int) -> tuple[nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        return Attention().bfloat16(), torch.empty(1, tokens, 512, dtype=torch.bfloat16)
+
+
+def test_the_fastest_length_is_found_although_attention_takes_the_square_of_it() -> None:
+    found = ac_client.fit(attention, 0.5, on="h100", axis="tokens", multiple=256)
+    speeds = {}
+    for tokens in range(256, found.all_saved + 1, 256):
+        model, batch = attention(tokens)
+        real = profile(model, batch, on=DATASHEETS["h100"])
+        speeds[tokens] = tokens / (sum(real.ops.runtime_us) + sum(real.backward.runtime_us)) * 1e6
+    assert max(speeds, key=speeds.__getitem__) < found.all_saved
+    assert found.row(found.fastest).per_second >= 0.99 * max(speeds.values())
