@@ -53,7 +53,7 @@ class FitRow:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Which sizes fit a budget."""
+    """Answer which sizes fit a budget."""
 
     axis: Axis
     multiple: int  # sizes are multiples of this
