@@ -23,6 +23,7 @@ from .runtime.policy_context import save_recompute_policy, tag
 from .runtime.split_backward import split_backward
 from .runtime.write_guard import ContentsDiffer, StaleError
 from .service_client.errors import RemoteError, ServiceRefused, ServiceUnavailable
+from .size_search import Fit, FitRow, fit
 
 __all__ = [
     "AlreadyApplied",
@@ -32,6 +33,8 @@ __all__ = [
     "CompiledModel",
     "Constraints",
     "ContentsDiffer",
+    "Fit",
+    "FitRow",
     "InfeasibleBudget",
     "InvalidBudget",
     "InvalidConstraints",
@@ -53,6 +56,7 @@ __all__ = [
     "apply",
     "checkpoint",
     "checkpoint_sequential",
+    "fit",
     "pin",
     "save_recompute_policy",
     "split_backward",

@@ -34,6 +34,7 @@ from .report.compare import Difference, difference, difference_in_words
 from .report.summary import beyond_dispatch_in_words, explain
 from .report.timeline import Picture, picture
 from .report.what_if import More, Why, as_planned, carried, more, more_in_words, why, why_in_words
+from .sizes.profile_by_size import ProfileBySize
 from .solver.bounds import Bounds, bounds
 from .solver.highs import Progress, Stopped
 
@@ -61,6 +62,7 @@ __all__ = [
     "Policy",
     "PolicySet",
     "Profile",
+    "ProfileBySize",
     "Progress",
     "SolverOutOfTime",
     "Stage",

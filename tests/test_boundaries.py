@@ -41,6 +41,7 @@ GROUP_OF_FILE = {
     "ac_client": {
         "base": ("errors", "files", "model_loader"),
         "entry": ("apply", "applied_model", "arguments", "pins"),
+        "sizes": ("size_search", "profiled_sizes"),
     },
 }
 
@@ -53,9 +54,10 @@ planner/problem:        base formats
 planner/memory:         base formats problem
 planner/solver:         base formats problem memory
 planner/plans:          base formats problem memory solver
+planner/sizes:          base formats
 planner/pipeline:       base formats problem solver plans
 planner/report:         base formats problem memory solver plans
-planner:                plans pipeline report
+planner:                plans pipeline report sizes
 profiler/base:          planner/base
 profiler/torch_facts:   base planner/formats
 profiler/unseen:        torch_facts checkpoints planner/formats
@@ -92,7 +94,9 @@ ac_client/planning:     base service_client runtime compiled measure observing p
 ac_client/entry:        base service_client runtime measure planning planner planner/base planner/formats
                         profiler profiler/base profiler/torch_facts profiler/compiler profiler/static
                         profiler/checkpoints profiler/distributed
-ac_client:              base entry planner/base
+ac_client/sizes:        base planner planner/base planner/problem planner/memory planner/plans
+                        planner/report planner/sizes profiler
+ac_client:              base entry sizes planner/base
 ac_client/integrations: base planning entry planner planner/base profiler ac_client
 ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler
 ac_client/demo:         measure planner planner/report ac_client

@@ -17,6 +17,7 @@ from ac_client.cli import (
     demo,
     doctor_command,
     explain_commands,
+    fit_command,
     plan_commands,
     regenerate_command,
     validate_command,
@@ -62,6 +63,7 @@ for _command in (
 ):
     app.command(epilog=EPILOG)(_command)
 app.command("frontier", epilog=EPILOG)(plan_commands.frontier_command)
+app.command("fit", epilog=EPILOG)(fit_command.fit_command)
 app.command(epilog=REGENERATE_EPILOG)(regenerate_command.regenerate)
 
 

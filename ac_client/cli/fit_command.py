@@ -1,0 +1,154 @@
+"""`autoac fit`: which batch sizes or lengths fit a budget, and which is the fastest."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ac_client.cli.options import Json
+from ac_client.cli.output import as_json_types, say, show_progress
+
+if TYPE_CHECKING:
+    from ac_client import Fit
+    from autoac.planner import Plan
+
+MOST_NAMED = 3  # modules in a row of the table
+
+
+def fit_command(
+    function: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="Takes a size; returns the model and its batch, as for `autoac profile`. Both may be on the "
+            "meta device.",
+        ),
+    ],
+    budget_gb: Annotated[
+        float,
+        typer.Option("--budget-gb", help="GiB that may be live on the device at any moment of the step."),
+    ],
+    on: Annotated[str, typer.Option(metavar="DEVICE", help="The device to plan for: h100, h200, a100, ...")],
+    axis: Annotated[
+        Literal["batch", "tokens"],
+        typer.Option(help="What the size counts: samples of the batch, or tokens."),
+    ] = "batch",
+    multiple: Annotated[int, typer.Option(min=1, help="Sizes are multiples of this.")] = 1,
+    most: Annotated[
+        int | None, typer.Option(help="The largest size to consider, such as the model's positions.")
+    ] = None,
+    autocast: Annotated[
+        Literal["bfloat16", "float16"] | None, typer.Option(help="Run the step under autocast to this type.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the largest and the fastest batch size, or length, that fits a budget.
+
+    No device is needed: run times are estimated from the datasheet of the device.
+    """
+    import torch
+
+    from ac_client import fit
+    from ac_client.model_loader import load_function
+    from autoac.profiler import DATASHEETS
+
+    if on not in DATASHEETS:
+        raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
+    make: Any = load_function(function, os.getcwd())
+    with show_progress(f"fitting {function}"):
+        found = fit(
+            make,
+            budget_gb,
+            on=on,
+            axis=axis,
+            multiple=multiple,
+            most=most,
+            autocast=getattr(torch, autocast) if autocast is not None else None,
+        )
+    if as_json:
+        facts = as_json_types(found)
+        del facts["profile_of"]
+        print(json.dumps(facts, indent=1))
+    else:
+        say("\n".join(_lines(found)))
+
+
+def _lines(found: Fit) -> Iterator[str]:
+    from autoac.planner.report.by_module import aligned
+    from autoac.planner.units import format_bytes
+
+    unit = "samples" if found.axis == "batch" else "tokens"
+    head = (found.axis, "nothing recomputed", "peak", f"{unit}/s", "recompute", "")
+    rows: list[tuple[str, ...]] = [head]
+    for row in found.rows:
+        share = row.extra_us / row.step_us
+        rows.append(
+            (
+                str(row.size),
+                format_bytes(row.save_all_peak_bytes),
+                format_bytes(row.peak_bytes),
+                f"{row.per_second:,.{2 if row.per_second < 100 else 0}f}",
+                f"{share:.1%}" if row.plan.recompute_set else "-",
+                " ".join(name for name in ("fastest", "largest") if getattr(found, name) == row.size),
+            )
+        )
+    yield from aligned(rows)
+    yield ""
+    yield from _answers(found)
+    yield from _limits(found)
+    yield (
+        f"Run times are estimated from the datasheet of {found.device}, without the optimizer's step. "
+        f"{found.fastest} and {found.largest} have profiles of their own."
+    )
+    if found.measured_only:
+        yield f"Other rows are estimates: not exact between profiles are {', '.join(found.measured_only)}."
+
+
+def _answers(found: Fit) -> Iterator[str]:
+    fastest, largest = found.row(found.fastest), found.row(found.largest)
+    if found.fastest != found.largest:
+        slower = 1 - largest.per_second / fastest.per_second
+        yield f"The largest size, {found.largest}, is {slower:.1%} slower than the fastest, {found.fastest}."
+    yield from dict.fromkeys(f"{row.size}: {_recomputed(row.plan)}." for row in (fastest, largest))
+    after = found.largest + found.multiple
+    if found.proven_from is None:
+        yield f"The search ended at {found.largest}: no larger size was considered."
+    elif found.proven_from <= after:
+        yield f"The next size, {after}, is proven not to fit."
+    else:
+        yield f"No plan was found for {after}; that none exists is proven from {found.proven_from} on."
+
+
+def _recomputed(plan: Plan) -> str:
+    from autoac.planner.report.by_module import by_module, op_decisions
+
+    if not plan.recompute_set:
+        return "nothing is recomputed"
+    rows = [row for row in by_module(op_decisions(plan.graph, plan.save_set)) if row.recomputes]
+    names = ", ".join(row.name or "no module" for row in rows[:MOST_NAMED])
+    more = f" and {len(rows) - MOST_NAMED} more modules" if len(rows) > MOST_NAMED else ""
+    return f"recomputes {len(plan.recompute_set)} ops, of {names}{more}"
+
+
+def _limits(found: Fit) -> Iterator[str]:
+    """Say what takes the budget at the largest size."""
+    from autoac.planner.units import format_bytes
+
+    plan = found.row(found.largest).plan
+    assert plan.profile is not None
+    static = plan.profile.static
+    held = {
+        "parameters": static.parameters + static.buffers,
+        "gradients": static.gradients,
+        "optimizer": static.optimizer_state,
+        "batch and workspaces": static.inputs + static.workspaces,
+        "saved tensors, temporaries and new gradients": plan.peak - static.total,
+    }
+    words = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items() if nbytes)
+    yield f"At {found.largest}, {format_bytes(plan.peak)} are live at {plan.peak_at}: {words}."
+    if found.largest_without_loss is not None:
+        yield f"With a chunked or fused cross-entropy, {found.largest_without_loss} fits."

@@ -1,0 +1,89 @@
+"""The fake profiles of a model by size: profiled at a few sizes, and joined everywhere else.
+
+Knots (planner/sizes/profile_by_size.py) are profiled with the requested bytes, and one of them as the
+allocator of the device rounds. Sizes with other ops, such as a batch of 1, have a profile of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ac_client.errors import CommandError
+from ac_client.model_loader import setup_from
+from autoac.planner import Profile, ProfileBySize
+from autoac.planner.sizes.profile_by_size import stream_of
+from autoac.profiler import Device, observe
+
+if TYPE_CHECKING:
+    import torch
+
+Make = Callable[[int], Any]
+"""Takes a size; returns the model and its batch, as the function of `autoac profile` does."""
+
+
+class ProfiledSizes:
+    """The profiles of one model on one device, by size.
+
+    Attributes:
+        joined: the profiles by size through the knots of one op stream; None before there are two.
+    """
+
+    def __init__(self, make: Make, device: Device, autocast: torch.dtype | None) -> None:
+        self._make = make
+        self._device = device
+        self._autocast = autocast
+        self._knots: dict[int, Profile] = {}
+        self._profiled: dict[int, Profile] = {}
+        self.joined: ProfileBySize | None = None
+
+    @property
+    def profiled(self) -> tuple[int, ...]:
+        """Return the sizes that have a profile of their own."""
+        return tuple(sorted(self._profiled))
+
+    def join(self, *sizes: int) -> None:
+        """Make knots of `sizes`. Only those with the ops of the first call's largest one count."""
+        for size in sizes:
+            if size not in self._knots:
+                self._knots[size] = self._observe(size, replace(self._device, allocator_rounding=1))
+        of_stream = self._knots[max(self._knots)] if self.joined is None else self.joined.rounded
+        stream = stream_of(of_stream)
+        alike = {size: knot for size, knot in self._knots.items() if stream_of(knot) == stream}
+        if len(alike) > 1:
+            self.joined = ProfileBySize.of(alike, (min(alike), self.profile(min(alike))))
+
+    def profile(self, size: int) -> Profile:
+        """Return the profile of `size` itself."""
+        if size not in self._profiled:
+            self._profiled[size] = self._observe(size, self._device)
+        return self._profiled[size]
+
+    def at(self, size: int) -> Profile:
+        """Return the profile of `size`, joined where that is possible."""
+        if size in self._profiled:
+            return self._profiled[size]
+        joined = self.joined
+        if joined is None or size < joined.sizes[0] or (size in self._knots and size not in joined.sizes):
+            return self.profile(size)
+        if joined.measured_only and size > joined.sizes[-1]:
+            return self.profile(size)
+        return joined.at(size)
+
+    def _observe(self, size: int, device: Device) -> Profile:
+        name = getattr(self._make, "__name__", type(self._make).__name__)
+        try:
+            made = self._make(size)
+        except Exception as error:  # anything that the user's function raises
+            raise CommandError(f"{name}({size}): {type(error).__name__}: {error}") from error
+        setup = setup_from(made, name)
+        return observe(
+            setup.model,
+            setup.args,
+            setup.kwargs,
+            loss=setup.loss,
+            optimizer=setup.optimizer,
+            on=device,
+            autocast=self._autocast,
+        )

@@ -1,0 +1,272 @@
+"""Find which sizes fit a memory budget: the largest, and the fastest. `fit` is the entry.
+
+Nothing runs on a device: profiles are fake (profiled_sizes.py), and times are those of a datasheet.
+
+A plan that fits at one size fits at every smaller one with the same ops, because no block shrinks as the size
+grows. So the largest size is found by bisection. The fastest one is not: larger sizes use kernels better, but
+recompute more. So the sizes from the largest with nothing recomputed up to the largest are planned, at most
+`MOST_PLANS` of them, closer to each other where it is fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+from ac_client.profiled_sizes import Make, ProfiledSizes
+from autoac.planner import InfeasibleBudget, InvalidLimit, Plan, Profile, SolverOutOfTime, bounds, build, plan
+from autoac.planner.budget import budget_in_bytes
+from autoac.planner.memory.simulate import fits
+from autoac.planner.plan import step_time_us
+from autoac.planner.problem.graph import SaveSet
+from autoac.planner.report.loss_advice import find_loss, without_loss
+from autoac.profiler import DATASHEETS, Device
+
+if TYPE_CHECKING:
+    import torch
+
+Axis = Literal["batch", "tokens"]
+
+KNOTS = (2, 3, 5)  # in multiples; a batch of 1 often has ops of its own
+FOURTH_KNOT = 8  # where three show a square, or nothing exact
+MOST_MULTIPLES = 1 << 20
+MOST_PLANS = 12  # for the table
+WORK_LIMIT = 5.0  # of one plan
+BENT = 0.003  # of a step: what run times between knots may be off
+STEP_GAP = 0.002  # of a step: plans are near enough to the best one
+
+
+@dataclass(frozen=True, slots=True)
+class FitRow:
+    """The step of one size within the budget."""
+
+    size: int
+    save_all_peak_bytes: int  # with nothing recomputed
+    peak_bytes: int  # of the plan
+    extra_us: float  # what recomputes take
+    step_us: float  # of forward and backward, recomputes included, without the optimizer's step
+    per_second: float  # samples or tokens
+    plan: Plan = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Answer which sizes fit a budget."""
+
+    axis: Axis
+    multiple: int  # sizes are multiples of this
+    budget_bytes: int
+    device: str
+    rows: tuple[FitRow, ...] = field(repr=False)  # by size
+    largest: int
+    fastest: int
+    all_saved: int  # the largest size with nothing recomputed; 0 if none
+    proven_from: int | None  # this size and larger ones are proven not to fit; None: the search ended before
+    largest_without_loss: int | None  # that fits with a chunked loss; None: no larger one
+    measured_only: tuple[str, ...]  # columns of profiles that are not exact between the profiled sizes
+    profile_of: Callable[[int], Profile] = field(repr=False)
+
+    def row(self, size: int) -> FitRow:
+        """Return the row of `size`, one of those planned."""
+        return next(row for row in self.rows if row.size == size)
+
+    def peak_bytes(self, size: int) -> int:
+        """Return the peak of a step of `size` with nothing recomputed."""
+        return bounds(build(self.profile_of(size))).ceiling
+
+    def sizes_within(self, nbytes: int) -> range:
+        """Return the sizes of which a step with nothing recomputed stays within `nbytes`."""
+        most = _last(lambda n: self.peak_bytes(n * self.multiple) <= nbytes, 0, MOST_MULTIPLES)
+        return range(self.multiple, most * self.multiple + 1, self.multiple)
+
+
+def fit(
+    make: Make,
+    budget_gb: float,
+    *,
+    on: str | Device,
+    axis: Axis = "batch",
+    multiple: int = 1,
+    most: int | None = None,
+    autocast: torch.dtype | None = None,
+) -> Fit:
+    """Return the largest and the fastest size whose step fits in `budget_gb`, without running it.
+
+    Args:
+        make: size -> (model, batch), or what else the function of `autoac profile` may return. Called for
+            about ten sizes; the model and the batch may be on the meta device.
+        budget_gb: GiB that the device may hold at any moment of the step.
+        on: the device: a name in DATASHEETS, such as "h100", or a datasheet.
+        axis: what the size counts: samples of the batch, or tokens. Only for words.
+        multiple: sizes are multiples of this.
+        most: the largest size to consider, such as the positions that the model has.
+        autocast: the type that the step is cast to.
+
+    Raises:
+        InvalidBudget: `budget_gb` is not a positive number of GiB.
+        InvalidLimit: `multiple` is not from 1 to `most`.
+        ValueError: `on` is not a name in DATASHEETS.
+        InfeasibleBudget: not even the smallest size fits.
+        SolverOutOfTime: the smallest size may fit, but no plan was found.
+    """
+    budget = budget_in_bytes(budget_gb)
+    if isinstance(on, str) and on not in DATASHEETS:
+        raise ValueError(f"on must be one of {', '.join(DATASHEETS)}, or a datasheet, got {on!r}")
+    if not 1 <= multiple <= (multiple if most is None else most):
+        raise InvalidLimit("multiple", multiple, "from 1 to the largest size to consider")
+    device = DATASHEETS[on] if isinstance(on, str) else on
+    sizes = ProfiledSizes(make, device, autocast)
+    return _Search(sizes, budget, multiple, most).fit(axis, device.name)
+
+
+class _Search:
+    """The search of one `fit`. Sizes are counted in multiples."""
+
+    def __init__(self, sizes: ProfiledSizes, budget: int, multiple: int, most: int | None) -> None:
+        self._sizes = sizes
+        self._budget = budget
+        self._multiple = multiple
+        self._most = MOST_MULTIPLES if most is None else most // multiple
+        self._rows: dict[int, FitRow] = {}
+        self._proven: int | None = None
+        self._bent = True  # run times do not lie on a line between the knots
+
+    def fit(self, axis: Axis, device: str) -> Fit:
+        knots = {min(knot, self._most) for knot in KNOTS}
+        self._join(*knots)
+        if self._sizes.joined is None or self._sizes.joined.measured_only:
+            self._join(min(FOURTH_KNOT, self._most))
+        largest, all_saved = self._largest()
+        self._join(largest)
+        fastest = self._fastest(largest, all_saved)
+        joined = self._sizes.joined
+        m = self._multiple
+        return Fit(
+            axis=axis,
+            multiple=m,
+            budget_bytes=self._budget,
+            device=device,
+            rows=tuple(self._rows[n] for n in sorted(self._rows)),
+            largest=largest * m,
+            fastest=fastest * m,
+            all_saved=all_saved * m,
+            proven_from=None if self._proven is None else self._proven * m,
+            largest_without_loss=self._largest_without_loss(largest),
+            measured_only=() if joined is None else joined.measured_only,
+            profile_of=self._sizes.at,
+        )
+
+    def _join(self, *multiples: int) -> None:
+        self._sizes.join(*(n * self._multiple for n in multiples))
+
+    def _at(self, n: int) -> Profile:
+        return self._sizes.at(n * self._multiple)
+
+    def _largest(self) -> tuple[int, int]:
+        """Return the largest size with a plan, and the largest with nothing recomputed, both confirmed."""
+        self._plan(1)  # raises if it does not fit
+        while True:
+            highest = _last(lambda n: bounds(build(self._at(n))).floor <= self._budget, 1, self._most)
+            self._proven = highest + 1 if highest < self._most else None
+            all_saved = _last(lambda n: bounds(build(self._at(n))).ceiling <= self._budget, 0, highest)
+            largest = _last(self._has_plan, max(all_saved, 1), highest)
+            joined = [n for n in {all_saved, largest} - {0} if n * self._multiple not in self._sizes.profiled]
+            if not joined:
+                return largest, all_saved
+            for n in joined:  # where bytes between the knots are not exact, its own profile may not fit
+                self._sizes.profile(n * self._multiple)
+
+    def _has_plan(self, n: int) -> bool:
+        """Return True if a plan of the size is found; note from where on there is proven to be none."""
+        try:
+            plan(self._at(n), budget_bytes=self._budget, gap=1.0, work_limit=WORK_LIMIT)
+        except InfeasibleBudget:
+            self._proven = n if self._proven is None else min(n, self._proven)
+            return False
+        except SolverOutOfTime:
+            return False
+        return True
+
+    def _plan(self, n: int) -> FitRow:
+        profile = self._at(n)
+        planned = plan(profile, budget_bytes=self._budget, step_gap=STEP_GAP, work_limit=WORK_LIMIT)
+        size, extra_us = n * self._multiple, planned.extra_us
+        step_us = planned.step_us + extra_us
+        return FitRow(size, planned.ceiling, planned.peak, extra_us, step_us, size / step_us * 1e6, planned)
+
+    def _row(self, n: int) -> float:
+        """Plan a size for the table; return its speed.
+
+        Its times are those of its own profile, until the times of one were those between its neighbors.
+        """
+        if n not in self._rows:
+            size, joined = n * self._multiple, self._sizes.joined
+            if self._bent and joined is not None and joined.sizes[0] < size and size not in joined.sizes:
+                before_us = step_time_us(build(joined.at(size)))
+                self._join(n)
+                after_us = step_time_us(build(self._at(n)))
+                self._bent = abs(before_us - after_us) > BENT * after_us
+            self._rows[n] = self._plan(n)
+        return self._rows[n].per_second
+
+    def _fastest(self, largest: int, all_saved: int) -> int:
+        """Plan the sizes of the table, and return the fastest, which has a profile of its own."""
+        for share in (16, 8, 4, 2, 1):
+            if all_saved // share:
+                self._row(all_saved // share)
+        self._row(largest)
+        while True:
+            while len(self._rows) < MOST_PLANS and (n := self._next_to_plan()) is not None:
+                self._row(n)
+            fastest = max(sorted(self._rows), key=self._row)
+            if fastest * self._multiple in self._sizes.profiled:
+                return fastest
+            self._sizes.profile(fastest * self._multiple)
+            del self._rows[fastest]
+            self._row(fastest)
+
+    def _next_to_plan(self) -> int | None:
+        """Return a size halfway from the fastest one so far to a neighbor; None if there is none."""
+        known = sorted(self._rows)
+        fastest = max(known, key=self._row)
+        gaps = [(b - a, (a + b) // 2) for a, b in pairwise(known) if fastest in (a, b)]
+        width, middle = max(gaps, default=(0, 0))
+        return middle if width > 1 else None
+
+    def _largest_without_loss(self, largest: int) -> int | None:
+        """Return a size that a chunked loss would allow; None if it allows none beyond the largest.
+
+        Nothing is solved: the step saves what the plan of the largest size does, or nothing that it need not.
+        """
+        saves: list[SaveSet] = [frozenset()]
+        planned = self._rows[largest].plan
+        if len(planned.graph.ops) == len(self._at(largest).ops):  # without use groups
+            saves.append(planned.save_set)
+
+        def fits_chunked(n: int) -> bool:
+            graph = build(self._at(n))
+            loss = find_loss(graph)
+            if loss is None or len(graph.ops) != len(self._at(largest).ops):
+                return False
+            chunked = without_loss(graph, loss)
+            return any(fits(chunked, save_set, self._budget) for save_set in saves)
+
+        within = _last(fits_chunked, largest, self._most)
+        return within * self._multiple if within > largest else None
+
+
+def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the last number from `low` to `high` that holds, as all before it do and none after it.
+
+    `low` holds. Widths double from there, so that few numbers far beyond are tried.
+    """
+    step = 1
+    while low + step <= high and holds(low + step):
+        low, step = low + step, 2 * step
+    high = min(high, low + step - 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low

@@ -1,0 +1,1 @@
+"""Profiles of a step at sizes that were not profiled."""

@@ -1,0 +1,80 @@
+"""`autoac fit`: a table of sizes, or JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ac_client.cli.exit_codes import ERROR, OK, USAGE
+from ac_client.cli.main import main
+
+SIZED = """
+import torch
+from torch import nn
+
+def make(size):
+    with torch.device("meta"):
+        model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())))
+        return model, torch.empty(size * 1024, 256)
+
+def wrong(size):
+    return 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sized.py").write_text(SIZED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "sized", raising=False)
+
+
+def run(capsys: Any, *argv: str) -> tuple[Any, str, str]:
+    with pytest.raises(SystemExit) as exited:
+        main(["fit", *argv])
+    out, err = capsys.readouterr()
+    return exited.value.code, out, err
+
+
+def test_the_table_marks_the_fastest_and_the_largest_size(capsys: Any) -> None:
+    code, out, err = run(capsys, "sized:make", "--budget-gb", "0.1", "--on", "h100")
+    assert code == OK, err
+    lines = out.splitlines()
+    assert sum("fastest" in line.split() for line in lines) == 1
+    assert sum("largest" in line.split() for line in lines) == 1
+    assert "is proven not to fit" in out
+    assert "parameters 1.00 MiB" in out
+
+
+def test_json_has_the_answers_and_every_row(capsys: Any) -> None:
+    code, out, _ = run(
+        capsys, "sized:make", "--budget-gb", "0.1", "--on", "h100", "--json", "--multiple", "2"
+    )
+    facts = json.loads(out)
+    assert code == OK
+    sizes = [row["size"] for row in facts["rows"]]
+    assert {facts["largest"], facts["fastest"]} <= set(sizes)
+    assert all(size % 2 == 0 for size in sizes)
+    assert facts["proven_from"] == facts["largest"] + 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (("sized:make", "--budget-gb", "1", "--on", "abacus"), USAGE),
+        (("sized:make", "--budget-gb", "-1", "--on", "h100"), USAGE),
+        (("sized:make", "--budget-gb", "1", "--on", "h100", "--multiple", "8", "--most", "4"), USAGE),
+        (("sized:make", "--budget-gb", "0.000001", "--on", "h100"), ERROR),
+        (("sized:wrong", "--budget-gb", "1", "--on", "h100"), ERROR),
+        (("sized:missing", "--budget-gb", "1", "--on", "h100"), ERROR),
+    ],
+)
+def test_what_is_wrong_has_its_exit_code_and_one_line(capsys: Any, argv: tuple[str, ...], code: int) -> None:
+    found, _, err = run(capsys, *argv)
+    assert found == code
+    assert err.splitlines()[-1].startswith("autoac: ")

@@ -1,0 +1,126 @@
+"""`fit` finds the sizes that a scan over all sizes by profiles of their own finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ac_client
+from ac_client import Fit, InfeasibleBudget, InvalidBudget
+from autoac.planner import InvalidLimit, Profile, bounds, build, plan
+from autoac.profiler import DATASHEETS, profile
+
+MIB_IN_GB = 1 / 1024
+ROWS = 4096  # of one sample
+
+
+def layers(size: int) -> tuple[nn.Module, torch.Tensor]:
+    """Return a model and `size` samples, on the meta device."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(255, 255), nn.GELU())))
+        return model, torch.empty(size * ROWS, 255)
+
+
+def words(size: int) -> dict[str, Any]:
+    """Return a language model and one sequence of `size` tokens, whose loss is most of its memory."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(5000, 64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 5000))
+    labels = torch.arange(size).remainder(5000)
+    return {"model": model, "args": (labels,), "loss": lambda out: nn.functional.cross_entropy(out, labels)}
+
+
+def profile_of(size: int) -> Profile:
+    model, batch = layers(size)
+    return profile(model, batch, on=DATASHEETS["h100"])
+
+
+@pytest.fixture(scope="module")
+def found() -> Fit:
+    return ac_client.fit(layers, 600 * MIB_IN_GB, on="h100")
+
+
+def test_largest_and_fastest_are_those_of_a_scan_over_all_sizes(found: Fit) -> None:
+    speeds = {}
+    for size in range(1, 40):
+        try:
+            planned = plan(profile_of(size), budget_bytes=found.budget_bytes)
+        except InfeasibleBudget:
+            break
+        speeds[size] = size / (planned.step_us + planned.extra_us) * 1e6
+    assert found.largest == max(speeds)
+    assert speeds[found.fastest] >= 0.99 * max(speeds.values())
+    assert found.proven_from == found.largest + 1
+
+
+def test_rows_are_within_the_budget_and_have_the_peaks_of_their_size(found: Fit) -> None:
+    for row in found.rows:
+        real = bounds(build(profile_of(row.size)))
+        assert row.save_all_peak_bytes == found.peak_bytes(row.size) == real.ceiling
+        assert row.peak_bytes <= found.budget_bytes
+    assert found.row(found.all_saved).plan.recompute_set == frozenset()
+    assert found.peak_bytes(found.all_saved + 1) > found.budget_bytes
+
+
+def test_sizes_within_are_those_that_need_no_recompute(found: Fit) -> None:
+    within = found.sizes_within(found.budget_bytes)
+    assert (within[0], within[-1]) == (1, found.all_saved)
+    assert not found.sizes_within(1)
+
+
+def test_sizes_are_multiples_and_end_at_the_largest_to_consider() -> None:
+    found = ac_client.fit(layers, 600 * MIB_IN_GB, on="h100", multiple=2, most=9)
+    assert all(row.size % 2 == 0 for row in found.rows)
+    assert (found.largest, found.proven_from) == (8, None)
+
+
+def test_a_chunked_loss_is_named_where_logits_limit_the_size() -> None:
+    found = ac_client.fit(words, 0.25, on="h100", axis="tokens", multiple=64)
+    assert found.largest_without_loss is not None
+    assert found.largest_without_loss > found.largest
+
+
+def test_a_budget_below_the_smallest_size_is_infeasible() -> None:
+    with pytest.raises(InfeasibleBudget):
+        ac_client.fit(layers, 1 * MIB_IN_GB, on="h100")
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(InvalidBudget):
+        ac_client.fit(layers, -1.0, on="h100")
+    with pytest.raises(ValueError, match="on must be"):
+        ac_client.fit(layers, 1.0, on="abacus")
+    with pytest.raises(InvalidLimit):
+        ac_client.fit(layers, 1.0, on="h100", multiple=0)
+
+
+class Attention(nn.Module):
+    """Attention, whose time grows with the square of the tokens, between two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(512, 3 * 512)
+        self.after = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (8, 64)).transpose(1, 2) for part in self.before(x).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.after(mixed.transpose(1, 2).flatten(2)).float().square().mean()
+
+
+def attention(tokens: int) -> tuple[nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        return Attention().bfloat16(), torch.empty(1, tokens, 512, dtype=torch.bfloat16)
+
+
+def test_the_fastest_length_is_found_although_attention_takes_the_square_of_it() -> None:
+    found = ac_client.fit(attention, 0.5, on="h100", axis="tokens", multiple=256)
+    speeds = {}
+    for tokens in range(256, found.all_saved + 1, 256):
+        model, batch = attention(tokens)
+        real = profile(model, batch, on=DATASHEETS["h100"])
+        speeds[tokens] = tokens / (sum(real.ops.runtime_us) + sum(real.backward.runtime_us)) * 1e6
+    assert max(speeds, key=speeds.__getitem__) < found.all_saved
+    assert found.row(found.fastest).per_second >= 0.99 * max(speeds.values())
