@@ -64,7 +64,6 @@ DDP = "DistributedDataParallel"
 REPLICATE = "replicate"
 GROUPS = "a functional collective"
 GPU = "a fake step of a GPU"
-DOCTOR = "autoac doctor --gpu"
 COMPILED = "a compiled model"
 
 FEATURES: dict[str, tuple[str, ...]] = {
@@ -114,7 +113,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "torch.library:_scoped_library",  # kernels that last as long as a with-block
         "torch:_from_functional_tensor",  # the fake tensor
     ),
-    DOCTOR: ("torch._C:_accelerator_setAllocatorSettings",),  # tries both kinds of segments in one process
     COMPILED: (
         "torch._functorch._aot_autograd.graph_compile:aot_stage2_autograd",
         "torch._functorch._aot_autograd.graph_compile:_apply_tensorify_python_scalars",
@@ -396,11 +394,6 @@ def scoped_library(*args: Any) -> AbstractContextManager[Any]:
 def from_functional_tensor(tensor: Any) -> Any:
     """Return the fake tensor that a functional tensor wraps."""
     return require(GPU)[2](tensor)
-
-
-def set_allocator_settings(settings: str) -> None:
-    """Change the settings of the allocator of GPUs."""
-    require(DOCTOR)[0](settings)
 
 
 # Flags of the process by which kernels are chosen: the public accessors are slow, or check and warn.

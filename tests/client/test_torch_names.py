@@ -64,10 +64,6 @@ def fake(layer):
     from autoac.profiler import DATASHEETS, profile
     profile(layer, torch.ones(2, 3, 8), on=DATASHEETS["h100"], autocast=torch.bfloat16)
 
-def doctor(_):
-    from ac_client.doctor.gpu_checks import private
-    private.set_allocator_settings("expandable_segments:False")
-
 def in_group(build):
     dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
     return build()
@@ -105,7 +101,6 @@ CALLS = {
     "DROP_IN": (lambda: x, drop_in),
     "SPLIT": (lambda: x, split),
     "GPU": (lambda: nn.TransformerEncoderLayer(8, 2, 8), fake),
-    "DOCTOR": (lambda: None, doctor),
     "FSDP": (lambda: in_group(sharded), applied),
     "REPLICATE": (lambda: in_group(replicated), applied),
     "GROUPS": (lambda: in_group(lambda: Reduced(4, 4)), applied),
@@ -203,7 +198,7 @@ def test_missing_name_is_unsupported_torch_where_the_feature_is_used() -> None:
 
 @pytest.mark.slow
 def test_plain_model_is_planned_without_the_names_of_features() -> None:
-    deleted = [private.GPU, private.DOCTOR, private.FSDP, private.GROUPS]
+    deleted = [private.GPU, private.FSDP, private.GROUPS]
     names = [name for feature in deleted for row in private.FEATURES[feature] for name in row.split()]
     names = sorted(set(names), reverse=True)  # attributes of a class before the class
     calls = ["", *map(FEATURES.__getitem__, private.FEATURES)]

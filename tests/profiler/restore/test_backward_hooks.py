@@ -100,7 +100,7 @@ def test_no_mode_calls_hooks(mode: Any) -> None:
     HOOKS["tensor"](model)
     HOOKS["module"](model)
     CALLS.clear()
-    profile(model, X, mode=mode, on=DATASHEETS["h100"] if mode == "fake" else None)
+    profile(model, X, on=DATASHEETS["h100"] if mode == "fake" else None)
     assert not CALLS
 
 
@@ -155,7 +155,7 @@ def test_hooks_that_differentiate_are_called_in_a_profile(make: Any, calls: bool
     model = new_model()
     on_square(model, make)
     CALLS.clear()
-    found = profile(model, X, mode=mode, on=DATASHEETS["h100"] if mode == "fake" else None)
+    found = profile(model, X, on=DATASHEETS["h100"] if mode == "fake" else None)
     assert bool(CALLS) is calls
     assert (DIFFERENTIATED in found.reasons) is calls
     CALLS.clear()
