@@ -14,6 +14,7 @@ from .errors import (
     ShapeNotPlanned,
     SolverOutOfTime,
 )
+from .fit import Fit, FitRow, fit
 from .measure.report import Report
 from .pins import Pin, pin
 from .runtime.checkpoint import checkpoint, checkpoint_sequential
@@ -23,7 +24,6 @@ from .runtime.policy_context import save_recompute_policy, tag
 from .runtime.split_backward import split_backward
 from .runtime.write_guard import ContentsDiffer, StaleError
 from .service_client.errors import RemoteError, ServiceRefused, ServiceUnavailable
-from .size_search import Fit, FitRow, fit
 
 __all__ = [
     "AlreadyApplied",

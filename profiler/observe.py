@@ -24,7 +24,7 @@ from autoac.profiler.known_step import KnownStep, StepKnown
 from autoac.profiler.model_device import check_one_device, device_of
 from autoac.profiler.static_memory import optimizer_bytes, static_bytes, workspace_bytes
 from autoac.profiler.steps import fake, hollow
-from autoac.profiler.steps.hollow import HollowStep
+from autoac.profiler.steps.hollow import StepRecord
 from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss, TrainingStep
 from autoac.profiler.timing.cache import OpTime, Times, machine
 from autoac.profiler.timing.on_device import OpTimesOnDevice, datasheet_of
@@ -199,7 +199,7 @@ def observe(
 
 def profile_of(
     subject: TrainingStep,
-    step: HollowStep,
+    step: StepRecord,
     notes: list[str],
     inputs: Sequence[str],
     environment: Environment,
@@ -294,7 +294,7 @@ def _real_step(
     environment: Environment,
     times: Times | None,
     known_step: KnownStep | None,
-) -> tuple[HollowStep, list[str]]:
+) -> tuple[StepRecord, list[str]]:
     """Run a hollow step. Return it with notes."""
     here = machine(device, environment.device_name)
     known: dict[Hashable, OpTime] = {}

@@ -24,12 +24,12 @@ from autoac.planner.units import rounded_bytes
 from autoac.profiler.capture.allocations import AllocatedBlock, Allocations
 from autoac.profiler.capture.op_recorder import RecordedStorage
 from autoac.profiler.capture.saved_tensor_recorder import SavedEvent
-from autoac.profiler.steps.hollow import HollowStep
+from autoac.profiler.steps.hollow import StepRecord
 from autoac.profiler.timing.op_timer import BETWEEN_OPS
 
 
 def assemble(
-    step: HollowStep,
+    step: StepRecord,
     *,
     model: str,
     inputs: Sequence[str],
@@ -178,7 +178,7 @@ def _block_of(record: Allocations, storage: RecordedStorage) -> AllocatedBlock |
     return record.block_at(storage.address, storage.mark) if storage.address else None
 
 
-def _runtimes_us(step: HollowStep, begins: Sequence[int], ends: Sequence[int]) -> Iterator[float]:
+def _runtimes_us(step: StepRecord, begins: Sequence[int], ends: Sequence[int]) -> Iterator[float]:
     """Yield the time between marks, without that of recomputes."""
     ns = step.times_ns
     spans = sorted(step.hidden)
@@ -189,7 +189,7 @@ def _runtimes_us(step: HollowStep, begins: Sequence[int], ends: Sequence[int]) -
         yield max(0, ns[end] - ns[begin] - own) / 1e3
 
 
-def _let_go(step: HollowStep, storage: RecordedStorage, step_marks: Sequence[int]) -> int:
+def _let_go(step: StepRecord, storage: RecordedStorage, step_marks: Sequence[int]) -> int:
     """Return the first moment at which only the region of an observed step held a storage."""
     n = len(step.forward.ops)
     if storage.let_go < 0:
@@ -199,13 +199,11 @@ def _let_go(step: HollowStep, storage: RecordedStorage, step_marks: Sequence[int
     return n + bisect.bisect_right(step_marks, storage.let_go)
 
 
-def _unpacked(step: HollowStep, event: SavedEvent) -> AllocatedBlock | None:
+def _unpacked(step: StepRecord, event: SavedEvent) -> AllocatedBlock | None:
     """Return the memory that backward got for a saved tensor, with where backward has freed it."""
     record = step.allocations
-    if not step.hidden:
+    if event.kept is None:  # not of an observed step
         return _block_of(record, event.stand_in) if event.stand_in is not None else None
-    if event.kind != "unpack":
-        return None
     at = record.positions
     begin = at[event.end_mark]
     storage = step.forward.versions[step.saved.versions[event.saved]].storage
@@ -223,7 +221,7 @@ def _unpacked(step: HollowStep, event: SavedEvent) -> AllocatedBlock | None:
 
 
 def _returned_as_gradients(
-    step: HollowStep, steps: Sequence[_BackwardStep], ends: Sequence[int]
+    step: StepRecord, steps: Sequence[_BackwardStep], ends: Sequence[int]
 ) -> list[tuple[AllocatedBlock, int]]:
     """Return the saved tensors that backward returned as gradients, each with where it becomes one.
 
@@ -394,7 +392,7 @@ class _Event:
     node: str = ""
 
 
-def _backward_events(step: HollowStep) -> list[_Event]:
+def _backward_events(step: StepRecord) -> list[_Event]:
     at = step.allocations.positions
     events = []
     for event in step.saved.events:
@@ -409,7 +407,7 @@ def _backward_events(step: HollowStep) -> list[_Event]:
     return sorted(events, key=lambda event: (event.position, event.mark))
 
 
-def _backward_steps(step: HollowStep, other: _LiveBytes) -> list[_BackwardStep]:
+def _backward_steps(step: StepRecord, other: _LiveBytes) -> list[_BackwardStep]:
     """Cut backward into steps: in each, unpacks, then work, then frees of unpacked tensors, then drops.
 
     Autograd drops what it saved only after it has checked the node's gradients, which can allocate. Unpacked

@@ -41,7 +41,7 @@ GROUP_OF_FILE = {
     "ac_client": {
         "base": ("errors", "files", "model_loader"),
         "entry": ("apply", "applied_model", "arguments", "pins"),
-        "sizes": ("size_search", "profiled_sizes"),
+        "sizes": ("fit", "profiled_sizes"),
     },
 }
 

@@ -40,13 +40,13 @@ from autoac.profiler.environment import describe_leaf, environment_of_device
 from autoac.profiler.errors import NothingToProfile
 from autoac.profiler.observe import profile_of
 from autoac.profiler.static_memory import static_bytes
-from autoac.profiler.steps.hollow import HollowStep, force_saves_of_units
-from autoac.profiler.steps.training_loop import Loop, Loss, TrainingStep, loss_of
+from autoac.profiler.steps.hollow import StepRecord, force_saves_of_units
+from autoac.profiler.steps.training_loop import Loop, TrainingStep
 from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.op_timer import OpSpans, median_and_spread
 from autoac.profiler.torch_facts.gradients import gradient_of, roots_of
 from autoac.profiler.torch_facts.libraries import free_workspaces
-from autoac.profiler.torch_facts.module_paths import ROOT, is_called, watch_modules
+from autoac.profiler.torch_facts.module_paths import ROOT, is_called
 from autoac.profiler.torch_facts.module_pins import pins_of
 from autoac.profiler.torch_facts.private import tree_leaves
 
@@ -208,18 +208,21 @@ class ObservedStep:
         """End the record."""
         self._last = self._allocations.mark()
         self._calls.close()
-        if self.recording and free_workspaces(self._device):
+        if free_workspaces(self._device):
             self._freed = self._allocations.mark()
-        self._close()
+        self.recording = False
+        self._allocations.__exit__(None, None, None)
 
     def _backward_called(self) -> None:
         if not self.in_forward:
             self.begin_backward()
 
-    def _backward_returned(self) -> None:
+    def _backward_returned(self, raised: bool) -> None:
         if self.in_forward:
             return
-        if self._reached or self._tape.saved.first_task >= 0:
+        if raised:
+            self.discard()  # it saw only a part of a backward
+        elif self._reached or self._tape.saved.first_task >= 0:
             self.end_backward()
             self.end()
         else:
@@ -235,13 +238,6 @@ class ObservedStep:
         if self.recording:
             self.recording = False
             self._allocations.abandon()
-
-    def _close(self) -> None:
-        self._calls.close()
-        if self.recording:
-            self.recording = False
-            self._tape.saved.closed = True
-            self._allocations.__exit__(None, None, None)
 
     def profile(self, model: nn.Module, optimizer: Optimizers = None) -> Profile:
         """Return the profile of the step.
@@ -266,7 +262,7 @@ class ObservedStep:
             force_saves_of_units(record, self._shards, tape.saved.out_of_reach)
         in_step_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in record.ops]
         signatures: list[Hashable] = [op.signature for op in record.ops]
-        step = HollowStep(
+        step = StepRecord(
             record,
             tape.saved,
             self._allocations,
@@ -326,41 +322,3 @@ class BackwardListener:
         step = self._step
         if not (step.in_forward or step.in_backward or step.has_backward):
             step.discard()
-
-
-def observe_step(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    device: torch.device,
-    loss: Loss | None = None,
-    optimizer: Optimizers = None,
-) -> Profile:
-    """Run `loss(model(*args, **kwargs)).backward()` once, for real, and return its profile.
-
-    Raises:
-        NothingToProfile: nothing requires a gradient.
-        ProfilerBusy: torch.profiler runs on this thread.
-    """
-    step = ObservedStep(model, args, kwargs, device)
-    watches = watch_modules(model, step.enter, step.leave)
-    try:
-        step.begin_forward()
-        output = model(*args, **kwargs)
-        step.end_forward(output)
-        roots = roots_of(output) if loss is None else [loss_of(loss, output)]
-        del output
-        roots = [root for root in roots if root.requires_grad]
-        step.begin_backward()
-        step.unwatch_calls()
-        if roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        step.end_backward()
-        del roots
-        step.end()
-    finally:
-        step.discard()
-        for watch in watches:
-            watch.remove()
-    return step.profile(model, optimizer)

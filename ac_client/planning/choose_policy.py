@@ -116,53 +116,38 @@ class PolicyChooser:
             PlannerError, RemoteError, ProfilerError: planning failed.
         """
         step = observation.step
-        if threading.get_ident() != observation.thread:
-            return not step.has_backward  # a forward of another thread runs unplanned until then
+        if threading.get_ident() != observation.thread and not step.has_backward:
+            return True  # a forward of another thread runs unplanned until then
         if step.recording and waiting and not step.has_backward:
             step.begin_forward()
             observation.forwards += 1
             return True
-        if observation.meets:
-            return self._meet_after(observation, call)
-        if step.has_backward:
+        self._planner.observation = None
+        if observation.meets and self.ranks is None and step.groups is not None:
+            self.ranks = self._ranks_of(step.groups, call)
+        again, ranks = not step.has_backward, self.ranks if observation.meets else None
+        # A rank whose step nobody differentiated has no profile: then all observe another step.
+        if ranks.any(again) if ranks is not None else again:
+            step.discard()
+        elif ranks is not None:
+            with self._planner.lock:
+                need, profile = self._need_of(
+                    observation.shape, lambda: self._planner.observed(call, observation)
+                )
+                loop = Loop(observation.forwards)
+                self._meet_or_give_up(observation.shape, call, loop, need, profile)
+                if self._options.shapes == "first":
+                    buckets = self._store.buckets
+                    covering = buckets.covering(observation.key, call.args, call.kwargs)
+                    buckets.serve_all(covering or largest(buckets.all))
+        else:
+            self._to_meet = self._to_meet and not observation.meets
             try:
                 self._plan_observed(observation, call)
             except (ProfilerError, PlannerError, RemoteError):
                 if not self._store.all:
                     self._give_up()
                 raise
-        else:
-            step.discard()  # nobody has differentiated it
-        self._planner.observation = None
-        return False
-
-    def _meet_after(self, observation: Observation, call: ModelCall) -> bool:
-        """Plan an observed step with the other ranks; return True if the forward that begins has no plan.
-
-        Raises:
-            PlannerError, RemoteError, ProfilerError: planning failed, on any rank.
-        """
-        step, self._planner.observation = observation.step, None
-        if self.ranks is None and step.groups is not None:
-            self.ranks = self._ranks_of(step.groups, call)
-        # A rank whose step nobody differentiated has no profile: then all observe another step.
-        again = not step.has_backward
-        if self.ranks.any(again) if self.ranks is not None else again:
-            step.discard()
-            return False
-        if self.ranks is None:
-            self._to_meet = False
-            self._plan_observed(observation, call)
-            return False
-        with self._planner.lock:
-            profile: Profile | None = None
-            need: Need | Exception
-            try:
-                profile = self._planner.observed(call, observation)
-                need = Need(observation.shape, self._planner.limit_of(profile), profile.static.total)
-            except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
-                need = error
-            self._meet_or_give_up(observation.shape, call, Loop(observation.forwards), need, profile)
         return False
 
     def settle(self, model: nn.Module) -> None:
@@ -186,7 +171,7 @@ class PolicyChooser:
             buckets = self._store.buckets
             profile = self._planner.observed(call, observation)
             if observation.then is not None:
-                self._store.current = observation.then(profile, call)
+                self._store.current = observation.then(profile, call, observation.forwards)
                 return
             rows = zip(profile.outputs.position, profile.outputs.released, strict=True)
             drops = frozenset(position for position, released in rows if released <= len(profile.ops))
@@ -304,14 +289,8 @@ class PolicyChooser:
                 assert self._planner.observation is not None
                 self._planner.observation.meets = True
                 return None
-            profile: Profile | None = None
-            need: Need | Exception
             with noting_groups() as groups:
-                try:
-                    profile = self._planner.profile(call, loop)
-                    need = Need(call.shape, self._planner.limit_of(profile), profile.static.total)
-                except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
-                    need = error
+                need, profile = self._need_of(call.shape, lambda: self._planner.profile(call, loop))
             if self.ranks is None:
                 self.ranks = self._ranks_of(groups, call)
             if self.ranks is None:
@@ -327,6 +306,16 @@ class PolicyChooser:
             if self._options.shapes == "first":
                 self._store.buckets.serve_all(covering)
             return covering
+
+    def _need_of(
+        self, shape: Shape, profiled: Callable[[], Profile]
+    ) -> tuple[Need | Exception, Profile | None]:
+        """Return what this rank needs, and its profile; or the error of `profiled`, for all ranks."""
+        try:
+            profile = profiled()
+            return Need(shape, self._planner.limit_of(profile), profile.static.total), profile
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
+            return error, None
 
     def _ranks_of(self, groups: Groups, call: ModelCall) -> Ranks | None:
         """Return the ranks that the collectives of a forward show; warn if they show none for sure."""

@@ -159,8 +159,7 @@ class ModelHooks:
         # Left open by a forward that was interrupted (KeyboardInterrupt runs no hook), or the model calls
         # itself: then the rest of the outer call runs unplanned.
         self._of_thread.forward.end()
-        observation = planning.planner.observation
-        if observation is not None and observation.step.in_forward:
+        if planning.planner.observed_here is not None:
             self._forget_observation()
         self._watch_submodules(model)
         bucket = planning.policy_for(ModelCall(model, args, kwargs), waiting)
@@ -196,12 +195,12 @@ class ModelHooks:
     def _forward_ended(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
         profiling = self._planning.planner.profiling
         raised = self._of_thread.forward.raises
-        observation = self._planning.planner.observation
-        if observation is not None and observation.step.in_forward and not profiling:
+        observed = self._planning.planner.observed_here
+        if observed is not None and not profiling:
             if raised:
                 self._forget_observation()
             else:
-                self._planning.observed_forward_ended(observation, out)
+                self._planning.observed_forward_ended(observed, out)
             return
         bucket = None if profiling else self._of_thread.forward.end(whole=not raised)
         self._read_counter()
@@ -229,18 +228,16 @@ class ModelHooks:
     def _enter(self, path: str) -> None:
         if self._measured.marks is not None:
             self._measured.marks.enter_module(path)
-        planner = self._planning.planner
-        planner.called.add(path)
-        if planner.observation is not None and planner.observation.step.in_forward:
-            planner.observation.step.enter(path)
+        self._planning.planner.called.add(path)
+        if (observed := self._planning.planner.observed_here) is not None:
+            observed.enter(path)
         self._of_thread.forward.enter(path)
 
     def _leave(self, path: str) -> None:
         if self._measured.marks is not None:
             self._measured.marks.leave_module(path)
-        observation = self._planning.planner.observation
-        if observation is not None and observation.step.in_forward:
-            observation.step.leave(path)
+        if (observed := self._planning.planner.observed_here) is not None:
+            observed.leave(path)
         self._of_thread.forward.leave(path)
 
     def _left_policy(self, off: OffPath) -> None:

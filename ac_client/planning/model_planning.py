@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ac_client.observing.observed_step import BackwardListener
+from ac_client.observing.observed_step import BackwardListener, ObservedStep
 from ac_client.planning.batch_shape import ModelCall, key_of
 from ac_client.planning.choose_policy import PolicyChooser
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts
@@ -26,7 +26,7 @@ from ac_client.planning.next_action import (
     next_action,
 )
 from ac_client.planning.options import ApplyOptions
-from ac_client.planning.plan_batch import NO_PLAN, BatchPlanner, Observation, first_line
+from ac_client.planning.plan_batch import NO_PLAN, BatchPlanner, first_line
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError, Policy, PolicySet, Profile
@@ -139,9 +139,8 @@ class ModelPlanning:
             self._next(bucket, StepFacts(ran_skipped=bucket.ran_skipped, can_profile=False))
         self.watch.after_forward(out, partial(self._backward_begins, bucket, bucket.loaded))
 
-    def observed_forward_ended(self, observation: Observation, out: Any) -> None:
-        """Follow an observed forward that returned `out` until its backward begins."""
-        step = observation.step
+    def observed_forward_ended(self, step: ObservedStep, out: Any) -> None:
+        """Follow a forward of an observed step, which returned `out`, until its backward begins."""
         step.end_forward(out)
         if step.has_checkpoints:
             self.planner.observation = None
@@ -222,9 +221,7 @@ class ModelPlanning:
         """Observe the step that begins in place of a profile for `action`; False: torch.profiler runs."""
         shape = call.shape
 
-        def plan(found: Profile, following: ModelCall) -> PlannedBucket:
-            observed = self.planner.observation
-            forwards = observed.forwards if observed is not None else 1
+        def plan(found: Profile, following: ModelCall, forwards: int) -> PlannedBucket:
             terms = replace(action.terms, loop=replace(action.terms.loop, forwards=forwards))
             self._plan_again(bucket, replace(action, terms=terms), following, found=found, shape=shape)
             return bucket

@@ -80,6 +80,10 @@ class _ThreadState(threading.local):
     profiling = False
 
 
+PlanObserved = Callable[[Profile, ModelCall, int], PlannedBucket]
+"""Plans an observed step: from its profile, the call of the step that begins, and its number of forwards."""
+
+
 @dataclass(slots=True)
 class Observation:
     """An observed step whose profile will plan the batches of a shape."""
@@ -89,7 +93,7 @@ class Observation:
     key: Key  # the same
     thread: int
     # Plans the profile when the next step begins; None: as one of a new shape of batch.
-    then: Callable[[Profile, ModelCall], PlannedBucket] | None = None
+    then: PlanObserved | None = None
     meets: bool = False  # the ranks, when the next step begins
     forwards: int = 1
     state_nbytes: int = 0  # of the optimizers, as the step began
@@ -194,8 +198,19 @@ class BatchPlanner:
             return profile  # the device runs behind its host, whose time does not count
         return profile.model_copy(update={"replay_us": times.replay_us})
 
+    @property
+    def observed_here(self) -> ObservedStep | None:
+        """Return the step whose forward runs on this thread, if it is observed."""
+        observation = self.observation
+        if observation is None or not observation.step.in_forward:
+            return None
+        return observation.step if observation.thread == threading.get_ident() else None
+
     def observe(
-        self, call: ModelCall, key: Key, then: Callable[[Profile, ModelCall], PlannedBucket] | None = None
+        self,
+        call: ModelCall,
+        key: Key,
+        then: PlanObserved | None = None,
     ) -> None:
         """Run the forward of `call`, which begins, as the first one of a step without a plan.
 

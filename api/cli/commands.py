@@ -33,7 +33,7 @@ SERVICE_PACKAGES = frozenset(
         *("pydantic_settings", "sqlalchemy", "starlette", "structlog", "uvicorn"),
     )
 )
-"""What the extra `service` installs and the client does not need."""
+"""Packages that the extra `service` installs. The client runs without them."""
 
 _STYLE: dict[str, Any] = {
     "no_args_is_help": False,

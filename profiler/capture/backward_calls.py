@@ -24,10 +24,10 @@ class BackwardCalls:
 
     Args:
         begins: called before a call.
-        ended: called after a call, also if it raised.
+        ended: called after a call, with True if it raised.
     """
 
-    def __init__(self, begins: Callable[[], None], ended: Callable[[], None]) -> None:
+    def __init__(self, begins: Callable[[], None], ended: Callable[[bool], None]) -> None:
         self.begins, self.ended = begins, ended
         self.thread = threading.get_ident()
         self.depth = 0
@@ -53,10 +53,13 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         if not watcher.depth:
             watcher.begins()
         watcher.depth += 1
+    raised = True
     try:
-        return private.engine_run_backward(*args, **kwargs)
+        out = private.engine_run_backward(*args, **kwargs)
+        raised = False
+        return out
     finally:
         for watcher in watchers:
             watcher.depth -= 1
             if not watcher.depth:
-                watcher.ended()
+                watcher.ended(raised)

@@ -41,7 +41,7 @@ class SavedEvent:
     task: int = -1  # the graph task of backward that unpacked it
     end_mark: int = -1  # of an unpack
     stand_in: RecordedStorage | None = None  # the ones that backward got in place of the activation
-    kept: bool = True  # in an observed step: the region goes on holding what it returned
+    kept: bool | None = None  # the region of an observed step goes on holding what it returned
     freed_mark: int = -1  # in an observed step: mark at which that was freed
 
 

@@ -30,7 +30,7 @@ from autoac.profiler.gpu_dispatch.gpu_kernels import gpu_kernels
 from autoac.profiler.joint_graph.hollow_part import HollowParts
 from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
-from autoac.profiler.steps.hollow import HollowStep, PreparedStep, runs_compiled, take_step
+from autoac.profiler.steps.hollow import PreparedStep, StepRecord, runs_compiled, take_step
 from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.profiler.timing.on_device import OpTimesOnDevice
 from autoac.profiler.timing.op_timer import median_and_spread
@@ -50,7 +50,7 @@ CPU = torch.device("cpu")  # see NOTE [ One device ]
 
 def run(
     subject: TrainingStep, device: Device, measured: OpTimesOnDevice | None = None
-) -> tuple[HollowStep, list[str]]:
+) -> tuple[StepRecord, list[str]]:
     """Run one fake step. Nothing of the model's size is allocated.
 
     Args:
@@ -112,7 +112,7 @@ def run(
     at, ops = allocations.times_ns, recorder.record.ops
     op_times_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in ops]
     op_times = median_and_spread(op_times_us, [op.signature for op in ops], {})
-    traced = HollowStep(recorder.record, saved, allocations, at, *backward, op_times=op_times)
+    traced = StepRecord(recorder.record, saved, allocations, at, *backward, op_times=op_times)
     return traced, [*call.unplanned, *allocations.notes, *(measured.notes if measured is not None else ())]
 
 

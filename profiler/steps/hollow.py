@@ -113,7 +113,7 @@ class PreparedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class HollowStep:
+class StepRecord:
     """The records of one profiled step.
 
     Invariant: every mark in `forward` and `saved` is an index into `times_ns` and `allocations.positions`.
@@ -149,7 +149,7 @@ def run(
     *,
     known: KnownTimes,
     watch: PartWatch | None = None,
-) -> HollowStep:
+) -> StepRecord:
     """Run one hollow step.
 
     Args:
@@ -282,7 +282,7 @@ def _trace(
     recorder: OpRecorder,
     saved: SavedTensorRecorder,
     allocations: AllocationRecord,
-) -> HollowStep:
+) -> StepRecord:
     """Run the recorded step. Every workspace of cuBLAS is allocated in it."""
     free_workspaces(step.device)
     with allocations:
@@ -297,7 +297,7 @@ def _trace(
     force_saves_of_units(recorder.record, shards, saved.out_of_reach)
     recorder.generators.restore()
     workspaces = allocations.freed_between(end, after_free) if freed else ()
-    return HollowStep(recorder.record, saved, allocations, allocations.times_ns, *backward, workspaces)
+    return StepRecord(recorder.record, saved, allocations, allocations.times_ns, *backward, workspaces)
 
 
 def force_saves_of_units(record: ForwardRecord, shards: Shards, out_of_reach: Set[int]) -> None:
@@ -313,7 +313,7 @@ def force_saves_of_units(record: ForwardRecord, shards: Shards, out_of_reach: Se
 
 
 def _time(
-    step: PreparedStep, traced: HollowStep, warm_up: _WarmUp, known: KnownTimes
+    step: PreparedStep, traced: StepRecord, warm_up: _WarmUp, known: KnownTimes
 ) -> Mapping[Hashable, OpTime]:
     """Return the run time of each kind of op: from `known`, from the trace, or from further forwards."""
     ops, at = traced.forward.ops, traced.times_ns

@@ -13,12 +13,12 @@ from stepping import SeenOps
 from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.observing.observed_step import observe_step
 from autoac.planner import Profile, bounds, build
 from autoac.profiler import CannotProfile, profile
 from autoac.profiler.capture.allocations import AllocationRecord
 from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, TorchTrace
 from benchmarks.models.modules import Transformer
+from benchmarks.observed_profile import observe_step
 
 CUDA = torch.device("cuda", 0)
 

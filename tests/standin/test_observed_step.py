@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ac_client.observing.observed_step import observe_step
 from autoac.profiler import profile
 from benchmarks.models.tiny import ZOO, ZooModel
-from benchmarks.observed_profile import IN_BACKWARD, differing, peaks
+from benchmarks.observed_profile import IN_BACKWARD, differing, observe_step, peaks
 from standin.test_peaks import SideStream
 from standin.training import Task, train
 from tests.client.observing.test_observed_step import SCALARS

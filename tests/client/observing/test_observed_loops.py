@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -298,3 +300,43 @@ def test_interrupted_observed_forward_stands_in_the_way_of_no_other_model() -> N
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_backward_that_raises_leaves_no_profile_and_the_next_step_is_observed() -> None:
+    planned = training()
+    ac_client.apply(planned.model, budget_gb=budget(), first_step="observed", group=None)
+    x = torch.randn(256, WIDTH, requires_grad=True)
+    x.register_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        planned.loss(x).backward()
+    assert not torch.autograd._profiler_enabled()
+    assert ac_client.applied(planned.model).policy is None
+    planned.optimizer.zero_grad()
+    plain_loop(planned, 1)
+    assert ac_client.applied(planned.model).policy is not None
+
+
+def _fail(_gradient: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_forward_of_another_thread_is_not_part_of_an_observed_one() -> None:
+    plain, planned = training(), training()
+    ac_client.apply(planned.model, budget_gb=budget(), first_step="observed", group=None)
+    for one in (plain, planned):
+        torch.manual_seed(2)
+        inside = one.model.layers[2].register_forward_hook(partial(_run_on_another_thread, one.model))
+        loss = one.loss(torch.randn(256, WIDTH))
+        inside.remove()
+        loss.backward()
+    assert plain.model.calls == planned.model.calls == 2
+    assert ac_client.applied(planned.model).policy is not None
+    gradients = zip(planned.model.parameters(), plain.model.parameters(), strict=True)
+    assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in gradients if ours.grad is not None)
+
+
+def _run_on_another_thread(model: Layers, *_: object) -> None:
+    if model.calls == 1:
+        thread = threading.Thread(target=model, args=(torch.ones(256, WIDTH),))
+        thread.start()
+        thread.join()

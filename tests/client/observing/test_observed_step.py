@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ac_client.observing.observed_step import observe_step
 from autoac.profiler import CannotProfile, profile
 from benchmarks.models.tiny import IRREGULAR, ZOO, ZooModel
-from benchmarks.observed_profile import IN_BACKWARD, differing, peaks
+from benchmarks.observed_profile import IN_BACKWARD, differing, observe_step, peaks
 from tests.programs import COLUMNS, ROWS, Program
 
 pytestmark = pytest.mark.usefixtures("one_thread")
