@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ac_client.observing.observed_step import BackwardListener, ObservedStep
+from ac_client.observing.observed_step import BackwardListener, ObservedStep, recorded_step
 from ac_client.planning.batch_shape import ModelCall, key_of
 from ac_client.planning.choose_policy import PolicyChooser
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts
@@ -198,6 +198,8 @@ class ModelPlanning:
 
     def _backward_begins(self, bucket: PlannedBucket, loaded: LoadedPolicy, backward: BackwardFacts) -> None:
         """Warn if the running step is not the planned one, and note the loop's form for the next plan."""
+        if (step := recorded_step()) is not None:
+            step.leave_out()  # until backward ends: it is of another model
         if self.options.budget_bytes is None or bucket.loaded is not loaded:
             return
         facts, planned = self.watch.in_backward(bucket, backward), bucket.planned_for
@@ -210,7 +212,7 @@ class ModelPlanning:
             planned = action.terms
         bucket.warn(self._name, action)
         if planned is not bucket.planned_for:
-            bucket.observed = planned.loop
+            bucket.observed, bucket.outside_nbytes = planned.loop, planned.outside_nbytes
             bucket.planned_for = replace(
                 bucket.planned_for,
                 holds_outputs=planned.holds_outputs,

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ac_client.compiled.policy_file import PolicyFile, is_compiled
 from ac_client.measure.recording_overhead import host_times_of_process, host_us, is_host_bound
-from ac_client.observing.observed_step import ObservedStep
+from ac_client.observing.observed_step import ObservedStep, recorded_step
 from ac_client.planning.batch_shape import Key, ModelCall
 from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
@@ -74,6 +74,10 @@ def plan(profile: Profile, **terms: Any) -> Plan:
         return plan_profile(profile, work_limit=WORK_LIMIT, **terms)
     except SolverOutOfTime:
         return plan_profile(profile, **terms)
+
+
+class AnotherIsObserved(ProfilerBusy):
+    """A step of another model is observed now."""
 
 
 class _ThreadState(threading.local):
@@ -223,6 +227,8 @@ class BatchPlanner:
             ProfilerBusy: torch.profiler runs on this thread, or a CUDA graph is being captured.
         """
         _check_idle()
+        if recorded_step() is not None:
+            raise AnotherIsObserved
         log.info("%s: observing one step", self.name)
         self.called.clear()
         device = device_of(call.model, call.args, call.kwargs)
@@ -436,8 +442,14 @@ class BatchPlanner:
                     "with that peak",
                 )
             elif infeasible is not None:
-                state = f"optimizers hold {format_bytes(appeared)} of state more than in the first step"
-                self.warn_over_budget(needs, running or (of_others(others) if others else state))
+                reasons = [running] if running else []
+                if appeared > 0:
+                    reasons.append(
+                        f"optimizers hold {format_bytes(appeared)} of state more than in the first step"
+                    )
+                if others:
+                    reasons.append(of_others(others))
+                self.warn_over_budget(needs, ", and ".join(reasons))
             self._on_device.ask_others_for_room(needs - limit)
         terms = PlannedFor(limit, loop=loop, others_nbytes=others)
         loaded, shape = LoadedPolicy(*made), shape or call.shape
