@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from autoac.profiler.capture.allocations import AllocationRecord
 from autoac.profiler.capture.backward_calls import BackwardCalls
 from autoac.profiler.capture.step_tape import StepTape
 from autoac.profiler.checkpoints.own_checkpoints import (
-    calls_left_to_torch,
+    NEEDED,
     checkpoints_left_alone,
     plain_checkpoints,
 )
@@ -67,21 +67,30 @@ class ObservedStep:
         model: the model, in training.
         args, kwargs: of its first forward.
         device: of the model.
+        leave_checkpoints: leave the checkpoints of the model to torch.
+        needs_checkpoints: do so because the model needs them: NOTE [ Needed checkpoints ].
 
     Attributes:
         model: that runs the step.
         recording: True from the first forward until the end of the first backward through the step.
         groups: in the collectives of the latest forward.
-        has_checkpoints: the model called a checkpoint, which was left to torch: the step has no profile.
+        needs_checkpoints: the model does, and some ran as plain calls: the step has no profile.
     """
 
     def __init__(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        device: torch.device,
+        *,
+        leave_checkpoints: bool = False,
+        needs_checkpoints: bool = False,
     ) -> None:
         self._accumulates = any(gradient_of(parameter) is not None for parameter in parameters_of(model))
         self.model = weakref.ref(model)
         self.recording = False
-        self.has_checkpoints = False
+        self.needs_checkpoints = False
         self.groups: Any = None
         self._static = static_bytes(model, args, kwargs, 0, device, accumulates=self._accumulates)
         self._device = device
@@ -99,7 +108,10 @@ class ObservedStep:
         self._path = [ROOT]
         self._cuts = Cuts()
         self._forward: ExitStack | None = None  # what ends with the forward that runs
-        self._unplanned: dict[str, None] = {}
+        self._checkpoints: AbstractContextManager[None] = (
+            checkpoints_left_alone(needed=True) if leave_checkpoints or needs_checkpoints else nullcontext()
+        )
+        self._unplanned = dict.fromkeys([NEEDED] if needs_checkpoints else ())
         self._begin = self._end = self._last = -1  # marks of backward
         self._freed = -1  # mark after which the workspaces are free
         self._reached = False  # backward has, an output of the step
@@ -148,9 +160,8 @@ class ObservedStep:
         with ExitStack() as stack:
             self.groups = stack.enter_context(noting_groups())
             stack.enter_context(plain_checkpoints(self._unplanned))
-            stack.enter_context(checkpoints_left_alone(needed=True))
+            stack.enter_context(self._checkpoints)
             stack.enter_context(save_recompute_policy("recompute_all", cuts=self._cuts, tape=self._tape))
-            self._left_calls = calls_left_to_torch()
             self._forward = stack.pop_all()
 
     def enter(self, path: str) -> None:
@@ -174,12 +185,12 @@ class ObservedStep:
         forward, self._forward = self._forward, None
         forward.close()
         tape.saved.forward_over = True
-        self.has_checkpoints |= calls_left_to_torch() > self._left_calls
+        self.needs_checkpoints = tape.recorder.needs_checkpoints
         storages = {
             root.untyped_storage()._cdata: root.untyped_storage().nbytes() for root in roots_of(output)
         }
         self._kept_nbytes = sum(storages.values())
-        if self.has_checkpoints:
+        if self.needs_checkpoints:
             self.discard()
         else:
             tape.begin_outside()

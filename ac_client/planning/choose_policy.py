@@ -79,7 +79,6 @@ class PolicyChooser:
         group = options.group
         self._group = (process_group_of(model) or AUTO) if group is None or group is AUTO else group
         self._to_meet = not given and group is not None  # the ranks, in the first forward
-        self._rehearses = False
 
     def for_batch(self, call: ModelCall, waiting: int = 0) -> PlannedBucket | None:
         """Return the bucket that runs this batch, planned if necessary; None if the batch runs unplanned.
@@ -185,15 +184,9 @@ class PolicyChooser:
 
     def observes(self, call: ModelCall) -> bool:
         """Return True if the step of this batch is observed, and not rehearsed."""
-        return (
-            self._options.first_step == "observed"
-            and not self._rehearses
-            and not (is_called_compiled(call.model) or compiled_parts(call.model))
+        return self._options.first_step == "observed" and not (
+            is_called_compiled(call.model) or compiled_parts(call.model)
         )
-
-    def rehearse(self) -> None:
-        """Profile before the step from now on: the model's own checkpoints must become plain calls."""
-        self._rehearses = True
 
     def plan_for(self, call: ModelCall) -> Policy:
         """Plan for one more shape of batch.

@@ -142,11 +142,10 @@ class ModelPlanning:
     def observed_forward_ended(self, step: ObservedStep, out: Any) -> None:
         """Follow a forward of an observed step, which returned `out`, until its backward begins."""
         step.end_forward(out)
-        if step.has_checkpoints:
-            self.planner.observation = None
-            self.chooser.rehearse()
-            return
-        self.watch.after_forward(out, BackwardListener(step))
+        if step.needs_checkpoints:
+            self.planner.needs_checkpoints = True  # the next step is observed in place of this one
+        else:
+            self.watch.after_forward(out, BackwardListener(step))
 
     def optimizer_stepped(self, model: nn.Module) -> None:
         """Warn if the optimizer has state that the plan does not count."""

@@ -108,6 +108,7 @@ class BatchPlanner:
         name: of the model, in messages.
         called: paths of the modules that were called since the last profile began.
         observation: the step that is observed now, or whose profile is not planned yet.
+        needs_checkpoints: the model was found to need its checkpoints: NOTE [ Needed checkpoints ].
         warn_once: warns for the model.
     """
 
@@ -126,6 +127,7 @@ class BatchPlanner:
         # The latest plan made here, with profile and terms: `limit_of` tries what `plan` then takes.
         self._latest: tuple[Profile, tuple[int, int], tuple[Policy, Plan]] | None = None
         self.observation: Observation | None = None
+        self.needs_checkpoints = False
 
     @property
     def profiling(self) -> bool:
@@ -227,7 +229,14 @@ class BatchPlanner:
         self.called.clear()
         device = device_of(call.model, call.args, call.kwargs)
         step, state = (
-            ObservedStep(call.model, call.args, call.kwargs, device),
+            ObservedStep(
+                call.model,
+                call.args,
+                call.kwargs,
+                device,
+                leave_checkpoints=not self.options.take_over_checkpoints,
+                needs_checkpoints=self.needs_checkpoints,
+            ),
             self._optimizers.state_nbytes(device),
         )
         step.begin_forward()

@@ -211,7 +211,7 @@ def test_planned_step_after_an_observed_one_peaks_where_predicted(
     assert report.predicted_peak_bytes <= limit * GIB
 
 
-def test_checkpoints_of_the_model_are_left_to_torch_in_the_first_step_and_planned_then(
+def test_training_with_checkpoints_whose_first_step_is_observed_equals_plain_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain, planned = training(checkpoints=True), training(checkpoints=True)
@@ -221,6 +221,7 @@ def test_checkpoints_of_the_model_are_left_to_torch_in_the_first_step_and_planne
     torch.manual_seed(1)
     plain_loop(planned, 3)
     assert all(map(torch.equal, planned.losses, plain.losses))
+    assert planned.model.calls == plain.model.calls
     assert ac_client.applied(planned.model).policy is not None
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
