@@ -137,8 +137,11 @@ class ObservedStep:
         """Return the most bytes in use until the end of backward, with those of the model and the batch."""
         return self._static.total + self._allocations.peak_nbytes()
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *, recorded: bool = True) -> None:
         """Begin a forward of the step.
+
+        Args:
+            recorded: False if torch.profiler runs: the step is over with this forward, and has no profile.
 
         Raises:
             ProfilerBusy: torch.profiler runs on this thread.
@@ -148,7 +151,7 @@ class ObservedStep:
         if last is not None and last.in_forward and not is_called(last.model):
             last.discard()  # its forward was interrupted, which calls no hook
         _latest.step = weakref.ref(self)
-        if not self.recording:
+        if recorded and not self.recording:
             free_workspaces(self._device)  # each is allocated in the record
             self._allocations.__enter__()
             self.recording = True
@@ -190,7 +193,7 @@ class ObservedStep:
             root.untyped_storage()._cdata: root.untyped_storage().nbytes() for root in roots_of(output)
         }
         self._kept_nbytes = sum(storages.values())
-        if self.needs_checkpoints:
+        if self.needs_checkpoints or not self.recording:
             self.discard()
         else:
             tape.begin_outside()

@@ -115,7 +115,7 @@ class PolicyChooser:
             PlannerError, RemoteError, ProfilerError: planning failed.
         """
         step = observation.step
-        if threading.get_ident() != observation.thread and not step.has_backward:
+        if threading.get_ident() != observation.thread and (step.recording or step.in_forward):
             return True  # a forward of another thread runs unplanned until then
         if step.recording and waiting and not step.has_backward:
             step.begin_forward()
@@ -232,7 +232,7 @@ class PolicyChooser:
                         return None
                     bucket = self._plan(call, loop, profiled)
                 except ProfilerBusy as busy:
-                    return self._unplanned_now(busy)
+                    return self._unplanned_now(busy, call)
                 except (ProfilerError, PlannerError, RemoteError) as error:
                     # Not what forward itself raises, or Ctrl-C: the next batch may be planned.
                     if not planned:
@@ -272,15 +272,13 @@ class PolicyChooser:
         """
         with self._planner.lock:
             if self.ranks is not None and self.ranks.any(profiler_is_running()):
-                return self._unplanned_now(ProfilerBusy())
+                return self._unplanned_now(ProfilerBusy(), call, meets=True)
             key = key_of(call.args, call.kwargs)
             if self.observes(call):
                 try:
-                    self._planner.observe(call, key)
+                    self._planner.observe(call, key, meets=True)
                 except ProfilerBusy as busy:
-                    return self._unplanned_now(busy)
-                assert self._planner.observation is not None
-                self._planner.observation.meets = True
+                    return self._unplanned_now(busy, call, meets=True)
                 return None
             with noting_groups() as groups:
                 need, profile = self._need_of(call.shape, lambda: self._planner.profile(call, loop))
@@ -293,7 +291,7 @@ class PolicyChooser:
             try:
                 self._meet_or_give_up(call.shape, call, loop, need, profile)
             except ProfilerBusy as busy:
-                return self._unplanned_now(busy)
+                return self._unplanned_now(busy, call, meets=True)
             covering = self._store.buckets.covering(key, call.args, call.kwargs)
             assert covering is not None
             if self._options.shapes == "first":
@@ -381,8 +379,16 @@ class PolicyChooser:
             "of the ranks that communicate in forward, or group=None if none do",
         )
 
-    def _unplanned_now(self, busy: ProfilerBusy) -> PlannedBucket | None:
-        """Return the bucket for a batch that cannot be profiled now; None: the batch runs unplanned."""
+    def _unplanned_now(
+        self, busy: ProfilerBusy, call: ModelCall, *, meets: bool = False
+    ) -> PlannedBucket | None:
+        """Return the bucket for a batch that cannot be profiled now; None: the batch runs unplanned.
+
+        Args:
+            busy: says why.
+            call: of the model, on the batch.
+            meets: the ranks meet when the next step begins.
+        """
         if planned := self._store.all:
             self._planner.warn_once(
                 "busy beyond",
@@ -393,6 +399,8 @@ class PolicyChooser:
         self._planner.warn_once(
             "busy", f"it runs without a plan now, and will be planned in a later forward: {busy}"
         )
+        if self.observes(call):
+            self._planner.observe(call, key_of(call.args, call.kwargs), meets=meets, recorded=False)
         return None
 
     def _beyond(self, shape: Shape, key: Key) -> PlannedBucket:

@@ -213,6 +213,9 @@ class BatchPlanner:
         call: ModelCall,
         key: Key,
         then: PlanObserved | None = None,
+        *,
+        meets: bool = False,
+        recorded: bool = True,
     ) -> None:
         """Run the forward of `call`, which begins, as the first one of a step without a plan.
 
@@ -220,12 +223,15 @@ class BatchPlanner:
             call: of the model, on the batch.
             key: of the batch.
             then: plans the profile of the step; None: it is planned as one of a new shape of batch.
+            meets: the ranks meet when the next step begins.
+            recorded: False while torch.profiler runs: the step has no profile.
 
         Raises:
             ProfilerBusy: torch.profiler runs on this thread, or a CUDA graph is being captured.
         """
-        _check_idle()
-        log.info("%s: observing one step", self.name)
+        if recorded:
+            _check_idle()
+            log.info("%s: observing one step", self.name)
         self.called.clear()
         device = device_of(call.model, call.args, call.kwargs)
         step, state = (
@@ -239,8 +245,9 @@ class BatchPlanner:
             ),
             self._optimizers.state_nbytes(device),
         )
-        step.begin_forward()
-        self.observation = Observation(step, call.shape, key, threading.get_ident(), then, state_nbytes=state)
+        step.begin_forward(recorded=recorded)
+        thread = threading.get_ident()
+        self.observation = Observation(step, call.shape, key, thread, then, meets, state_nbytes=state)
 
     def observed(self, call: ModelCall, observation: Observation) -> Profile:
         """Return the profile of an observed step that is over; `call` is the one that begins.

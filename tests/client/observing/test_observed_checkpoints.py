@@ -12,11 +12,12 @@ from stepping import seeded
 from torch import Tensor, nn
 
 import ac_client
+from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WIDTH, LAYERS = 64, 8
+WIDTH, LAYERS, ROWS = 64, 8, 512
 Call = Callable[[Any, Tensor], Tensor]
 
 
@@ -84,7 +85,7 @@ class Swapped(Streamed):
 def step(model: nn.Module, number: int) -> list[Tensor]:
     model.zero_grad()
     torch.manual_seed(number)
-    model(torch.randn(32, WIDTH)).backward()
+    model(torch.randn(ROWS, WIDTH)).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
@@ -147,3 +148,28 @@ def test_needed_checkpoints_are_found_in_a_step_with_the_right_numbers(
     assert same(model, seeded(kind, in_torch))
     assert model.forwards == 6
     assert caplog.text.count("memory that they share") == 1
+
+
+def peak_of_first_step(model: nn.Module) -> int:
+    """Return the peak of a step. If it is observed, it has no record here, and holds the same."""
+    with AllocatorTimeline() as timeline:
+        step(model, 0)
+    return timeline.peak_bytes
+
+
+@pytest.mark.parametrize("call", [in_torch, reentrant, nested, ours], ids=lambda call: call.__name__)
+def test_observed_step_holds_what_the_checkpoints_hold_that_it_leaves_alone(call: Call) -> None:
+    planned = peak_of_first_step(observed(seeded(Net, call), take_over=False))
+    assert planned <= 1.02 * peak_of_first_step(seeded(Net, call))
+
+
+def test_step_that_finds_needed_checkpoints_copies_what_two_of_the_layers_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(f"{__name__}.ROWS", 16)
+    models = seeded(Streamed, in_torch), seeded(Streamed, in_torch)
+    for model in models:
+        model.layers.requires_grad_(False)  # so that what they share is large
+    planned, plain = models
+    more = peak_of_first_step(observed(planned)) - peak_of_first_step(plain)
+    assert more <= 2.5 * planned.shared.nbytes

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ac_client
 from ac_client import InfeasibleBudget
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from ac_client.observing import observed_step
 from autoac.planner import build
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import profile
@@ -269,6 +271,32 @@ def test_step_that_torchs_profiler_does_not_watch_is_the_observed_one() -> None:
     assert ac_client.applied(planned.model).policy is None
     plain_loop(planned, 1)
     assert ac_client.applied(planned.model).policy is not None
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_step_that_torchs_profiler_watches_takes_what_an_observed_one_takes(
+    checkpoints: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, planned = training(checkpoints=checkpoints), training(checkpoints=checkpoints)
+    ac_client.apply(planned.model, budget_gb=budget(), first_step="observed", group=None)
+    peaks = []
+    for one in (plain, planned):
+        torch.manual_seed(1)
+        with AllocatorTimeline() as timeline:
+            loss = one.loss(torch.randn(256, WIDTH))
+            loss.backward()
+        peaks.append(timeline.peak_bytes - 256 * WIDTH * 4)  # of the batch
+        one.step()
+        plain_loop(one, 1)
+    observed = observed_step._latest.step() if observed_step._latest.step is not None else None
+    assert observed is not None
+    assert observed.model() is planned.model
+    assert peaks[1] == pytest.approx(observed.peak_nbytes - observed._static.total, rel=0.02)
+    assert checkpoints or peaks[1] < 0.7 * peaks[0]
+    ours, theirs = planned.model.state_dict(), plain.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("torch.profiler is running" in message for message in messages) == 1
 
 
 def test_torchs_profiler_is_free_after_an_observed_step_and_after_one_that_nobody_differentiates() -> None:
