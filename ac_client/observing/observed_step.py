@@ -44,11 +44,11 @@ from autoac.profiler.steps.hollow import StepRecord, force_saves_of_units
 from autoac.profiler.steps.training_loop import Loop, TrainingStep
 from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.op_timer import OpSpans, median_and_spread
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.gradients import gradient_of, roots_of
 from autoac.profiler.torch_facts.libraries import free_workspaces
 from autoac.profiler.torch_facts.module_paths import ROOT, is_called
 from autoac.profiler.torch_facts.module_pins import pins_of
-from autoac.profiler.torch_facts.private import tree_leaves
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -73,6 +73,7 @@ class ObservedStep:
     Attributes:
         model: that runs the step.
         recording: True from the first forward until the end of the first backward through the step.
+        retains: the first backward through the step has retained its graph.
         groups: in the collectives of the latest forward.
         needs_checkpoints: the model does, and some ran as plain calls: the step has no profile.
     """
@@ -91,11 +92,12 @@ class ObservedStep:
         self.model = weakref.ref(model)
         self.recording = False
         self.needs_checkpoints = False
+        self.retains = False
         self.groups: Any = None
         self._static = static_bytes(model, args, kwargs, 0, device, accumulates=self._accumulates)
         self._device = device
         self._environment = environment_of_device(model, device)
-        self._inputs = [describe_leaf(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs)))]
+        self._inputs = [describe_leaf(leaf) for leaf in private.tree_leaves((tuple(args), dict(kwargs)))]
         self._allocations = AllocationRecord(device, nodes=True)
         self._tape = StepTape(self._allocations.mark, OpSpans(device, Backlog(device), sparing=True))
         self._tape.recorder.pins = pins_of(model)
@@ -201,6 +203,8 @@ class ObservedStep:
     def note_backward(self) -> None:
         """Note that the backward that runs has reached an output of the step."""
         self._reached = True
+        if not self.has_backward:
+            self.retains = private.current_graph_task_keeps_graph() and not torch.is_grad_enabled()
 
     def begin_backward(self) -> None:
         """Note that backward begins. Calls of it are noted without this."""

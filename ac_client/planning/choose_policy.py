@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from torch import nn
@@ -16,7 +17,7 @@ from ac_client.errors import ShapeNotPlanned
 from ac_client.planning.batch_shape import Key, ModelCall, key_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, largest
 from ac_client.planning.next_action import PlannedFor
-from ac_client.planning.plan_batch import BatchPlanner, Observation, dropping_all, first_line
+from ac_client.planning.plan_batch import NO_PLAN, BatchPlanner, Observation, dropping_all, first_line
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.planning.ranks import (
     AUTO,
@@ -176,7 +177,12 @@ class PolicyChooser:
             drops = frozenset(position for position, released in rows if released <= len(profile.ops))
             loop = Loop(observation.forwards, drops & profile.droppable_outputs)
             profile = profile.with_dropped_outputs(loop.drops)
-            bucket = self._plan(call, loop, profile, observation.shape)
+            bucket, retained = None, profile.with_retained_graph() if observation.step.retains else None
+            if retained is not None:
+                with suppress(*NO_PLAN):  # its peak is an upper bound: one backward may be all there is
+                    bucket = self._plan(call, replace(loop, retains=True), retained, observation.shape)
+            if bucket is None:
+                bucket = self._plan(call, loop, profile, observation.shape)
             buckets.forwards = max(buckets.forwards, observation.forwards)
             if buckets.single_policy is None:
                 buckets.remember(observation.key, bucket)

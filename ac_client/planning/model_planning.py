@@ -105,7 +105,7 @@ class ModelPlanning:
             # Any other batch waits for one like the batch that was profiled.
             if action.profiles and call.shape != bucket.step.shape:
                 continue
-            if action.profiles and not action.terms.loop.retains and self.chooser.observes(call):
+            if action.profiles and self.chooser.observes(call):
                 if not waiting and self._observe_again(bucket, action, call):
                     return None
                 continue  # more forwards in flight are observed from the next step's first one on
@@ -222,6 +222,8 @@ class ModelPlanning:
 
         def plan(found: Profile, following: ModelCall, forwards: int) -> PlannedBucket:
             terms = replace(action.terms, loop=replace(action.terms.loop, forwards=forwards))
+            found = found.with_dropped_outputs(terms.loop.drops)
+            found = found.with_retained_graph() if terms.loop.retains else found
             self._plan_again(bucket, replace(action, terms=terms), following, found=found, shape=shape)
             return bucket
 

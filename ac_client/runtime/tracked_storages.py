@@ -179,7 +179,7 @@ class TrackedStorages:
         self._saved.drop(tensor)
         if not handles:
             return None
-        copy = tensor.untyped_storage().clone()
+        copy: torch.UntypedStorage = tensor.untyped_storage().clone()
         for handle in handles:
             WriteGuard.__init__(handle, make_view(copy, recipe_of(handle.tensor)))
         return copy

@@ -185,15 +185,16 @@ def test_training_whose_first_step_is_observed_equals_plain_training(
     ac_client.apply(planned.model, budget_gb=budget(), first_step="observed", group=None)
     torch.manual_seed(1)
     loop(planned, 5)
-    rehearsed = loop is two_backwards  # until a retained graph is observed too
-    assert planned.model.calls == plain.model.calls or rehearsed
+    assert planned.model.calls == plain.model.calls
     assert all(map(torch.equal, planned.losses, plain.losses))
     ours, theirs = planned.model.state_dict(), plain.model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert ac_client.applied(planned.model).policy is not None
 
 
-@pytest.mark.parametrize("loop", [plain_loop, loss_outside, two_forwards], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop", [plain_loop, loss_outside, two_forwards, two_backwards], ids=lambda loop: loop.__name__
+)
 def test_planned_step_after_an_observed_one_peaks_where_predicted(
     loop: Callable[[Training, int], None],
 ) -> None:
@@ -211,6 +212,32 @@ def test_planned_step_after_an_observed_one_peaks_where_predicted(
     unused = report.predicted_peak_bytes - report.measured_peak_bytes
     assert unused in range(256 * WIDTH * 4 + 1)
     assert report.predicted_peak_bytes <= limit * GIB
+
+
+def test_retained_graph_is_planned_for_from_the_second_step_on(caplog: pytest.LogCaptureFixture) -> None:
+    planned, limit = training(), 1.1 * budget()
+    ac_client.apply(planned.model, budget_gb=limit, first_step="observed", group=None)
+    handle = ac_client.applied(planned.model)
+    two_backwards(planned, 1)
+    with handle.measure():
+        two_backwards(planned, 1)
+    report = handle.report()
+    assert report.recomputed > 0
+    assert report.measured_peak_bytes is not None
+    assert report.measured_peak_bytes <= limit * GIB
+    assert not any("retain_graph=True" in record.getMessage() for record in caplog.records)
+
+
+def test_retained_graph_that_fits_no_plan_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    planned = training()
+    ac_client.apply(planned.model, budget_gb=0.875 * budget(), first_step="observed", group=None)
+    two_backwards(planned, 3)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("a backward retains its graph" in message for message in messages)
+    assert not any("cannot be kept" in message for message in messages)
+    two_backwards(planned, 1)
+    assert any("cannot be kept" in record.getMessage() for record in caplog.records)
+    assert planned.model.calls == 4
 
 
 def test_training_with_checkpoints_whose_first_step_is_observed_equals_plain_training(
