@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from autoac.profiler.capture.allocations import AllocationRecord
 from autoac.profiler.capture.backward_calls import BackwardCalls
 from autoac.profiler.capture.step_tape import OUTSIDE, StepTape
 from autoac.profiler.checkpoints.own_checkpoints import (
-    calls_left_to_torch,
+    NEEDED,
     checkpoints_left_alone,
     plain_checkpoints,
 )
@@ -44,11 +44,11 @@ from autoac.profiler.steps.hollow import StepRecord, force_saves_of_units
 from autoac.profiler.steps.training_loop import Loop, TrainingStep
 from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.op_timer import OpSpans, median_and_spread
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.gradients import gradient_of, leaves_of, roots_of
 from autoac.profiler.torch_facts.libraries import free_workspaces
 from autoac.profiler.torch_facts.module_paths import ROOT, is_called
 from autoac.profiler.torch_facts.module_pins import pins_of
-from autoac.profiler.torch_facts.private import tree_leaves
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -74,21 +74,32 @@ class ObservedStep:
         model: the model, in training.
         args, kwargs: of its first forward.
         device: of the model.
+        leave_checkpoints: leave the checkpoints of the model to torch.
+        needs_checkpoints: do so because the model needs them: NOTE [ Needed checkpoints ].
 
     Attributes:
         model: that runs the step.
         recording: True from the first forward until the end of the first backward through the step.
+        retains: the first backward through the step has retained its graph.
         groups: in the collectives of the latest forward.
-        has_checkpoints: the model called a checkpoint, which was left to torch: the step has no profile.
+        needs_checkpoints: the model does, and some ran as plain calls: the step has no profile.
     """
 
     def __init__(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        device: torch.device,
+        *,
+        leave_checkpoints: bool = False,
+        needs_checkpoints: bool = False,
     ) -> None:
         self._accumulates = any(gradient_of(parameter) is not None for parameter in parameters_of(model))
         self.model = weakref.ref(model)
         self.recording = False
-        self.has_checkpoints = False
+        self.needs_checkpoints = False
+        self.retains = False
         self.groups: Any = None
         static = static_bytes(model, args, kwargs, 0, device, accumulates=self._accumulates)
         # Shards that a forward before, as of an evaluation, has left gathered. Other steps gather them again.
@@ -96,7 +107,7 @@ class ObservedStep:
         self._static = static.model_copy(update={"parameters": gathered})
         self._device = device
         self._environment = environment_of_device(model, device)
-        self._inputs = [describe_leaf(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs)))]
+        self._inputs = [describe_leaf(leaf) for leaf in private.tree_leaves((tuple(args), dict(kwargs)))]
         self._allocations = AllocationRecord(device, nodes=True)
         self._tape = StepTape(self._allocations.mark, OpSpans(device, Backlog(device), sparing=True))
         self._tape.recorder.pins = pins_of(model)
@@ -109,7 +120,10 @@ class ObservedStep:
         self._path = [ROOT]
         self._cuts = Cuts()
         self._forward: ExitStack | None = None  # what ends with the forward that runs
-        self._unplanned: dict[str, None] = {}
+        self._checkpoints: AbstractContextManager[None] = (
+            checkpoints_left_alone(needed=True) if leave_checkpoints or needs_checkpoints else nullcontext()
+        )
+        self._unplanned = dict.fromkeys([NEEDED] if needs_checkpoints else ())
         self._begin = self._end = self._last = -1  # marks of backward
         self._freed = -1  # mark after which the workspaces are free
         self._reached = False  # backward has, an output of the step
@@ -141,8 +155,11 @@ class ObservedStep:
         """Return the most bytes in use until the end of backward, with those of the model and the batch."""
         return self._static.total + self._allocations.peak_nbytes()
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *, recorded: bool = True) -> None:
         """Begin a forward of the step.
+
+        Args:
+            recorded: False if torch.profiler runs: the step is over with this forward, and has no profile.
 
         Raises:
             ProfilerBusy: torch.profiler runs on this thread.
@@ -152,7 +169,7 @@ class ObservedStep:
         if last is not None and last.in_forward and not is_called(last.model):
             last.discard()  # its forward was interrupted, which calls no hook
         _latest.step = weakref.ref(self)
-        if not self.recording:
+        if recorded and not self.recording:
             free_workspaces(self._device)  # each is allocated in the record
             self._allocations.__enter__()
             self.recording = True
@@ -166,9 +183,8 @@ class ObservedStep:
         with ExitStack() as stack:
             self.groups = stack.enter_context(noting_groups())
             stack.enter_context(plain_checkpoints(self._unplanned))
-            stack.enter_context(checkpoints_left_alone(needed=True))
+            stack.enter_context(self._checkpoints)
             stack.enter_context(save_recompute_policy("recompute_all", cuts=self._cuts, tape=self._tape))
-            self._left_calls = calls_left_to_torch()
             self._forward = stack.pop_all()
 
     def enter(self, path: str) -> None:
@@ -192,12 +208,12 @@ class ObservedStep:
         forward, self._forward = self._forward, None
         forward.close()
         tape.saved.forward_over = True
-        self.has_checkpoints |= calls_left_to_torch() > self._left_calls
+        self.needs_checkpoints = tape.recorder.needs_checkpoints
         storages = {
             root.untyped_storage()._cdata: root.untyped_storage().nbytes() for root in roots_of(output)
         }
         self._kept_nbytes = sum(storages.values())
-        if self.has_checkpoints:
+        if self.needs_checkpoints or not self.recording:
             self.discard()
         else:
             tape.begin_outside()
@@ -223,6 +239,8 @@ class ObservedStep:
         if self._others_follow and not self._reached:  # so far, backward was that of the other models
             self._tape.hidden.append((self._begin, self._allocations.mark()))
         self._reached = True
+        if not self.has_backward:
+            self.retains = private.current_graph_task_keeps_graph() and not torch.is_grad_enabled()
         self._outside = max(self._outside, outside_nbytes)
 
     def outside_nbytes(self, profile: Profile) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from torch import nn
@@ -17,6 +18,7 @@ from ac_client.planning.batch_shape import Key, ModelCall, key_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, largest
 from ac_client.planning.next_action import PlannedFor
 from ac_client.planning.plan_batch import (
+    NO_PLAN,
     AnotherIsObserved,
     BatchPlanner,
     Observation,
@@ -85,7 +87,6 @@ class PolicyChooser:
         group = options.group
         self._group = (process_group_of(model) or AUTO) if group is None or group is AUTO else group
         self._to_meet = not given and group is not None  # the ranks, in the first forward
-        self._rehearses = False
 
     def for_batch(self, call: ModelCall, waiting: int = 0) -> PlannedBucket | None:
         """Return the bucket that runs this batch, planned if necessary; None if the batch runs unplanned.
@@ -122,7 +123,7 @@ class PolicyChooser:
             PlannerError, RemoteError, ProfilerError: planning failed.
         """
         step = observation.step
-        if threading.get_ident() != observation.thread and not step.has_backward:
+        if threading.get_ident() != observation.thread and (step.recording or step.in_forward):
             return True  # a forward of another thread runs unplanned until then
         if step.recording and waiting and not step.has_backward:
             step.begin_forward()
@@ -185,7 +186,12 @@ class PolicyChooser:
                 self._store.current = observation.then(profile, call, observation.forwards)
                 return
             loop, profile = _as_shown(observation, profile)
-            bucket = self._plan(call, loop, profile, observation.shape, observed=True)
+            bucket, retained = None, profile.with_retained_graph() if observation.step.retains else None
+            if retained is not None:
+                with suppress(*NO_PLAN):  # its peak is an upper bound: one backward may be all there is
+                    bucket = self._plan(call, replace(loop, retains=True), retained, observation.shape)
+            if bucket is None:
+                bucket = self._plan(call, loop, profile, observation.shape, observed=True)
             self._note(observation, bucket, profile)
             if buckets.single_policy is None:
                 buckets.remember(observation.key, bucket)
@@ -200,15 +206,9 @@ class PolicyChooser:
 
     def observes(self, call: ModelCall) -> bool:
         """Return True if the step of this batch is observed, and not rehearsed."""
-        return (
-            self._options.first_step == "observed"
-            and not self._rehearses
-            and not (is_called_compiled(call.model) or compiled_parts(call.model))
+        return self._options.first_step == "observed" and not (
+            is_called_compiled(call.model) or compiled_parts(call.model)
         )
-
-    def rehearse(self) -> None:
-        """Profile before the step from now on: the model's own checkpoints must become plain calls."""
-        self._rehearses = True
 
     def plan_for(self, call: ModelCall) -> Policy:
         """Plan for one more shape of batch.
@@ -254,7 +254,7 @@ class PolicyChooser:
                         return None
                     bucket = self._plan(call, loop, profiled)
                 except ProfilerBusy as busy:
-                    return self._unplanned_now(busy)
+                    return self._unplanned_now(busy, call)
                 except (ProfilerError, PlannerError, RemoteError) as error:
                     # Not what forward itself raises, or Ctrl-C: the next batch may be planned.
                     if not planned:
@@ -299,15 +299,13 @@ class PolicyChooser:
         """
         with self._planner.lock:
             if self.ranks is not None and self.ranks.any(profiler_is_running()):
-                return self._unplanned_now(ProfilerBusy())
+                return self._unplanned_now(ProfilerBusy(), call, meets=True)
             key = key_of(call.args, call.kwargs)
             if self.observes(call):
                 try:
-                    self._planner.observe(call, key)
+                    self._planner.observe(call, key, meets=True)
                 except ProfilerBusy as busy:
-                    return self._unplanned_now(busy)
-                assert self._planner.observation is not None
-                self._planner.observation.meets = True
+                    return self._unplanned_now(busy, call, meets=True)
                 return None
             with noting_groups() as groups:
                 need, profile = self._need_of(call.shape, lambda: self._planner.profile(call, loop))
@@ -320,7 +318,7 @@ class PolicyChooser:
             try:
                 self._meet_or_give_up(call.shape, call, loop, need, profile)
             except ProfilerBusy as busy:
-                return self._unplanned_now(busy)
+                return self._unplanned_now(busy, call, meets=True)
             covering = self._store.buckets.covering(key, call.args, call.kwargs)
             assert covering is not None
             if self._options.shapes == "first":
@@ -408,9 +406,18 @@ class PolicyChooser:
             "of the ranks that communicate in forward, or group=None if none do",
         )
 
-    def _unplanned_now(self, busy: ProfilerBusy) -> PlannedBucket | None:
-        """Return the bucket for a batch that cannot be profiled now; None: the batch runs unplanned."""
+    def _unplanned_now(
+        self, busy: ProfilerBusy, call: ModelCall, *, meets: bool = False
+    ) -> PlannedBucket | None:
+        """Return the bucket for a batch that cannot be profiled now; None: the batch runs unplanned.
+
+        Args:
+            busy: says why.
+            call: of the model, on the batch.
+            meets: the ranks meet when the next step begins.
+        """
         if isinstance(busy, AnotherIsObserved) and not self._store.all:
+            self._planner.observe(call, key_of(call.args, call.kwargs), recorded=False)
             return None  # its turn comes in the next step
         if planned := self._store.all:
             self._planner.warn_once(
@@ -422,6 +429,8 @@ class PolicyChooser:
         self._planner.warn_once(
             "busy", f"it runs without a plan now, and will be planned in a later forward: {busy}"
         )
+        if self.observes(call):
+            self._planner.observe(call, key_of(call.args, call.kwargs), meets=meets, recorded=False)
         return None
 
     def _beyond(self, shape: Shape, key: Key) -> PlannedBucket:

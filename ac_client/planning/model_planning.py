@@ -105,7 +105,7 @@ class ModelPlanning:
             # Any other batch waits for one like the batch that was profiled.
             if action.profiles and call.shape != bucket.step.shape:
                 continue
-            if action.profiles and not action.terms.loop.retains and self.chooser.observes(call):
+            if action.profiles and self.chooser.observes(call):
                 if not waiting and self._observe_again(bucket, action, call):
                     return None
                 continue  # more forwards in flight are observed from the next step's first one on
@@ -142,11 +142,10 @@ class ModelPlanning:
     def observed_forward_ended(self, step: ObservedStep, out: Any) -> None:
         """Follow a forward of an observed step, which returned `out`, until its backward begins."""
         step.end_forward(out)
-        if step.has_checkpoints:
-            self.planner.observation = None
-            self.chooser.rehearse()
-            return
-        self.watch.after_forward(out, BackwardListener(step))
+        if step.needs_checkpoints:
+            self.planner.needs_checkpoints = True  # the next step is observed in place of this one
+        else:
+            self.watch.after_forward(out, BackwardListener(step))
 
     def optimizer_stepped(self, model: nn.Module) -> None:
         """Warn if the optimizer has state that the plan does not count."""
@@ -225,6 +224,8 @@ class ModelPlanning:
 
         def plan(found: Profile, following: ModelCall, forwards: int) -> PlannedBucket:
             terms = replace(action.terms, loop=replace(action.terms.loop, forwards=forwards))
+            found = found.with_dropped_outputs(terms.loop.drops)
+            found = found.with_retained_graph() if terms.loop.retains else found
             self._plan_again(bucket, replace(action, terms=terms), following, found=found, shape=shape)
             return bucket
 

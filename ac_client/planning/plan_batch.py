@@ -112,6 +112,7 @@ class BatchPlanner:
         name: of the model, in messages.
         called: paths of the modules that were called since the last profile began.
         observation: the step that is observed now, or whose profile is not planned yet.
+        needs_checkpoints: the model was found to need its checkpoints: NOTE [ Needed checkpoints ].
         warn_once: warns for the model.
     """
 
@@ -130,6 +131,7 @@ class BatchPlanner:
         # The latest plan made here, with profile and terms: `limit_of` tries what `plan` then takes.
         self._latest: tuple[Profile, tuple[int, int], tuple[Policy, Plan]] | None = None
         self.observation: Observation | None = None
+        self.needs_checkpoints = False
 
     @property
     def profiling(self) -> bool:
@@ -215,6 +217,9 @@ class BatchPlanner:
         call: ModelCall,
         key: Key,
         then: PlanObserved | None = None,
+        *,
+        meets: bool = False,
+        recorded: bool = True,
     ) -> None:
         """Run the forward of `call`, which begins, as the first one of a step without a plan.
 
@@ -222,22 +227,33 @@ class BatchPlanner:
             call: of the model, on the batch.
             key: of the batch.
             then: plans the profile of the step; None: it is planned as one of a new shape of batch.
+            meets: the ranks meet when the next step begins.
+            recorded: False while torch.profiler runs: the step has no profile.
 
         Raises:
             ProfilerBusy: torch.profiler runs on this thread, or a CUDA graph is being captured.
         """
-        _check_idle()
-        if recorded_step() is not None:
-            raise AnotherIsObserved
-        log.info("%s: observing one step", self.name)
+        if recorded:
+            _check_idle()
+            if recorded_step() is not None:
+                raise AnotherIsObserved
+            log.info("%s: observing one step", self.name)
         self.called.clear()
         device = device_of(call.model, call.args, call.kwargs)
         step, state = (
-            ObservedStep(call.model, call.args, call.kwargs, device),
+            ObservedStep(
+                call.model,
+                call.args,
+                call.kwargs,
+                device,
+                leave_checkpoints=not self.options.take_over_checkpoints,
+                needs_checkpoints=self.needs_checkpoints,
+            ),
             self._optimizers.state_nbytes(device),
         )
-        step.begin_forward()
-        self.observation = Observation(step, call.shape, key, threading.get_ident(), then, state_nbytes=state)
+        step.begin_forward(recorded=recorded)
+        thread = threading.get_ident()
+        self.observation = Observation(step, call.shape, key, thread, then, meets, state_nbytes=state)
 
     def observed(self, call: ModelCall, observation: Observation) -> Profile:
         """Return the profile of an observed step that is over; `call` is the one that begins.

@@ -23,6 +23,7 @@ from ac_client.runtime.saved_handles import (
 )
 from ac_client.runtime.tracked_storages import TrackedStorages
 from ac_client.runtime.view_recipes import recipe_of
+from ac_client.runtime.write_guard import detached_alias
 from autoac.profiler.capture.step_tape import StepTape
 from autoac.profiler.checkpoints.own_checkpoints import running_call
 from autoac.profiler.torch_facts import private
@@ -111,7 +112,11 @@ class RegionHooks:
             if packing is not None:
                 outer = OuterHookHandle(tensor, *packing)
                 return outer if tape is None else taped(outer, saved, tape)
-            handle = SavedHandle(tensor, self._graph)
+            if tape is not None and running_call() and has_storage(tensor):
+                handle = SavedHandle(detached_alias(tensor), self._graph)  # not what `.data = ...` puts there
+                self._storages.note_saved(handle)
+            else:
+                handle = SavedHandle(tensor, self._graph)
             if self._graph.weights is not None and (self.in_checkpoint or running_call()):
                 handle.note_contents(self._graph.weights)
         if self.moves is not None:

@@ -26,7 +26,8 @@ from ac_client.runtime.nodes import (
     pin_version,
 )
 from ac_client.runtime.replay import RegionGraph
-from ac_client.runtime.view_recipes import recipe_of, window_of_recipe
+from ac_client.runtime.view_recipes import make_view, recipe_of, window_of_recipe
+from ac_client.runtime.write_guard import WriteGuard
 from autoac.profiler.torch_facts.op_facts import OpFacts, written_tensors
 from autoac.profiler.torch_facts.storage_table import StorageTable, Window, disjoint, has_storage
 from autoac.profiler.unseen.fingerprints import (
@@ -70,6 +71,7 @@ class TrackedStorages:
         self.compares_reads = False
         self.watches_code = False
         self.cuts: Cuts | None = None
+        self._saved: StorageTable[list[weakref.ref[WriteGuard]]] = StorageTable()
         self._last_look = LastLook[NodeVersion]()
         self._since_pause: list[weakref.ref[torch.UntypedStorage]] = []  # entered since the last pause
 
@@ -94,6 +96,7 @@ class TrackedStorages:
         self.look_last(everything=True)
         self._renew_guards()
         self._table.clear()
+        self._saved.clear()
 
     def _renew_guards(self) -> None:
         """Accept all writes so far to sources entered since the last pause: the mode saw them.
@@ -163,6 +166,24 @@ class TrackedStorages:
                         with self._graph.lock:
                             pin_version(version, tensor, next_order())
 
+    def note_saved(self, handle: WriteGuard) -> None:
+        """Have the tensor of `handle` copied before it is written: NOTE [ Needed checkpoints ]."""
+        handles = self._saved.get(handle.tensor)
+        if handles is None:
+            self._saved.put(handle.tensor.untyped_storage(), handles := [])
+        handles.append(weakref.ref(handle))
+
+    def _copy_saved(self, tensor: Tensor) -> torch.UntypedStorage | None:
+        """Have the handles of `note_saved` hold a copy of `tensor`'s storage; return it, if one does."""
+        handles = [handle for ref in self._saved.get(tensor) or () if (handle := ref()) is not None]
+        self._saved.drop(tensor)
+        if not handles:
+            return None
+        copy: torch.UntypedStorage = tensor.untyped_storage().clone()
+        for handle in handles:
+            WriteGuard.__init__(handle, make_view(copy, recipe_of(handle.tensor)))
+        return copy
+
     def before_write(self, tensors: Iterable[Tensor], *, untrack: bool) -> None:
         """Copy what recorded ops have read from outside of `tensors`' storages, before they are written.
 
@@ -171,6 +192,7 @@ class TrackedStorages:
         for tensor in tensors:
             if not has_storage(tensor):
                 continue
+            copy = self._copy_saved(tensor) if self._saved else None
             origin = self.origin(tensor)
             if origin is None:
                 continue
@@ -178,7 +200,7 @@ class TrackedStorages:
             if type(origin) is not NodeVersion:
                 source = origin()
                 if source is not None:
-                    source.keep_copy()
+                    source.keep_copy(copy)
                 if origin is not _written_unseen:
                     self._table.drop(tensor)
             else:

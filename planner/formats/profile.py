@@ -17,6 +17,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Sequence
 from enum import IntFlag
+from operator import add
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
@@ -414,6 +415,40 @@ class Profile(FrozenModel):
         """Return the profile of a step in which `nbytes` more are held during forward."""
         other = tuple(other + nbytes for other in self.ops.other_nbytes)
         return self.model_copy(update={"ops": self.ops.model_copy(update={"other_nbytes": other})})
+
+    def with_retained_graph(self) -> Profile:
+        """Return the profile of the second of two backwards over one graph, which the first one retains.
+
+        All gradients are there as it begins. What it adds to a gradient is freed when the backward step is
+        over that makes it. It drops no saved tensor, as if a third one followed, so its peak is an upper
+        bound for both. A backward that gives gradients to other leaves than the recorded one is not derived.
+        """
+        n, end = len(self.ops), len(self.ops) + len(self.backward)
+        rows = self.temporaries.changes.rows()
+        times = Counter(self.temporaries.changes.items)
+        made = [[block for block in row if times[block] == 1] for row in rows[n:]]
+        nbytes = [sum(self.temporaries.nbytes[block] for block in row) for row in made]
+        total = sum(nbytes)
+        if total:
+            rows = [row + tuple(made[i - n]) if i >= n else row for i, row in enumerate(rows)]
+            rows[n - 1] += (len(self.temporaries),)  # all gradients
+        missing = [total - before for before in itertools.accumulate(nbytes[:-1], initial=0)]
+        backward = {
+            name: tuple(map(add, getattr(self.backward, name), missing))
+            for name in ("other_nbytes", "peak_nbytes")
+            if total
+        }
+        dropped = tuple(moment if moment <= n else end for moment in self.saved.dropped)
+        temporaries = Temporaries(
+            nbytes=self.temporaries.nbytes + (total,) * (total > 0), changes=Ragged.of(rows)
+        )
+        return self.model_copy(
+            update={
+                "backward": self.backward.model_copy(update=backward),
+                "saved": self.saved.model_copy(update={"dropped": dropped}),
+                "temporaries": temporaries if rows else self.temporaries,
+            }
+        )
 
     def output_nbytes(self, positions: Collection[int]) -> int:
         """Return the bytes of the storages of the outputs at `positions`."""

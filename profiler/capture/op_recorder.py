@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autoac.planner.formats.profile import ANOTHER_GRAPH, CROSSES, DECIDES, OVERWRITTEN, PINNED, UNSEEN
-from autoac.profiler.checkpoints.own_checkpoints import running_call
+from autoac.profiler.checkpoints.own_checkpoints import need_checkpoints, running_call
 from autoac.profiler.distributed.process_groups import note_groups, note_mesh
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts import private
@@ -169,7 +169,7 @@ class OpRecorder(RecordingMode):
         # By storage: the checkpoint, run as a plain call, in which autograd saved it last.
         self._saved_in: StorageTable[int] = StorageTable()
         # What checkpoints, run as plain calls, read from outside, and the address of its storage then.
-        self._read_in_calls: list[tuple[weakref.ref[Tensor], int]] = []
+        self._read_in_calls: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id
         self._compiled_depth = 0  # compiled parts that are running, nested
         self._graph_begins = False  # the next op is the first one of a compiled graph
         self._in_loss = False
@@ -279,6 +279,8 @@ class OpRecorder(RecordingMode):
                 note_mesh(tensor)
                 continue
             version = self.newest.get(tensor)
+            if running_call() and (version is None or isinstance(tensor, torch.nn.Parameter)):
+                self._note_read_in_call(tensor)
             if version is not None:
                 reads[version] = None
                 self._note_crossing(version)
@@ -406,9 +408,9 @@ class OpRecorder(RecordingMode):
     def end_forward(self, output: Any) -> list[Tensor]:
         """Mark the end of a forward that returned `output`; return its tensors that forward did not make."""
         self.record.forward_ends.append(len(self.record.ops))
-        for ref, address in self._read_in_calls:  # `tensor.data = ...` runs no op
+        for ref, address in self._read_in_calls.values():
             if (tensor := ref()) is not None and tensor.untyped_storage()._cdata != address:
-                self.needs_checkpoints = True
+                self._need_checkpoints()
         others = []
         for position, tensor in enumerate(batch_tensors([output])):
             version = self.newest.get(tensor) if self.has_storage(tensor) else None
@@ -470,12 +472,16 @@ class OpRecorder(RecordingMode):
             if reader != by:
                 self.record.ops[reader].must_save = OVERWRITTEN
 
+    def _need_checkpoints(self) -> None:
+        self.needs_checkpoints = True
+        need_checkpoints()
+
     def _new_version(self, tensor: Tensor, op: int, *, only_write: bool) -> None:
         if not self.has_storage(tensor):
             return
         saved_in = self._saved_in.get(tensor)
         if saved_in not in (None, running_call()) and not self.record.ops[op].facts.statistics:
-            self.needs_checkpoints = True
+            self._need_checkpoints()
         previous = self.newest.get(tensor)
         if previous is None:
             self._note_overwrite(tensor, by=op)
@@ -515,9 +521,15 @@ class OpRecorder(RecordingMode):
         if self.contents is not None and not self.record.ops[op].facts.collective:
             self.contents.note_written(len(self.record.versions) - 1, tensor)
 
+    def _note_read_in_call(self, tensor: Tensor) -> None:
+        address = tensor.untyped_storage()._cdata
+        ref, before = self._read_in_calls.get(id(tensor), (None, address))
+        if before == address or ref is None or ref() is not tensor:
+            self._read_in_calls[id(tensor)] = weakref.ref(tensor), address
+        else:  # `tensor.data = ...` runs no op
+            self._need_checkpoints()
+
     def _note_reader(self, tensor: Tensor, op: int) -> None:
-        if running_call():
-            self._read_in_calls.append((weakref.ref(tensor), tensor.untyped_storage()._cdata))
         if (readers := self._readers.get(tensor)) is None:
             self._readers.set(tensor, readers := [])
         readers.append(op)

@@ -14,8 +14,10 @@ Some models need their checkpoints for more than memory: parts of the model writ
 such as one buffer for the weights of all layers. The function of a checkpoint fills the memory again in
 backward. A plain call would leave its saved tensors with what a later part has written. So the profiler
 notes the storages that autograd saves in each plain call (`running_call`). If they are written later, it
-profiles again with all checkpoints of the model left to torch. Without such a profile, the first planned
-step compares the contents of these tensors, and backward raises an error.
+profiles again with all checkpoints of the model left to torch. An observed step keeps the contents before
+such a write, leaves further calls to torch (`need_checkpoints`), and the next step is observed in its place.
+Without such a profile, the first planned step compares the contents of these tensors, and backward raises an
+error.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class _ThreadCalls(threading.local):
     depth = 0  # of nested `plain_checkpoints`
     left_alone = 0  # of nested `checkpoints_left_alone`
     needed = 0  # those of them in which the model needs its checkpoints
-    left_calls = 0  # calls of checkpoints that went to torch while a `plain_checkpoints` was open
+    found_needed = False  # it was found to need them in a `plain_checkpoints`
     call = 0  # number of the innermost plain call that runs; 0: none
     unplanned: dict[str, None] | None = None  # messages on what could not be taken over
 
@@ -78,17 +80,18 @@ _replaced: list[tuple[Any, str, Any]] = []  # owner, name and original of what i
 
 def checkpoints_are_plain() -> bool:
     """Return True if checkpoints run as plain calls on this thread now."""
-    return _thread.depth > 0 and not _thread.left_alone and not torch.compiler.is_compiling()
+    left_to_torch = _thread.left_alone or _thread.found_needed
+    return _thread.depth > 0 and not left_to_torch and not torch.compiler.is_compiling()
 
 
 def checkpoints_are_needed() -> bool:
     """Return True if the model that runs on this thread needs its checkpoints."""
-    return _thread.needed > 0
+    return _thread.needed > 0 or _thread.found_needed
 
 
-def calls_left_to_torch() -> int:
-    """Return how many checkpoints of this thread went to torch so far, in any `plain_checkpoints`."""
-    return _thread.left_calls
+def need_checkpoints() -> None:
+    """Leave checkpoints to torch until the innermost `plain_checkpoints` ends: the model needs them."""
+    _thread.found_needed = _thread.depth > 0
 
 
 def running_call() -> int:
@@ -124,7 +127,7 @@ class plain_checkpoints:
                 _replace()
             _open += 1
         _thread.depth += 1
-        self._before = _thread.unplanned, _thread.call
+        self._before = _thread.unplanned, _thread.call, _thread.found_needed
         _thread.unplanned = self._unplanned
 
     def __exit__(self, *_: Any) -> None:
@@ -132,7 +135,7 @@ class plain_checkpoints:
         if not self._entered:
             return
         _thread.depth -= 1
-        _thread.unplanned, _thread.call = self._before
+        _thread.unplanned, _thread.call, _thread.found_needed = self._before
         with _lock:
             _open -= 1
             if _open == 0:
@@ -215,7 +218,6 @@ def _checkpoint_generator(*args: Any, **kwargs: Any) -> Generator[None]:
     """Return the generator around a checkpointed call. Its arguments differ between releases of torch."""
     generator: Callable[..., Generator[None]] = private.require(private.CHECKPOINTS)[0]
     if not checkpoints_are_plain():
-        _thread.left_calls += 1
         return generator(*args, **kwargs)
     call = inspect.signature(generator).bind(*args, **kwargs)
     call.apply_defaults()
@@ -266,7 +268,6 @@ class _CheckpointFunction(_function):  # type: ignore[misc]
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if not checkpoints_are_plain():
-            _thread.left_calls += 1
             return _function.apply(function, preserve_rng_state, *args)
         if any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
             return call_plainly(function, *args)

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ac_client
 from ac_client import InfeasibleBudget
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from ac_client.observing import observed_step
 from autoac.planner import build
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import profile
@@ -183,15 +185,16 @@ def test_training_whose_first_step_is_observed_equals_plain_training(
     ac_client.apply(planned.model, budget_gb=budget(), first_step="observed", group=None)
     torch.manual_seed(1)
     loop(planned, 5)
-    rehearsed = loop is two_backwards  # until a retained graph is observed too
-    assert planned.model.calls == plain.model.calls or rehearsed
+    assert planned.model.calls == plain.model.calls
     assert all(map(torch.equal, planned.losses, plain.losses))
     ours, theirs = planned.model.state_dict(), plain.model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert ac_client.applied(planned.model).policy is not None
 
 
-@pytest.mark.parametrize("loop", [plain_loop, loss_outside, two_forwards], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop", [plain_loop, loss_outside, two_forwards, two_backwards], ids=lambda loop: loop.__name__
+)
 def test_planned_step_after_an_observed_one_peaks_where_predicted(
     loop: Callable[[Training, int], None],
 ) -> None:
@@ -211,7 +214,33 @@ def test_planned_step_after_an_observed_one_peaks_where_predicted(
     assert report.predicted_peak_bytes <= limit * GIB
 
 
-def test_checkpoints_of_the_model_are_left_to_torch_in_the_first_step_and_planned_then(
+def test_retained_graph_is_planned_for_from_the_second_step_on(caplog: pytest.LogCaptureFixture) -> None:
+    planned, limit = training(), 1.1 * budget()
+    ac_client.apply(planned.model, budget_gb=limit, first_step="observed", group=None)
+    handle = ac_client.applied(planned.model)
+    two_backwards(planned, 1)
+    with handle.measure():
+        two_backwards(planned, 1)
+    report = handle.report()
+    assert report.recomputed > 0
+    assert report.measured_peak_bytes is not None
+    assert report.measured_peak_bytes <= limit * GIB
+    assert not any("retain_graph=True" in record.getMessage() for record in caplog.records)
+
+
+def test_retained_graph_that_fits_no_plan_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    planned = training()
+    ac_client.apply(planned.model, budget_gb=0.875 * budget(), first_step="observed", group=None)
+    two_backwards(planned, 3)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("a backward retains its graph" in message for message in messages)
+    assert not any("cannot be kept" in message for message in messages)
+    two_backwards(planned, 1)
+    assert any("cannot be kept" in record.getMessage() for record in caplog.records)
+    assert planned.model.calls == 4
+
+
+def test_training_with_checkpoints_whose_first_step_is_observed_equals_plain_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain, planned = training(checkpoints=True), training(checkpoints=True)
@@ -221,6 +250,7 @@ def test_checkpoints_of_the_model_are_left_to_torch_in_the_first_step_and_planne
     torch.manual_seed(1)
     plain_loop(planned, 3)
     assert all(map(torch.equal, planned.losses, plain.losses))
+    assert planned.model.calls == plain.model.calls
     assert ac_client.applied(planned.model).policy is not None
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
@@ -268,6 +298,32 @@ def test_step_that_torchs_profiler_does_not_watch_is_the_observed_one() -> None:
     assert ac_client.applied(planned.model).policy is None
     plain_loop(planned, 1)
     assert ac_client.applied(planned.model).policy is not None
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_step_that_torchs_profiler_watches_takes_what_an_observed_one_takes(
+    checkpoints: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, planned = training(checkpoints=checkpoints), training(checkpoints=checkpoints)
+    ac_client.apply(planned.model, budget_gb=budget(), first_step="observed", group=None)
+    peaks = []
+    for one in (plain, planned):
+        torch.manual_seed(1)
+        with AllocatorTimeline() as timeline:
+            loss = one.loss(torch.randn(256, WIDTH))
+            loss.backward()
+        peaks.append(timeline.peak_bytes - 256 * WIDTH * 4)  # of the batch
+        one.step()
+        plain_loop(one, 1)
+    observed = observed_step._latest.step() if observed_step._latest.step is not None else None
+    assert observed is not None
+    assert observed.model() is planned.model
+    assert peaks[1] == pytest.approx(observed.peak_nbytes - observed._static.total, rel=0.02)
+    assert checkpoints or peaks[1] < 0.7 * peaks[0]
+    ours, theirs = planned.model.state_dict(), plain.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("torch.profiler is running" in message for message in messages) == 1
 
 
 def test_torchs_profiler_is_free_after_an_observed_step_and_after_one_that_nobody_differentiates() -> None:
