@@ -33,11 +33,13 @@ from autoac.profiler.checkpoints.own_checkpoints import (
     checkpoints_left_alone,
     plain_checkpoints,
 )
+from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.distributed.ddp import wrapper_paths
 from autoac.profiler.distributed.fsdp import parameters_of, shards_of
 from autoac.profiler.distributed.process_groups import noting_groups
 from autoac.profiler.environment import describe_leaf, environment_of_device
 from autoac.profiler.errors import NothingToProfile
+from autoac.profiler.joint_graph.interpreted_part import TapedParts
 from autoac.profiler.observe import profile_of
 from autoac.profiler.static_memory import static_bytes
 from autoac.profiler.steps.hollow import StepRecord, force_saves_of_units
@@ -45,10 +47,11 @@ from autoac.profiler.steps.training_loop import Loop, TrainingStep
 from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.op_timer import OpSpans, median_and_spread
 from autoac.profiler.torch_facts.gradients import gradient_of, roots_of
+from autoac.profiler.torch_facts.inductor import compile_within, is_called_compiled, runs_compiled
 from autoac.profiler.torch_facts.libraries import free_workspaces
 from autoac.profiler.torch_facts.module_paths import ROOT, is_called
 from autoac.profiler.torch_facts.module_pins import pins_of
-from autoac.profiler.torch_facts.private import tree_leaves
+from autoac.profiler.torch_facts.private import compiled_autograd_off, tree_leaves
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -91,6 +94,8 @@ class ObservedStep:
         self._tape = StepTape(self._allocations.mark, OpSpans(device, Backlog(device), sparing=True))
         self._tape.recorder.pins = pins_of(model)
         self._tape.wrappers = wrapper_paths(model)
+        self._tape.recorder.compiled = is_called_compiled(model)
+        self._parts = TapedParts(self._tape) if runs_compiled(model) else None
         self._shards = shards_of(model)
         if self._shards is not None:
             self._tape.unit_of = self._shards.unit_of
@@ -102,6 +107,7 @@ class ObservedStep:
         self._unplanned: dict[str, None] = {}
         self._begin = self._end = self._last = -1  # marks of backward
         self._freed = -1  # mark after which the workspaces are free
+        self._untraced = ExitStack()  # what ends with the backward that runs
         self._reached = False  # backward has, an output of the step
         self._kept_nbytes = 0  # of the tensors that backward starts from
 
@@ -141,14 +147,18 @@ class ObservedStep:
             self._allocations.__enter__()
             self.recording = True
             self._calls.open()
+            compile_within(self._tape.hiding)
             weakref.finalize(self, self._allocations.abandon)  # also when the process ends
         self._path = [ROOT]
         self._cuts = Cuts()
         self._tape.saved.forward_over = False
         with ExitStack() as stack:
             self.groups = stack.enter_context(noting_groups())
-            stack.enter_context(plain_checkpoints(self._unplanned))
-            stack.enter_context(checkpoints_left_alone(needed=True))
+            if not self._tape.recorder.compiled:  # torch.compile handles checkpoints itself
+                stack.enter_context(plain_checkpoints(self._unplanned))
+                stack.enter_context(checkpoints_left_alone(needed=True))
+            if self._parts is not None:
+                stack.enter_context(carried_by(self._parts))
             stack.enter_context(save_recompute_policy("recompute_all", cuts=self._cuts, tape=self._tape))
             self._left_calls = calls_left_to_torch()
             self._forward = stack.pop_all()
@@ -206,6 +216,7 @@ class ObservedStep:
 
     def end(self) -> None:
         """End the record."""
+        compile_within(None)
         self._last = self._allocations.mark()
         self._calls.close()
         if free_workspaces(self._device):
@@ -214,10 +225,12 @@ class ObservedStep:
         self._allocations.__exit__(None, None, None)
 
     def _backward_called(self) -> None:
+        self._untraced.enter_context(compiled_autograd_off())  # it would trace what the step holds
         if not self.in_forward:
             self.begin_backward()
 
     def _backward_returned(self, raised: bool) -> None:
+        self._untraced.close()
         if self.in_forward:
             return
         if raised:
@@ -236,6 +249,7 @@ class ObservedStep:
         self._tape.saved.closed = True
         self._calls.close()
         if self.recording:
+            compile_within(None)
             self.recording = False
             self._allocations.abandon()
 

@@ -43,7 +43,6 @@ from autoac.profiler import Loop, NothingToProfile, ProfilerBusy
 from autoac.profiler.distributed.fsdp import process_group_of
 from autoac.profiler.distributed.process_groups import Groups, noting_groups
 from autoac.profiler.errors import ProfilerError
-from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled
 from autoac.profiler.torch_facts.torch_trace import profiler_is_running
 
 log = logging.getLogger("ac_client")
@@ -185,11 +184,7 @@ class PolicyChooser:
 
     def observes(self, call: ModelCall) -> bool:
         """Return True if the step of this batch is observed, and not rehearsed."""
-        return (
-            self._options.first_step == "observed"
-            and not self._rehearses
-            and not (is_called_compiled(call.model) or compiled_parts(call.model))
-        )
+        return self._options.first_step == "observed" and not self._rehearses
 
     def rehearse(self) -> None:
         """Profile before the step from now on: the model's own checkpoints must become plain calls."""
