@@ -33,6 +33,7 @@ from autoac.planner import Profile, build
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import profile
 from autoac.profiler.torch_facts.gradients import roots_of
+from autoac.profiler.torch_facts.inductor import is_called_compiled
 from autoac.profiler.torch_facts.module_paths import watch_modules
 from benchmarks.models.batches import Batch
 from benchmarks.observed_step import SIZES, cases
@@ -59,7 +60,7 @@ def observe_step(
         ProfilerBusy: torch.profiler runs on this thread.
     """
     step = ObservedStep(model, args, kwargs, device)
-    watches = watch_modules(model, step.enter, step.leave)
+    watches = [] if is_called_compiled(model) else watch_modules(model, step.enter, step.leave)
     try:
         step.begin_forward()
         output = model(*args, **kwargs)

@@ -20,7 +20,6 @@ from autoac.profiler.distributed.ddp import buckets_of, build_replicating
 from autoac.profiler.distributed.fsdp import check_sharded
 from autoac.profiler.environment import describe_leaf, environment_of_datasheet, environment_of_device
 from autoac.profiler.errors import CannotProfile
-from autoac.profiler.known_step import KnownStep, StepKnown
 from autoac.profiler.model_device import check_one_device, device_of
 from autoac.profiler.static_memory import optimizer_bytes, static_bytes, workspace_bytes
 from autoac.profiler.steps import fake, hollow
@@ -102,7 +101,6 @@ def observe(
     autocast: torch.dtype | None = None,
     accumulates: bool | None = None,
     loop: Loop = ONE_FORWARD,
-    recall: bool = False,
 ) -> Profile:
     """Profile one training step of the loop that `loop` describes, and count the memory of `optimizer`.
 
@@ -114,8 +112,6 @@ def observe(
             default, True if a parameter of `model` has a gradient now.
         loop: how many forwards run before one backward, each on a batch like this one, and which outputs are
             held. With several forwards, `loss` gets a list of their outputs.
-        recall: True to return, for a compiled step, the profile that an earlier process has stored
-            (known_step.py). If there is none, the step is profiled, and its profile is stored.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got a {type(model).__name__}")
@@ -128,7 +124,6 @@ def observe(
     if buckets_of(model, None).holds_gradients:
         accumulates = True  # each gradient is copied into its bucket, and freed
     subject = TrainingStep(model, args, kwargs, loss, accumulates, loop)
-    known: KnownStep | None = None
     leaves = tree_leaves((tuple(args), dict(kwargs)))
     _check_no_iterators(model, leaves)
     inputs = [describe_leaf(leaf) for leaf in leaves]
@@ -148,30 +143,7 @@ def observe(
             )
         with autocast_to(device.type, autocast):
             environment = environment_of_device(model, device)
-            if (
-                recall
-                and is_called_compiled(model)
-                and times is None
-                and loss is None
-                and not _is_distributed()
-            ):
-                needs = optimizer_bytes(optimizer, device, datasheet)
-                known = KnownStep(
-                    model,
-                    (
-                        environment,
-                        machine(device, environment.device_name),
-                        inputs,
-                        accumulates,
-                        loop,
-                        needs,
-                        static_bytes(model, args, kwargs, needs.state, device, accumulates=accumulates),
-                    ),
-                )
-            try:
-                step, notes = _real_step(subject, device, environment, times, known)
-            except StepKnown as found:
-                return found.profile
+            step, notes = _real_step(subject, device, environment, times)
     else:
         device = fake.CPU
         datasheet = on if isinstance(on, Device) else datasheet_of(on)
@@ -192,8 +164,6 @@ def observe(
     result = profile_of(subject, step, notes, inputs, environment, device, datasheet, optimizer)
     if on is None and times is not None:
         result = _with_cached_backward(result, times, machine(device, environment.device_name))
-    if known is not None:
-        known.keep(result)
     return result
 
 
@@ -245,11 +215,6 @@ def profile_of(
         ).with_dropped_outputs(loop.drops)
 
 
-def _is_distributed() -> bool:
-    """Return True in a distributed job: if one rank recalled its profile, other ranks would wait for it."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _check_no_lazy_layers(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
@@ -293,7 +258,6 @@ def _real_step(
     device: torch.device,
     environment: Environment,
     times: Times | None,
-    known_step: KnownStep | None,
 ) -> tuple[StepRecord, list[str]]:
     """Run a hollow step. Return it with notes."""
     here = machine(device, environment.device_name)
@@ -304,7 +268,7 @@ def _real_step(
         known.update(times.ops(here, signatures) if times is not None else {})
         return dict(known)
 
-    step = hollow.run(subject, device, known=look_up, watch=known_step)
+    step = hollow.run(subject, device, known=look_up)
     if times is not None:
         times.keep_ops(here, {key: row for key, row in step.op_times.items() if key not in known})
     kinds = step.op_times.keys() - {BETWEEN_OPS}

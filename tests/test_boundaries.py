@@ -29,7 +29,7 @@ GROUP_OF_FILE = {
     "profiler": {
         "base": ("errors",),
         "static": ("static_memory", "model_device"),
-        "entry": ("observe", "to_profile", "environment", "known_step", "autocast"),
+        "entry": ("observe", "to_profile", "environment", "autocast"),
     },
     "api": {
         "base": ("errors", "settings", "requests", "problems"),
@@ -81,7 +81,7 @@ ac_client/runtime:      base planner/base planner/formats profiler/torch_facts p
                         profiler/distributed profiler/checkpoints profiler/capture
 ac_client/observing:    base runtime planner planner/formats profiler profiler/base profiler/entry
                         profiler/capture profiler/steps profiler/static profiler/timing profiler/checkpoints
-                        profiler/distributed profiler/torch_facts
+                        profiler/distributed profiler/torch_facts profiler/compiler profiler/joint_graph
 ac_client/measure:      base runtime planner planner/base planner/report profiler profiler/torch_facts
                         profiler/distributed
 ac_client/service_client: planner planner/base planner/formats planner/problem planner/memory planner/plans

@@ -1,4 +1,9 @@
-"""Keep the policy of a compiled step next to its profile and its code, so that it is not planned again."""
+"""Keep the policy of a compiled step next to its code, so that later processes do not plan it again.
+
+Run times differ from profile to profile. A policy that depended on the latest ones would save slightly other
+tensors in each process, and all code would be compiled again. So a policy is found by all of the profile
+but its times.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,9 @@ log = logging.getLogger("ac_client")
 
 
 class PolicyFile:
-    """The file with the policy for a profile and terms. Other terms, or another planner, have another file.
+    """The file with the policy for a profile, times aside, and terms.
+
+    Other terms, or another planner, have another file.
 
     Args:
         terms: what the plan depends on, other than the profile.
@@ -29,7 +36,13 @@ class PolicyFile:
     def __init__(self, profile: Profile, terms: Iterable[object]) -> None:
         self._path: Path | None = None
         if is_compiled(profile) and not torch.compiler.config.force_disable_caches:
-            text = repr((profile.model_dump_json(), *terms, source_digest(Path(planner.__file__).parent)))
+            text = repr(
+                (
+                    _without_times(profile).model_dump_json(),
+                    *terms,
+                    source_digest(Path(planner.__file__).parent),
+                )
+            )
             name = f"policy-{hashlib.sha256(text.encode()).hexdigest()}.json"
             self._path = compiler_cache_dir() / "autoac" / name
 
@@ -54,6 +67,14 @@ class PolicyFile:
             log.warning("later processes plan the step again: cannot write %s: %s", self._path, error)
 
 
+def _without_times(profile: Profile) -> Profile:
+    ops = profile.ops.model_copy(update={"runtime_us": (), "spread_us": ()})
+    backward = profile.backward.model_copy(update={"runtime_us": ()})
+    others = {"replay_us": 0.0, "link": None, "notes": ()}
+    return profile.model_copy(update={"ops": ops, "backward": backward, **others})
+
+
 def is_compiled(profile: Profile) -> bool:
     """Return True if torch.compile ran the whole forward of the profiled step."""
-    return bool(profile.ops.flags) and all(flags & OpFlag.COMPILED for flags in profile.ops.flags)
+    of_model = profile.ops.flags[: profile.loss_begins]
+    return bool(of_model) and all(flags & OpFlag.COMPILED for flags in of_model)

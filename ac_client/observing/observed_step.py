@@ -33,11 +33,13 @@ from autoac.profiler.checkpoints.own_checkpoints import (
     checkpoints_left_alone,
     plain_checkpoints,
 )
+from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.distributed.ddp import wrapper_paths
 from autoac.profiler.distributed.fsdp import gathered_nbytes, parameters_of, shards_of
 from autoac.profiler.distributed.process_groups import noting_groups
 from autoac.profiler.environment import describe_leaf, environment_of_device
 from autoac.profiler.errors import NothingToProfile
+from autoac.profiler.joint_graph.interpreted_part import TapedParts
 from autoac.profiler.observe import profile_of
 from autoac.profiler.static_memory import static_bytes
 from autoac.profiler.steps.hollow import StepRecord, force_saves_of_units
@@ -46,9 +48,12 @@ from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.op_timer import OpSpans, median_and_spread
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.gradients import gradient_of, leaves_of, roots_of
+from autoac.profiler.torch_facts.inductor import compile_within, is_called_compiled, runs_compiled
 from autoac.profiler.torch_facts.libraries import free_workspaces
 from autoac.profiler.torch_facts.module_paths import ROOT, is_called
 from autoac.profiler.torch_facts.module_pins import pins_of
+from autoac.profiler.torch_facts.private import compiled_autograd_off
+from autoac.profiler.torch_facts.storage_table import has_storage
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -112,6 +117,8 @@ class ObservedStep:
         self._tape = StepTape(self._allocations.mark, OpSpans(device, Backlog(device), sparing=True))
         self._tape.recorder.pins = pins_of(model)
         self._tape.wrappers = wrapper_paths(model)
+        self._tape.recorder.compiled = is_called_compiled(model)
+        self._parts = TapedParts(self._tape) if runs_compiled(model) else None
         self._shards = shards_of(model)
         if self._shards is not None:
             self._tape.unit_of = self._shards.unit_of
@@ -126,6 +133,7 @@ class ObservedStep:
         self._unplanned = dict.fromkeys([NEEDED] if needs_checkpoints else ())
         self._begin = self._end = self._last = -1  # marks of backward
         self._freed = -1  # mark after which the workspaces are free
+        self._untraced = ExitStack()  # what ends with the backward that runs
         self._reached = False  # backward has, an output of the step
         self._kept_nbytes = 0  # of the tensors that backward starts from
         self._seeds: set[int] = set()  # addresses of the gradients that backward starts with
@@ -175,6 +183,7 @@ class ObservedStep:
             self.recording = True
             _recorded[:] = [*(ref for ref in _recorded if ref() is not None), weakref.ref(self)]
             self._calls.open()
+            compile_within(self._tape.hiding)
             weakref.finalize(self, self._allocations.abandon)  # also when the process ends
         self._path = [ROOT]
         self._cuts = Cuts()
@@ -182,8 +191,11 @@ class ObservedStep:
         self._tape.saved.forward_over = False
         with ExitStack() as stack:
             self.groups = stack.enter_context(noting_groups())
-            stack.enter_context(plain_checkpoints(self._unplanned))
-            stack.enter_context(self._checkpoints)
+            if not self._tape.recorder.compiled:  # torch.compile handles checkpoints itself
+                stack.enter_context(plain_checkpoints(self._unplanned))
+                stack.enter_context(self._checkpoints)
+            if self._parts is not None:
+                stack.enter_context(carried_by(self._parts))
             stack.enter_context(save_recompute_policy("recompute_all", cuts=self._cuts, tape=self._tape))
             self._forward = stack.pop_all()
 
@@ -276,6 +288,7 @@ class ObservedStep:
 
     def end(self) -> None:
         """End the record."""
+        compile_within(None)
         self._last = self._allocations.mark()
         self._calls.close()
         if free_workspaces(self._device):
@@ -284,6 +297,7 @@ class ObservedStep:
         self._allocations.__exit__(None, None, None)
 
     def _backward_called(self, roots: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
+        self._untraced.enter_context(compiled_autograd_off())  # it would trace what the step holds
         if self.in_forward:
             return
         self.begin_backward()
@@ -293,6 +307,7 @@ class ObservedStep:
         self._leaves = [weakref.ref(leaf) for leaf in leaves if newest.get(leaf) is not None]
 
     def _backward_returned(self, raised: bool) -> None:
+        self._untraced.close()
         if self.in_forward:
             return
         if raised:
@@ -311,6 +326,7 @@ class ObservedStep:
         self._tape.saved.closed = True
         self._calls.close()
         if self.recording:
+            compile_within(None)
             self.recording = False
             self._allocations.abandon()
 
@@ -392,7 +408,7 @@ class ObservedStep:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return list({tensor.untyped_storage().data_ptr() for tensor in tensors})
+    return list({tensor.untyped_storage().data_ptr() for tensor in tensors if has_storage(tensor)})
 
 
 class BackwardListener:

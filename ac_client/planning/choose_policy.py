@@ -51,7 +51,6 @@ from autoac.profiler import Loop, NothingToProfile, ProfilerBusy
 from autoac.profiler.distributed.fsdp import process_group_of
 from autoac.profiler.distributed.process_groups import Groups, noting_groups
 from autoac.profiler.errors import ProfilerError
-from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled
 from autoac.profiler.torch_facts.torch_trace import profiler_is_running
 
 log = logging.getLogger("ac_client")
@@ -206,9 +205,7 @@ class PolicyChooser:
 
     def observes(self, call: ModelCall) -> bool:
         """Return True if the step of this batch is observed, and not rehearsed."""
-        return self._options.first_step == "observed" and not (
-            is_called_compiled(call.model) or compiled_parts(call.model)
-        )
+        return self._options.first_step == "observed"
 
     def plan_for(self, call: ModelCall) -> Policy:
         """Plan for one more shape of batch.

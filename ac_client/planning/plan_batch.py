@@ -164,7 +164,6 @@ class BatchPlanner:
                     optimizer=self._optimizers.all,
                     accumulates=True if loop.retains else None,  # the second finds the first's gradients
                     loop=loop,
-                    recall=True,
                 )
             if allocator is not None and allocator.allocated_peak() > before:
                 self._warn_of_peak(allocator.allocated_peak())

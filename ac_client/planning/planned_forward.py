@@ -20,7 +20,6 @@ from ac_client.runtime.saved_tensor_hooks import RegionHooks
 from ac_client.runtime.tracked_storages import TrackedStorages
 from autoac.profiler.checkpoints.own_checkpoints import NEEDED, checkpoints_left_alone, plain_checkpoints
 from autoac.profiler.compiler.second_stage import set_carrier
-from autoac.profiler.torch_facts.inductor import keep_dynamo_out
 from autoac.profiler.torch_facts.module_paths import ROOT, is_called
 
 
@@ -227,7 +226,3 @@ class ForwardOfThread(threading.local):
 
     def __init__(self, options: ApplyOptions, report: Callable[[OffPath], None], wrappers: Set[str]) -> None:
         self.forward = PlannedForward(options, report, wrappers)
-
-
-# Dynamo skips the forwards of torch's own modules, but not what they call: autograd calls `pack` from them.
-keep_dynamo_out(RegionHooks.pack, "it runs while eager ops do", recursively=True)

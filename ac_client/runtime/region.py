@@ -124,6 +124,7 @@ class Region(RecordingMode):
         self._paused = False
         self._moves: RegionMoves | None = None
         self._function: RecordedFunction | None = None  # the call of a Function that is running
+        self._written: Sequence[Tensor] = ()  # inputs that the compiled code that runs writes
         self.module: Callable[[], str] | None = None
         self._asks_inside = False  # policies are asked about the ops inside of that call
         self._has_streams = has_streams()
@@ -147,6 +148,7 @@ class Region(RecordingMode):
         self._compiled_unseen = not watch_compiled()
         if self._tape is not None:
             recorded.held = self._tape.held
+            self._tape.region = self
         self._hooks.enter()
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -168,6 +170,8 @@ class Region(RecordingMode):
             self._moves.close()
         with nullcontext() if self._tape is None else self._tape.hiding():
             self.storages.close()
+        if self._tape is not None:
+            self._tape.region = None
         recorded.held = None
         if self._compiled_unseen and watch_compiled() and anything_compiled():
             raise RuntimeError(
@@ -235,12 +239,35 @@ class Region(RecordingMode):
         if self._moves is not None:
             self._moves.free_due()
             self._moves.before_write(written)
-        self.storages.before_write(written, untrack=True)
+        with nullcontext() if self._tape is None else self._tape.hiding():
+            self.storages.before_write(written, untrack=True)
         recording_off.depth += 1
+        if self._tape is not None:
+            self._tape.recorder.enter_compiled(written)
+            self._written = written
 
     def leave_compiled(self) -> None:
         """Record again after compiled code."""
         recording_off.depth -= 1
+        if self._tape is not None:
+            self._tape.recorder.leave_compiled()
+            self._written = ()
+
+    def run_compiled(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an op of a compiled graph that an observed step interprets."""
+        depth, recording_off.depth = recording_off.depth, 0
+        try:
+            return self.__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            recording_off.depth = depth
+
+    def handle_of(self, tensor: Tensor) -> Any:
+        """Return what backward unpacks in place of `tensor`."""
+        return self._hooks.handle_of(tensor)
+
+    def before_writes(self) -> None:
+        """Prepare for what AOTAutograd writes after the last op of the graph that runs."""
+        self.storages.before_write(self._written, untrack=True)
 
     def hold(self, tensors: Iterable[Tensor], reason: str = CROSSES) -> None:
         """Hold tensors that cross from one FSDP unit or compiled graph to another."""

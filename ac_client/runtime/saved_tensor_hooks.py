@@ -24,9 +24,10 @@ from ac_client.runtime.saved_handles import (
 from ac_client.runtime.tracked_storages import TrackedStorages
 from ac_client.runtime.view_recipes import recipe_of
 from ac_client.runtime.write_guard import detached_alias
-from autoac.profiler.capture.step_tape import StepTape
+from autoac.profiler.capture.step_tape import STAND_IN, StepTape
 from autoac.profiler.checkpoints.own_checkpoints import running_call
 from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.inductor import keep_dynamo_out
 from autoac.profiler.torch_facts.storage_table import has_storage
 from autoac.profiler.torch_facts.streams import streams_seen
 
@@ -81,9 +82,16 @@ class RegionHooks:
     def pack(self, tensor: Tensor) -> Any:
         """Return the handle that autograd holds in place of `tensor`."""
         tape = self.tape
+        if tape is not None and hasattr(tensor, STAND_IN):
+            return tensor
         saved = tape.pack(tensor) if tape is not None else None
         if self.pack_in_call is not None and (packed := self.pack_in_call(tensor)) is not None:
             return packed if tape is None else taped(packed, saved, tape)
+        handle = self.handle_of(tensor)
+        return handle if tape is None else taped(handle, saved, tape)
+
+    def handle_of(self, tensor: Tensor) -> RecomputedHandle | SavedHandle | OuterHookHandle:
+        """Return a handle for `tensor`, which no running Function has made."""
         handle: RecomputedHandle | SavedHandle | None = None
         kind = type(tensor)
         if ((kind is Tensor or kind is Parameter) and tensor.layout is _STRIDED) or has_storage(tensor):
@@ -110,9 +118,8 @@ class RegionHooks:
         if handle is None:
             packing = self.packing or self._outer
             if packing is not None:
-                outer = OuterHookHandle(tensor, *packing)
-                return outer if tape is None else taped(outer, saved, tape)
-            if tape is not None and running_call() and has_storage(tensor):
+                return OuterHookHandle(tensor, *packing)
+            if self.tape is not None and running_call() and has_storage(tensor):
                 handle = SavedHandle(detached_alias(tensor), self._graph)  # not what `.data = ...` puts there
                 self._storages.note_saved(handle)
             else:
@@ -121,7 +128,11 @@ class RegionHooks:
                 handle.note_contents(self._graph.weights)
         if self.moves is not None:
             handle.trigger = self.moves.trigger_of(tensor)
-        return handle if tape is None else taped(handle, saved, tape)
+        return handle
+
+
+# Dynamo skips the forwards of torch's own modules, but not what they call: autograd calls `pack` from them.
+keep_dynamo_out(RegionHooks.pack, "it runs while eager ops do", recursively=True)
 
 
 def enter_saved_tensor_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:

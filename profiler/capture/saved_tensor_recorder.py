@@ -183,10 +183,11 @@ class SavedTensorRecorder:
         ones = private.neg_view(ones) if packed.negative else ones
         return self.note_unpack_in_forward(ones.conj() if packed.conjugate else ones, packed.index)
 
-    def begin_unpack(self, saved: int) -> SavedEvent:
-        """Record that a node of backward asks for a saved tensor."""
+    def begin_unpack(self, saved: int, name: str = "") -> SavedEvent:
+        """Record that a node of backward asks for a saved tensor: by default, autograd's own that runs."""
         node = private.current_autograd_node()
-        event = SavedEvent("unpack", saved, self._mark(), node.name() if node is not None else "")
+        name = name or (node.name() if node is not None else "")
+        event = SavedEvent("unpack", saved, self._mark(), name)
         if self.forward_over:
             event.task = private.current_graph_task_id()
         self.events.append(event)

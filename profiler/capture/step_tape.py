@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,10 +28,10 @@ from autoac.profiler.capture.op_recorder import (
     RecordedOp,
     RecordedStorage,
 )
-from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
+from autoac.profiler.capture.saved_tensor_recorder import SavedEvent, SavedTensorRecorder
 from autoac.profiler.timing.op_timer import OpSpans
 from autoac.profiler.torch_facts.module_paths import ROOT
-from autoac.profiler.torch_facts.op_facts import OpFacts
+from autoac.profiler.torch_facts.op_facts import OpFacts, facts_of
 from autoac.profiler.torch_facts.storage_table import has_storage
 from autoac.profiler.unseen.function_calls import FunctionCall
 from autoac.profiler.unseen.held_storages import HeldStorages
@@ -43,7 +43,22 @@ def _never_called(*_: Any) -> None:
 
 OUTSIDE = OpFacts(name="outside", name_in_keys="outside", call=_never_called)
 OUTSIDE_SIGNATURE = ("outside of the model",)
+STAND_IN = "_autoac_call"
+"""Attribute of the empty tensors that an interpreted graph saves: its call, which has what backward reads."""
 SMALL_NBYTES = 1024  # what allocates no larger blocks, such as a sum, needs no op of its own
+
+
+class RegionOfGraphs(Protocol):
+    """Run the compiled graphs of an observed step: a region."""
+
+    def run_compiled(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op of a graph, and record it."""
+
+    def handle_of(self, tensor: Tensor) -> Any:
+        """Return what backward unpacks in place of `tensor`."""
+
+    def before_writes(self) -> None:
+        """Prepare for writes to inputs of the graph that runs, after its last op."""
 
 
 class StepTape:
@@ -62,6 +77,7 @@ class StepTape:
         replays: as passed.
         wrappers: paths of modules whose own ops are in no plan, such as DDP's.
         unit_of: returns the FSDP unit of a module, if the model is sharded.
+        region: that runs the forward, for its compiled graphs.
     """
 
     def __init__(self, mark: Callable[[], int], replays: OpSpans) -> None:
@@ -74,6 +90,7 @@ class StepTape:
         self.replays = replays
         self.wrappers: Set[str] = frozenset()
         self.unit_of: Callable[[str], Any] | None = None
+        self.region: RegionOfGraphs | None = None
         self._mark = mark
         self._op: RecordedOp | None = None  # whose kernel has not run yet
         self._outside = -1  # mark at which the model's last forward ended
@@ -115,10 +132,38 @@ class StepTape:
             return out
         if recorder.module in self.wrappers:
             return self._inside(dispatch, func, args, kwargs)
+        return self._record(dispatch, func, facts, args, kwargs, "")
+
+    def run_compiled(self, func: Any, args: Any, kwargs: Any, must_save: str) -> Any:
+        """Run an op of a compiled graph that is interpreted, and record it.
+
+        Args:
+            must_save: why it must not run again; "" if it may.
+        """
+        assert self.region is not None
+        return self._record(self.region.run_compiled, func, facts_of(func), args, kwargs, must_save)
+
+    def handle_of(self, tensor: Tensor) -> Any:
+        """Return what a node of a compiled graph unpacks in place of `tensor`."""
+        assert self.region is not None
+        return self.region.handle_of(tensor)
+
+    def end_graph(self) -> None:
+        """Note that all ops of a compiled graph have run; AOTAutograd writes to its inputs next."""
+        assert self.region is not None
+        with self.hiding():
+            self.region.before_writes()
+
+    def _record(
+        self, dispatch: Callable[..., Any], func: Any, facts: OpFacts, args: Any, kwargs: Any, must_save: str
+    ) -> Any:
+        recorder = self.recorder
         self.held.look()
         begin = self._mark()
         running = recorder.begin(facts, args, kwargs)
         op = self._op = running.op
+        if must_save:
+            op.force_save(must_save)
         out = self._inside(dispatch, func, args, kwargs)
         recorder.end(running, func, args, kwargs, out)
         self.hidden += [(begin, op.begin_mark), (op.end_mark, self._mark())]
@@ -225,7 +270,14 @@ class StepTape:
             allocations: the whole record.
             backward: mark at which backward begins.
         """
-        made = allocations.allocated_between(self._outside, backward)
+        hidden = {
+            id(block)
+            for begin, end in self.hidden
+            if begin >= self._outside
+            for block in allocations.allocated_between(begin, end)
+        }
+        between = allocations.allocated_between(self._outside, backward)
+        made = [block for block in between if id(block) not in hidden]
         if any(block.nbytes >= SMALL_NBYTES for block in made):
             op = RecordedOp(OUTSIDE, ROOT, (), OUTSIDE_SIGNATURE, False, 0, OUTSIDE_OF_MODEL)
             op.begin_mark, op.end_mark = self._outside, backward
@@ -238,6 +290,24 @@ class StepTape:
         """Note that the node with this order has run again, since `replays.begin` returned `began`."""
         if (signature := self._signatures.get(order)) is not None:
             self.replays.end(signature, began)
+
+    def unpack_compiled(
+        self, saved: int, unpack: Callable[[], Tensor], node: str
+    ) -> tuple[Tensor, SavedEvent | None]:
+        """Return the saved tensor of this number for a node of a compiled graph, until `end_node`."""
+        if self.saved.closed:
+            return unpack(), None
+        self.held.look()
+        event = self.saved.begin_unpack(saved, node)
+        tensor, event.kept = unpack(), False
+        event.end_mark = self._mark()
+        self.hidden.append((event.mark, event.end_mark))
+        return self.saved.note_unpack_in_forward(tensor, saved), event
+
+    def end_node(self, events: Iterable[SavedEvent]) -> None:
+        """Note that a node of a compiled graph has freed what it got by `unpack_compiled`."""
+        for event in events:
+            event.freed_mark = self._mark()
 
     def unpack(self, saved: int, unpack: Callable[[], tuple[Tensor, bool]]) -> Tensor:
         """Return the saved tensor of this number, and record that backward asked for it.

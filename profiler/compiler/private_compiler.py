@@ -10,6 +10,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -135,6 +136,17 @@ def config_values(module: Any) -> dict[str, Any]:
     """Return the values of a module of configuration, by name. Only read."""
     values: dict[str, Any] = module.get_config_copy()
     return values
+
+
+def no_donated_buffers(metadata: Any) -> AbstractContextManager[Any]:
+    """Have the second stage note no saved tensors that backward may write over.
+
+    Code with such tensors refuses `retain_graph=True`.
+    """
+    from torch._functorch import config
+
+    metadata.bw_donated_idxs = []
+    return cast("Any", config).patch(donated_buffer=False)  # type: ignore[no-any-return]
 
 
 def reporting_compiler(compiler: Any, report: Callable[[], None]) -> Any:

@@ -255,7 +255,12 @@ class CompiledPart:
                 partition = self._after_joint_passes(partition, module)
             _current.resumes = True
             try:
-                with first.context.entered(metadata, state.fake_mode):
+                with (
+                    first.context.entered(metadata, state.fake_mode),
+                    contextlib.nullcontext()
+                    if compilers is None
+                    else private_compiler.no_donated_buffers(metadata),
+                ):
                     second_stage = private_compiler.aot_graph_compile().aot_stage2_autograd.__wrapped__
                     self.compiled[key], _ = second_stage(
                         state, capture, partition, *(compilers or self._users_compilers())

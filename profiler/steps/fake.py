@@ -27,16 +27,16 @@ from autoac.profiler.errors import CannotFake
 from autoac.profiler.gpu_dispatch.gpu_autocast import gpu_autocast
 from autoac.profiler.gpu_dispatch.gpu_fake_kernels import GPU_FAKE_KERNELS
 from autoac.profiler.gpu_dispatch.gpu_kernels import gpu_kernels
-from autoac.profiler.joint_graph.hollow_part import HollowParts
+from autoac.profiler.joint_graph.interpreted_part import HollowParts
 from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
-from autoac.profiler.steps.hollow import PreparedStep, StepRecord, runs_compiled, take_step
+from autoac.profiler.steps.hollow import PreparedStep, StepRecord, take_step
 from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.profiler.timing.on_device import OpTimesOnDevice
 from autoac.profiler.timing.op_timer import median_and_spread
 from autoac.profiler.timing.roofline import Device
 from autoac.profiler.torch_facts.gradients import gradient_of
-from autoac.profiler.torch_facts.inductor import uncompiled
+from autoac.profiler.torch_facts.inductor import runs_compiled, uncompiled
 from autoac.profiler.torch_facts.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,

@@ -59,7 +59,7 @@ from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.distributed.ddp import without_ddp_sync
 from autoac.profiler.distributed.fsdp import Shards, parameters_of, single_rank_fsdp, watch_sharding
 from autoac.profiler.errors import CannotProfile, NothingToProfile
-from autoac.profiler.joint_graph.hollow_part import HollowParts, PartWatch
+from autoac.profiler.joint_graph.interpreted_part import HollowParts
 from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
 from autoac.profiler.steps.training_loop import Loop, Loss, TrainingStep, loss_of
@@ -78,8 +78,8 @@ from autoac.profiler.timing.op_timer import (
 )
 from autoac.profiler.torch_facts.gradients import gradient_of, leaves_of, roots_of
 from autoac.profiler.torch_facts.inductor import (
-    compiled_parts,
     is_called_compiled,
+    runs_compiled,
     uncompiled,
     watch_compiled,
 )
@@ -109,7 +109,6 @@ class PreparedStep:
     device: torch.device
     loop: Loop
     backlog: Backlog | None = None  # of the device; None: nothing is timed
-    watch: PartWatch | None = None  # of compiled graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,6 @@ def run(
     device: torch.device,
     *,
     known: KnownTimes,
-    watch: PartWatch | None = None,
 ) -> StepRecord:
     """Run one hollow step.
 
@@ -156,7 +154,6 @@ def run(
         subject: the step.
         device: the device of the model.
         known: returns run times that need not be measured.
-        watch: follows the calls of compiled graphs, and may stop the step.
 
     Raises:
         NothingToProfile: no output of the model depends on anything that requires a gradient.
@@ -187,9 +184,9 @@ def run(
             excluded=shards.managed(),
             before=shards.reset,
         ) as (call, leaves),
-        carried_by(HollowParts(watch=watch)) if runs_compiled(compiled) else nullcontext(),
+        carried_by(HollowParts()) if runs_compiled(compiled) else nullcontext(),
     ):
-        step = PreparedStep(model, call, leaves, subject.loss, device, subject.loop, backlog, watch)
+        step = PreparedStep(model, call, leaves, subject.loss, device, subject.loop, backlog)
         saved.can_run = shards.is_gathered
         try:
             warm_up = _prepare(step, shards)
@@ -207,7 +204,7 @@ def run(
     if NEEDED not in traced.unplanned:
         return traced
     with checkpoints_left_alone(needed=True):
-        again = run(subject, device, known=known, watch=watch)
+        again = run(subject, device, known=known)
     return replace(again, unplanned=(NEEDED, *again.unplanned))
 
 
@@ -230,7 +227,6 @@ def _find_unseen_writes(step: PreparedStep) -> list[tuple[int, OpFacts, str]]:
     """Run a forward that compares contents; return the ops to be saved by position, each with the reason."""
     if not Comparison.enabled or is_called_compiled(step.call.entry):
         return []
-    step = replace(step, watch=None)
     recorder = OpRecorder(lambda: 0)
     recorder.contents = Contents()
     saved = SavedTensorRecorder(recorder, lambda: 0)
@@ -430,9 +426,7 @@ def _forward(
     try:
         with (
             torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack),
-            carried_by(HollowParts(recorder, saved, step.watch))
-            if runs_compiled(step.call.entry)
-            else nullcontext(),
+            carried_by(HollowParts(recorder, saved)) if runs_compiled(step.call.entry) else nullcontext(),
             recorder,
         ):
             held: list[Any] = []
@@ -457,11 +451,6 @@ def _forward(
         for handle in handles:
             handle.remove()
     return held, [root for root in roots if root.requires_grad]
-
-
-def runs_compiled(entry: Any) -> bool:
-    """Return True if torch.compile runs the model, or parts of it."""
-    return is_called_compiled(entry) or bool(compiled_parts(entry))
 
 
 def _checkpoint_failure(error: RuntimeError) -> tuple[str, str] | None:

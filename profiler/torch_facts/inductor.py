@@ -15,6 +15,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from itertools import takewhile
 from typing import Any
@@ -79,6 +80,7 @@ class _Around(threading.local):
     callback: Any = None  # of the compiled code that called us
     backend: str = ""  # name of the last one that compiled for a plan
     planned: bool = False  # the code that Dynamo compiles and looks up is that of plans
+    compiling: Callable[[], AbstractContextManager[None]] | None = None  # around a compilation
 
 
 _around = _Around()
@@ -99,31 +101,43 @@ class _PlannedBackend:
         return hash((_PlannedBackend, self.backend))
 
 
-class _PlannedCallback:
-    """Compile frames as `callback` does, and keep their code apart from that of unplanned calls.
+class _Callback:
+    """Compile frames as `callback` does, within the context of `compile_within`.
 
     Dynamo reuses code only for calls with an equal backend. It guards neither on what is planned nor on the
     hooks of a plan. It finds the backend by following `_torchdynamo_orig_backend` of the callback.
+
+    Args:
+        planned: keep the code apart from that of unplanned calls.
     """
 
-    def __init__(self, callback: Any) -> None:
-        self.callback = callback
+    def __init__(self, callback: Any, *, planned: bool) -> None:
+        self.callback, self.planned = callback, planned
         backend = callback
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
-        self._torchdynamo_orig_backend = _PlannedBackend(backend)
-        _around.backend = getattr(backend, "compiler_name", type(backend).__name__)
+        self._torchdynamo_orig_backend = _PlannedBackend(backend) if planned else backend
+        if planned:
+            _around.backend = getattr(backend, "compiler_name", type(backend).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.callback(*args, **kwargs)
+        if _around.compiling is None:
+            return self.callback(*args, **kwargs)
+        with _around.compiling():
+            return self.callback(*args, **kwargs)
+
+
+def compile_within(context: Callable[[], AbstractContextManager[None]] | None) -> None:
+    """Enter `context()` whenever Dynamo compiles a frame on this thread from now on; None: nothing."""
+    _around.compiling = context
 
 
 def with_code_of_plans(callback: Any) -> Any:
-    """Return `callback` for Dynamo to use here: as a `_PlannedCallback` in planned forwards, else plain."""
-    planned = isinstance(callback, _PlannedCallback)
-    if _around.planned and callable(callback) and not planned:
-        return _PlannedCallback(callback)
-    return callback.callback if planned and not _around.planned else callback
+    """Return `callback` for Dynamo to use here: in planned forwards with code of their own."""
+    plain = callback.callback if isinstance(callback, _Callback) else callback
+    if not callable(plain) or not (_around.planned or _around.compiling is not None):
+        return plain
+    return _Callback(plain, planned=_around.planned)
 
 
 def backend_of_plans() -> str:
@@ -172,6 +186,11 @@ keep_dynamo_out(call_as_compiled, "it switches Dynamo on")
 def is_called_compiled(model: Any) -> bool:
     """Return True if `call_as_compiled(model)` runs the whole forward compiled."""
     return is_compiled(model) or runs_in_compiled_code()
+
+
+def runs_compiled(entry: Any) -> bool:
+    """Return True if torch.compile runs the model, or parts of it."""
+    return is_called_compiled(entry) or bool(compiled_parts(entry))
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -19,6 +19,7 @@ from autoac.planner.formats.profile import DECIDES, SHAPED_BY_DATA
 from autoac.profiler.torch_facts.nested_ops import NestedOp
 from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.profiler.torch_facts.private import HigherOrderOperator, OpOverload, tree_leaves
+from autoac.profiler.torch_facts.rng import as_compiled
 from autoac.profiler.torch_facts.storage_table import has_storage
 
 
@@ -250,7 +251,7 @@ def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
     return OpFacts(
         name=str(op),
         name_in_keys=name_in_keys(str(op)),
-        call=NestedOp(op) if nested else op._op if type(op) is OpOverload else op,
+        call=NestedOp(op) if nested else as_compiled(op) or (op._op if type(op) is OpOverload else op),
         view=(bool(aliases) and not written and not collective)
         or schema.name in _HIDDEN_VIEWS | _QUESTIONS | _NOTICES
         or op.namespace == _LABELS,

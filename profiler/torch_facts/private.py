@@ -124,6 +124,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "torch._functorch._aot_autograd.utils:make_boxed_func",
         "torch._functorch.compile_utils:fx_graph_cse",
         "torch._functorch.config:cse",
+        "torch._functorch.config:donated_buffer",
         "torch._functorch.config:joint_custom_pass",
         "torch._functorch.partitioners:_extract_fwd_bwd_modules",
         "torch._functorch.partitioners:get_default_op_list",

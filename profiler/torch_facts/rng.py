@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
 
 from autoac.profiler.torch_facts.op_signature import tensors_in
 
@@ -63,6 +64,55 @@ def generator_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Genera
     for tensor in tensors_in(args, kwargs):
         return default_generator(tensor.device)
     return default_generator(torch.device(kwargs.get("device") or "cpu"))
+
+
+def as_compiled(op: Any) -> Callable[..., Tensor] | None:
+    """Return a call of one of Inductor's random ops that draws as its code does; None for another op.
+
+    Called by torch, the op that makes seeds draws twice from the generator of the device, and an op that has
+    a seed draws from that generator, too, in place of numbers that the seed alone decides.
+    """
+    own: Callable[..., Tensor] | None = _DRAWS.get(op._schema.name)
+
+    if own is None:
+        return None
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        if all(type(tensor) is Tensor for tensor in tensors_in(args, {})):
+            return own(*args)
+        fake: Tensor = op(*args, **kwargs)
+        return fake
+
+    return call
+
+
+def _seed(device: torch.device) -> Tensor:
+    return torch.randint(2**63 - 1, [], device=device)
+
+
+def _seeds(count: int, device: torch.device) -> Tensor:
+    return torch.randint(2**63 - 1, [count], device=device)
+
+
+def _random(size: Sequence[int], seed: Tensor, mode: str) -> Tensor:
+    draw: Callable[..., Tensor] = getattr(torch, mode)
+    return draw(size, generator=_seeded(seed), device=seed.device, dtype=torch.float32)
+
+
+def _randint(low: int, high: int, size: Sequence[int], seed: Tensor) -> Tensor:
+    return torch.randint(low, high, size, generator=_seeded(seed), device=seed.device)
+
+
+def _seeded(seed: Tensor) -> torch.Generator:
+    return torch.Generator(seed.device).manual_seed(int(seed))
+
+
+_DRAWS: dict[str, Callable[..., Tensor]] = {
+    "prims::inductor_seed": _seed,
+    "prims::inductor_seeds": _seeds,
+    "prims::inductor_random": _random,
+    "prims::inductor_randint": _randint,
+}
 
 
 class UsedGenerators:

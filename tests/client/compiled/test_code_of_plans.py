@@ -124,7 +124,8 @@ def test_suppressed_errors_of_a_backend(caplog: pytest.LogCaptureFixture) -> Non
         want = outcome(model, torch.compile(model, backend=broken), x)
         torch.compiler.reset()
         planned = ac_client.apply(Net(plain), TIGHT_GB)
-        assert all(map(torch.equal, outcome(planned, torch.compile(planned, backend=broken), x), want))
+        for _ in range(2):
+            assert all(map(torch.equal, outcome(planned, torch.compile(planned, backend=broken), x), want))
         assert ac_client.applied(planned).report().recomputed > 0
         assert "its backend cannot compile it" in caplog.text
         torch.compiler.reset()
@@ -201,6 +202,7 @@ def test_backends_that_cannot_keep_to_a_plan_are_named(
 ) -> None:
     torch.compiler.reset()
     model = ac_client.apply(Net(plain), TIGHT_GB if backend is my_backend else 1.0)
-    outcome(model, torch.compile(model, backend=backend), torch.ones(512, 32))
+    for _ in range(2):
+        outcome(model, torch.compile(model, backend=backend), torch.ones(512, 32))
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert any(words in warning for warning in warnings) if words else not warnings

@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 BACKEND = "aot_eager"
-TIGHT_GB = 0.75 / 1024
+TIGHT_GB = 0.8 / 1024
 
 
 class Net(nn.Module):

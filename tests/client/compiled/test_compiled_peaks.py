@@ -134,7 +134,8 @@ def test_a_planned_step_compiles_forward_and_backward_once() -> None:
     call = ac_client.apply(
         torch.compile(model, backend=aot_autograd(fw_compiler=compile_half)), 0.6 * 1.1 / 1024
     )
-    outcome(model, call, batch)
+    for _ in range(2):
+        outcome(model, call, batch)
     assert ac_client.applied(model).report().recomputed > 0
     assert len(compiled) == 2
 
@@ -282,7 +283,8 @@ def test_planned_graph_is_compiled_once() -> None:
     model = net()
     call: Any = torch.compile(model, backend=aot_autograd(fw_compiler=forward, bw_compiler=boxed_nop))
     ac_client.apply(model, 0.0006)
-    call(**rows()).backward()
+    for _ in range(2):
+        outcome(model, call, rows())
     assert ac_client.applied(model).report().recomputed > 0
     assert len(compiled) == 1
 

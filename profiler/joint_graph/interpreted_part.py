@@ -1,25 +1,31 @@
-"""Profile a compiled graph inside a hollow step: run its joint graph node by node, and hold no activation.
+"""Profile a compiled graph: run its joint graph node by node, in an observed step or in a hollow one.
 
 AOTAutograd builds its usual function around two halves that this file supplies in place of compiled ones, so
 that everything around the halves is as in training. The halves run the nodes of a cut that saves everything,
 in the order and with the frees of the code that torch generates for a graph. Forward records its ops as eager
-ops are recorded, by the paths of their modules. It returns empty tensors in place of activations.
-Backward makes ones of the right description right before each node that reads such an activation, and frees
-them after it: each such node is a step of the profile, which unpacks what the node reads.
+ops are recorded, by the paths of their modules. It returns empty tensors in place of activations, by which
+backward finds what it needs: each node that reads an activation is a step of the profile, which unpacks what
+the node reads right before it, and drops it after it.
+
+- In an observed step (`TapedParts`) the region runs the ops of forward, and gives a handle for each read, as
+  it does for what autograd saves. Unpacking a handle recomputes the activation.
+- In a hollow step (`HollowParts`) unpacking makes ones of the right description.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from autoac.profiler.capture.op_recorder import OpRecorder
-from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
+from autoac.profiler.capture.saved_tensor_recorder import SavedEvent, SavedTensorRecorder
+from autoac.profiler.capture.step_tape import STAND_IN, StepTape
 from autoac.profiler.compiler import private_compiler
 from autoac.profiler.compiler.second_stage import BoxedCall, CompiledPart
 from autoac.profiler.joint_graph.cut import cut
@@ -39,19 +45,12 @@ from autoac.profiler.joint_graph.joint_graph import (
 from autoac.profiler.joint_graph.random_ops import RNG_STATE, without_state
 from autoac.profiler.torch_facts.inductor import keep_dynamo_out
 from autoac.profiler.torch_facts.op_signature import outputs_of
+from autoac.profiler.torch_facts.private import current_graph_task_keeps_graph
 
 # Dynamo skips the forwards of torch's own modules, but not what they call: autograd calls `pack` from them.
 keep_dynamo_out(SavedTensorRecorder.pack, "it runs while eager ops do", recursively=True)
 
-_HOLLOW = "hollow"  # key of the compiled halves
-_RUN = "_autoac_run"  # attribute of the empty tensors by which backward finds its forward
-
-
-class PartWatch(Protocol):
-    """Follow the calls of compiled graphs in a step that is profiled."""
-
-    def ran(self, part: CompiledPart, *, recorded: bool) -> None:
-        """Note a call, before the graph runs."""
+_INTERPRETED = "interpreted"  # key of the compiled halves
 
 
 class HollowParts:
@@ -61,28 +60,50 @@ class HollowParts:
         self,
         recorder: OpRecorder | None = None,
         saved: SavedTensorRecorder | None = None,
-        watch: PartWatch | None = None,
     ) -> None:
-        self.recorder, self.saved, self.watch = recorder, saved, watch
+        self.recorder, self.saved = recorder, saved
 
     def callable_of(self, part: CompiledPart) -> BoxedCall:
-        if self.watch is not None:
-            self.watch.ran(part, recorded=self.recorder is not None)
-        if (compiled := part.compiled.get(_HOLLOW)) is None:
-            halves = _Halves(part)
-            compilers = halves.compiled_forward, halves.compiled_backward
-            compiled = part.compile(_HOLLOW, halves.partition, compilers)
+        interpreted = _interpreted(part)
+        if self.recorder is None:
+            return interpreted
+        return _as_call(interpreted, _Run(self.recorder, self.saved))
 
-        def run(args: list[Any]) -> Any:
-            if self.recorder is None:
-                return compiled(args)
-            _runs.append(_Run(self.recorder, self.saved))
-            try:
-                return compiled(args)
-            finally:
-                _runs.pop()
 
-        return run
+class TapedParts:
+    """Run the compiled graphs of an observed step node by node, for real.
+
+    The region of the step runs the ops of forward, so backward recomputes them, each before the node that
+    reads it. Nothing is compiled: numbers are those of the graphs run op by op.
+    """
+
+    def __init__(self, tape: StepTape) -> None:
+        self._tape = tape
+
+    def callable_of(self, part: CompiledPart) -> BoxedCall:
+        with self._tape.hiding():
+            interpreted = _interpreted(part)
+        return _as_call(interpreted, _TapedRun(self._tape))
+
+
+def _interpreted(part: CompiledPart) -> BoxedCall:
+    """Return the function that runs `part` node by node."""
+    if (found := part.compiled.get(_INTERPRETED)) is None:
+        halves = _Halves(part)
+        compilers = halves.compiled_forward, halves.compiled_backward
+        found = part.compile(_INTERPRETED, halves.partition, compilers)
+    return found
+
+
+def _as_call(interpreted: BoxedCall, call: _Run | _TapedRun) -> BoxedCall:
+    def run(args: list[Any]) -> Any:
+        before, _running.call = _running.call, call
+        try:
+            return interpreted(args)
+        finally:
+            _running.call = before
+
+    return run
 
 
 @dataclass(slots=True)
@@ -104,29 +125,159 @@ class _Hollow:
 
 @dataclass(slots=True)
 class _Run:
-    """One call of a compiled graph."""
+    """One call of a compiled graph in a hollow step."""
 
     recorder: OpRecorder | None
     saved: SavedTensorRecorder | None
     hollow: dict[str, _Hollow] = field(default_factory=dict)  # by name of the node
     handles: dict[tuple[str, str], int] = field(default_factory=dict)  # saved tensor, by reader and storage
 
-    def copies_of(self, inputs: Mapping[fx.Node, Any], inductor: InductorNodes) -> dict[fx.Node, Tensor]:
-        """Return channels-last copies of the inputs that Inductor copies."""
-        return {
-            node: self.saved.compiled_copy_of(tensor)
-            for node, tensor in inputs.items()
-            if self.saved is not None and node.name in inductor.channels_last and not is_channels_last(tensor)
-        }
+    def run(self, func: Any, args: Any, kwargs: Any, _must_save: str) -> Any:
+        """Run an op of forward, and record it."""
+        assert self.recorder is not None
+        return self.recorder.run(func, args, kwargs)
 
-    def kernel_of(self, node: fx.Node, inductor: InductorNodes) -> AbstractContextManager[None]:
-        """Surround a run of `node`, whose temporaries may be in registers."""
-        if self.saved is None or node.name not in inductor.generated:
-            return nullcontext()
-        return self.saved.one_kernel()
+    def save(
+        self, name: str, tensor: Tensor, _readers: Sequence[str], *, made: bool, channels_last: bool
+    ) -> None:
+        """Note that `readers` in backward read `tensor`.
+
+        Args:
+            made: the graph has made the tensor. Otherwise, the model may have.
+            channels_last: of this layout in compiled code.
+        """
+        hollow = _described(tensor, self, channels_last=channels_last)
+        if made or hollow.version is not None:
+            self.hollow[name] = hollow
+
+    def end_forward(self, reads: Sequence[tuple[str, str]]) -> None:
+        """Record what was saved, by reader and storage."""
+        if self.saved is None:
+            return
+        for reader, storage in reads:
+            if (hollow := self.hollow.get(storage)) is not None and hollow.version is not None:
+                self.handles[reader, storage] = self.saved.add(hollow.version)
+
+    def device_of(self, name: str) -> torch.device | None:
+        """Return the device of the tensor of this name; None if `save` has not noted it."""
+        return self.hollow[name].device if name in self.hollow else None
+
+    def unpack(self, reader: str, storage: str, label: str) -> Tensor:
+        """Return a saved tensor for the node `reader`, whose name in the profile is `label`."""
+        hollow, handle = self.hollow[storage], self.handles.get((reader, storage))
+        if self.saved is None or handle is None:
+            return hollow.tensor()
+        return self.saved.unpack_as(handle, hollow.tensor, label, made=hollow.content is None)
+
+    def drop(self, reader: str, storages: Sequence[str]) -> None:
+        """Note that the node `reader` has run, and frees what it unpacked."""
+        for storage in storages:
+            handle = self.handles.get((reader, storage))
+            if self.saved is not None and handle is not None:
+                self.saved.note_drop(handle)
 
 
-_runs: list[_Run] = []  # those that are in forward
+class _TapedRun:
+    """One call of a compiled graph in an observed step, with the methods of `_Run`."""
+
+    __slots__ = (
+        "_channels_last",
+        "_devices",
+        "_events",
+        "_handles",
+        "_numbers",
+        "_tape",
+        "recorder",
+        "saved",
+    )
+
+    def __init__(self, tape: StepTape) -> None:
+        self.recorder, self.saved = tape.recorder, tape.saved
+        self._tape = tape
+        self._handles: dict[tuple[str, str], Any] = {}  # by reader and storage
+        self._numbers: dict[tuple[str, str], int] = {}  # of saved tensors
+        self._channels_last: set[str] = set()  # storages of this layout in compiled code
+        self._devices: dict[str, torch.device] = {}  # by storage
+        self._events: list[SavedEvent] = []  # of the node that runs
+
+    def run(self, func: Any, args: Any, kwargs: Any, must_save: str) -> Any:
+        return self._tape.run_compiled(func, args, kwargs, must_save)
+
+    def save(
+        self, name: str, tensor: Tensor, readers: Sequence[str], *, made: bool, channels_last: bool
+    ) -> None:
+        version = self.recorder.newest.get(tensor)
+        if not made and version is None:
+            return
+        self._devices[name] = tensor.device
+        if channels_last:
+            self._channels_last.add(name)
+        for reader in readers:
+            self._handles[reader, name] = self._tape.handle_of(tensor)
+            if version is not None:
+                self._numbers[reader, name] = version
+
+    def end_forward(self, reads: Sequence[tuple[str, str]]) -> None:
+        for read in reads:
+            if (version := self._numbers.get(read)) is not None:
+                self._numbers[read] = self.saved.add(version)
+        self._tape.end_graph()
+
+    def device_of(self, name: str) -> torch.device | None:
+        return self._devices.get(name)
+
+    def unpack(self, reader: str, storage: str, label: str) -> Tensor:
+        handle, number = self._handles[reader, storage], self._numbers.get((reader, storage))
+
+        def unpack() -> Tensor:
+            tensor: Tensor = handle.unpack()
+            if storage in self._channels_last and not is_channels_last(tensor):
+                tensor = tensor.clone(memory_format=torch.channels_last)
+            return tensor
+
+        if number is None:
+            return unpack()
+        tensor, event = self._tape.unpack_compiled(number, unpack, label)
+        if event is not None:
+            self._events.append(event)
+        return tensor
+
+    def drop(self, reader: str, storages: Sequence[str]) -> None:
+        self._tape.end_node(self._events)
+        self._events.clear()
+        if current_graph_task_keeps_graph():
+            return
+        for storage in storages:
+            self._handles.pop((reader, storage), None)
+            if (number := self._numbers.get((reader, storage))) is not None:
+                self.saved.note_drop(number)
+
+
+def _copies_of(
+    call: _Run | _TapedRun, inputs: Mapping[fx.Node, Any], inductor: InductorNodes
+) -> dict[fx.Node, Tensor]:
+    """Return channels-last copies of the inputs that Inductor copies."""
+    return {
+        node: call.saved.compiled_copy_of(tensor)
+        for node, tensor in inputs.items()
+        if call.saved is not None and node.name in inductor.channels_last and not is_channels_last(tensor)
+    }
+
+
+def _kernel_of(
+    call: _Run | _TapedRun, node: fx.Node, inductor: InductorNodes
+) -> AbstractContextManager[None]:
+    """Surround a run of `node`, whose temporaries may be in registers."""
+    if call.saved is None or node.name not in inductor.generated:
+        return nullcontext()
+    return call.saved.one_kernel()
+
+
+class _Running(threading.local):
+    call: _Run | _TapedRun | None = None  # that is in forward
+
+
+_running = _Running()
 
 
 class _Halves:
@@ -164,7 +315,9 @@ class _Halves:
 
     def compiled_forward(self, module: fx.GraphModule, _inputs: Any) -> BoxedCall:
         """Return the function that runs forward."""
-        needed = {storage for _, storage in self._reads}
+        readers: dict[str, list[str]] = {}  # in backward, by storage
+        for reader, storage in self._reads:
+            readers.setdefault(storage, []).append(reader)
         outputs = results_of(module.graph)
         names = [getattr(node, "name", "") for node in outputs]
         inductor = InductorNodes.of_forward(module) if self._part.fuses else InductorNodes()
@@ -172,30 +325,31 @@ class _Halves:
         steps = _Frees.of(module.graph, saved_from)
 
         def run(args: list[Any]) -> tuple[Any, ...]:
-            call = _runs[-1] if _runs else _Run(None, None)
+            call = _running.call or _Run(None, None)
             env = _placed(module, args)
             args.clear()
-            copies = call.copies_of(env, inductor)
-            for node, arg in env.items():
-                if node.name in needed and node not in copies and isinstance(arg, Tensor):
-                    described = _described(arg, call)
-                    if described.version is not None:  # the model made it, in an op or another graph
-                        call.hollow[node.name] = described
+            copies = _copies_of(call, env, inductor)
+
+            def save(node: fx.Node, *, made: bool, channels_last: bool = False) -> None:
+                if node.name in readers and isinstance(tensor := env[node], Tensor):
+                    call.save(node.name, tensor, readers[node.name], made=made, channels_last=channels_last)
+
+            for node in env:
+                if node not in copies:
+                    save(node, made=False)
             for node, frees in steps.order:
-                with call.kernel_of(node, inductor):
+                with _kernel_of(call, node, inductor):
                     env[node] = self._run_op(module, node, env, call)
-                if node.name in needed and isinstance(env[node], Tensor):
-                    call.hollow[node.name] = _described(
-                        env[node], call, channels_last=node.name in inductor.channels_last
-                    )
+                save(node, made=True, channels_last=node.name in inductor.channels_last)
                 for dead in frees:
                     del env[dead]
-            self._pack(call)
+            call.end_forward(self._reads)
             results = []
             for i, (node, name) in enumerate(zip(outputs, names, strict=True)):
-                if i >= saved_from and name in call.hollow:
-                    results.append(torch.empty(0, device=call.hollow[name].device))
-                    setattr(results[-1], _RUN, call)
+                device = call.device_of(name) if i >= saved_from else None
+                if device is not None:
+                    results.append(torch.empty(0, device=device))
+                    setattr(results[-1], STAND_IN, call)
                 elif i >= saved_from and node in copies:
                     results.append(copies[node])
                 else:
@@ -209,7 +363,9 @@ class _Halves:
         kinds = [type(description).__name__ for description in descriptions]
         return next((i for i, kind in enumerate(kinds) if kind.startswith("SavedForBackwards")), len(kinds))
 
-    def _run_op(self, module: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], call: _Run) -> Any:
+    def _run_op(
+        self, module: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], call: _Run | _TapedRun
+    ) -> Any:
         recorder = call.recorder
         if recorder is None or not is_op(node):
             return _run(module, node, env)
@@ -217,7 +373,8 @@ class _Halves:
         outer = recorder.module
         recorder.module = joined(outer, module_path(node))
         try:
-            out = recorder.run(node.target, args, without_state(kwargs))
+            plain = _plain(args), _plain(without_state(kwargs))
+            out = call.run(node.target, *plain, self._never_again.get(node.name, ""))
         finally:
             recorder.module = outer
         op = recorder.record.ops[-1]
@@ -231,27 +388,19 @@ class _Halves:
             op.force_save(self._never_again[node.name])
         return out
 
-    def _pack(self, call: _Run) -> None:
-        if call.saved is None:
-            return
-        for reader, storage in self._reads:
-            if (hollow := call.hollow.get(storage)) is not None and hollow.version is not None:
-                call.handles[reader, storage] = call.saved.add(hollow.version)
-
     def compiled_backward(self, module: fx.GraphModule, _inputs: Any) -> BoxedCall:
         """Return the function that runs backward."""
         inductor = InductorNodes.of_backward(module) if self._part.fuses else InductorNodes()
         steps = _Frees.of(module.graph)
 
         def run(args: list[Any]) -> tuple[Any, ...]:
-            found = (getattr(arg, _RUN, None) for arg in args)
+            found = (getattr(arg, STAND_IN, None) for arg in args)
             call = next((run for run in found if run is not None), _Run(None, None))
             env = _placed(module, args)
             args.clear()
-            hollow = {node for node in env if node.name in call.hollow}
-            for node in hollow:
+            lazy = dict.fromkeys(node for node in env if call.device_of(node.name) is not None)
+            for node in lazy:
                 del env[node]
-            lazy = dict.fromkeys(hollow)
             for node, frees in steps.order:
                 if is_view(node) and any(arg in lazy for arg in node.all_input_nodes):
                     lazy[node] = None
@@ -264,6 +413,15 @@ class _Halves:
         return _boxed(run)
 
 
+def _plain(value: Any) -> Any:
+    """Return arguments of a node in lists, tuples and dicts of Python's own, as an op gets them elsewhere."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return tuple(map(_plain, value)) if type(value) is tuple else value
+
+
 def _boxed(run: Any) -> BoxedCall:
     run._boxed_call = True
     return run  # type: ignore[no-any-return]
@@ -274,43 +432,33 @@ def _run_step(
     node: fx.Node,
     env: dict[fx.Node, Any],
     lazy: Mapping[fx.Node, None],
-    call: _Run,
+    call: _Run | _TapedRun,
     frees: Sequence[fx.Node],
     inductor: InductorNodes,
 ) -> Any:
-    """Run a node of backward on stand-ins of what forward saved."""
+    """Run a node of backward on what forward saved, or on stand-ins of it."""
+    label = f"{module_path(node)}/{node.target}"
     reads = [arg for arg in storages_read(node) if arg in lazy]
-    stand_ins: dict[fx.Node, Any] = {}
-    handles = [call.handles.get((node.name, read.name)) for read in reads]
-    for read, handle in zip(reads, handles, strict=True):
-        hollow = call.hollow[read.name]
-        if call.saved is None or handle is None:
-            stand_ins[read] = hollow.tensor()
-        else:
-            stand_ins[read] = call.saved.unpack_as(
-                handle, hollow.tensor, f"{module_path(node)}/{node.target}", made=hollow.content is None
-            )
+    unpacked: dict[fx.Node, Any] = {read: call.unpack(node.name, read.name, label) for read in reads}
 
     def value(arg: Any) -> Any:
         if arg in env:
             return env[arg]
-        if arg in stand_ins:
-            return stand_ins[arg]
+        if arg in unpacked:
+            return unpacked[arg]
         return call_node(arg, fx.node.map_arg(arg.args, value), fx.node.map_arg(arg.kwargs, value))
 
     if node.op == "output":
         out = fx.node.map_arg(results_of(module.graph), value)
     else:
-        with call.kernel_of(node, inductor):
+        with _kernel_of(call, node, inductor):
             out = env[node] = _run(module, node, env, value)
         if call.saved is not None and node.name in inductor.in_registers:
             call.saved.hide(out)
     for dead in frees:
         env.pop(dead, None)
-    stand_ins.clear()
-    for handle in handles:
-        if call.saved is not None and handle is not None:
-            call.saved.note_drop(handle)
+    unpacked.clear()
+    call.drop(node.name, [read.name for read in reads])
     return out
 
 

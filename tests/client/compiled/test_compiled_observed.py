@@ -1,0 +1,223 @@
+"""Test the observed step of compiled models: each graph runs op by op, and code is compiled for the plan."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from blocks import Block
+from stepping import allocated_peak
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch.nn import functional
+
+import ac_client
+from autoac.planner import find_minimum_peak, plan
+from autoac.profiler import profile
+from benchmarks.observed_profile import differing, observe_step, peaks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.compiler.disable:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+BATCH = torch.randn(256, 32, generator=torch.Generator().manual_seed(1))
+ticks: list[int] = []
+
+
+@torch.compiler.disable
+def tick() -> None:
+    ticks.append(1)
+
+
+class Net(nn.Module):
+    """Blocks with dropout between eager ops, a batch norm, and graph breaks if `breaks`."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.breaks = breaks
+        self.enter = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.statistics = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x)).exp()
+        for block in self.blocks:
+            x = block(x)
+            if self.breaks:
+                tick()
+        return torch.tanh(self.statistics(x)).exp().square().mean()
+
+
+class Images(nn.Module):
+    """Convolutions, which Inductor runs on channels-last tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.norm, self.head = nn.BatchNorm2d(16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        x = functional.dropout(torch.relu(self.second(x)), 0.2)
+        return self.head(x.mean((2, 3))).square().mean()
+
+
+def whole(model: nn.Module, backend: Any = "aot_eager") -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+def blocks(model: nn.Module, backend: Any = "aot_eager") -> nn.Module:
+    assert isinstance(model.blocks, nn.ModuleList)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+KINDS: dict[str, Callable[[Any], nn.Module]] = {
+    "whole": lambda backend: whole(Net(), backend),
+    "blocks": lambda backend: blocks(Net(), backend),
+    "breaks": lambda backend: whole(Net(breaks=True), backend),
+}
+
+
+def outcome(model: nn.Module) -> list[Tensor]:
+    """Return what a step leaves: gradients, buffers, and what the generator draws next."""
+    model.zero_grad()
+    torch.manual_seed(2)
+    model(BATCH).backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [*gradients, *(buffer.clone() for buffer in model.buffers()), torch.rand(4)]
+
+
+def budgets(make: Callable[[], nn.Module], share: float) -> float:
+    found = profile(make(), BATCH)
+    lowest, highest = find_minimum_peak(found, gap=0.3, work_limit=1).found, plan(found, budget_gb=1).peak
+    return (lowest + share * (highest - lowest)) / 2**30
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_step_trains_as_the_unplanned_compiled_model_and_keeps_the_peak(kind: str) -> None:
+    plain = KINDS[kind]("aot_eager")
+    want = [outcome(plain) for _ in range(3)]
+    budget = budgets(lambda: KINDS[kind]("aot_eager"), 0.4)
+    torch.compiler.reset()
+    model = ac_client.apply(KINDS[kind]("aot_eager"), budget, first_step="observed")
+    for wanted in want:
+        assert all(map(torch.equal, outcome(model), wanted))
+    report, policy = ac_client.applied(model).report(), ac_client.applied(model).policy
+    assert policy is not None
+    assert report.recomputed > 0
+    assert not report.off_path
+    predicted = policy.predicted
+    assert predicted.peak_bytes <= budget * 2**30
+    model.zero_grad()
+    assert allocated_peak(lambda: model(BATCH).backward()) + predicted.static_bytes == predicted.peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["whole", "blocks"])
+def test_nothing_is_compiled_before_the_plan(kind: str) -> None:
+    compiled = []
+
+    def compile_half(module: Any, inputs: Any) -> Any:
+        compiled.append(module)
+        return boxed_nop(module, inputs)
+
+    backend = aot_autograd(fw_compiler=compile_half)
+    budget = budgets(lambda: KINDS[kind]("aot_eager"), 0.4)
+    torch.compiler.reset()
+    model = ac_client.apply(KINDS[kind](backend), budget, first_step="observed")
+    outcome(model)
+    assert not compiled
+    outcome(model)
+    n = len(compiled)
+    assert n == 2 if kind == "whole" else n > 0
+    outcome(model)
+    assert len(compiled) == n
+
+
+def test_forward_runs_once_in_each_step() -> None:
+    budget = budgets(lambda: KINDS["breaks"]("aot_eager"), 0.4)
+    model = ac_client.apply(KINDS["breaks"]("aot_eager"), budget, first_step="observed")
+    for _ in range(3):
+        ticks.clear()
+        outcome(model)
+        assert len(ticks) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_profile_is_that_of_a_hollow_step(kind: str) -> None:
+    """A hollow step counts its own copy of the generator's state among the temporaries."""
+    hollow = profile(KINDS[kind]("aot_eager"), BATCH)
+    observed = observe_step(KINDS[kind]("aot_eager"), (BATCH,), {}, device=torch.device("cpu"))
+    assert not differing(observed, hollow, "temporaries.")
+    assert peaks(observed) == peaks(hollow)
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"), [(Net, BATCH), (Images, torch.ones(4, 3, 16, 16))], ids=["blocks", "images"]
+)
+def test_profile_of_inductors_code_is_that_of_a_hollow_step(
+    make: Callable[[], nn.Module], batch: Tensor
+) -> None:
+    hollow = profile(whole(make(), "inductor"), batch)
+    observed = observe_step(whole(make(), "inductor"), (batch,), {}, device=torch.device("cpu"))
+    assert not differing(observed, hollow)
+
+
+class Dropping(nn.Module):
+    """Return the output of dropout, and a loss whose backward needs the mask again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(256, 32))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        dropped = functional.dropout(x * self.scale, 0.5)
+        return dropped, dropped.sum()
+
+
+def test_inductors_random_numbers_are_the_same_in_backward_and_leave_the_generator_as_training_does() -> None:
+    def step(model: nn.Module) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(2)
+        out, loss = model(torch.ones(256, 32))
+        loss.backward()
+        return out, torch.rand(4)
+
+    plain, model = whole(Dropping(), "inductor"), whole(Dropping(), "inductor")
+    ac_client.apply(model, 1.0, first_step="observed")
+    out, drawn = step(model)
+    assert isinstance(model.scale, nn.Parameter)
+    assert torch.equal(model.scale.grad, out.detach())
+    assert 0.3 < (out != 0).float().mean() < 0.7
+    assert torch.equal(drawn, step(plain)[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graph_of_an_observed_step_may_be_retained(kind: str) -> None:
+    def gradients(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(2)
+        loss = model(BATCH)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    model = ac_client.apply(KINDS[kind]("aot_eager"), 1.0, first_step="observed")
+    assert all(map(torch.equal, gradients(model), gradients(KINDS[kind]("aot_eager"))))
+
+
+def test_batch_norm_whose_statistics_the_backend_does_not_write_itself_runs_again() -> None:
+    """AOTAutograd writes them after the graph, which has read the old ones."""
+    backend = aot_autograd(fw_compiler=boxed_nop)
+    plain = whole(Net(), backend)
+    model = ac_client.apply(copy.deepcopy(whole(Net(), backend)), 1.0, first_step="observed")
+    assert all(map(torch.equal, outcome(model), outcome(plain)))
