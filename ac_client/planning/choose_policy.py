@@ -196,7 +196,7 @@ class PolicyChooser:
         self._rehearses = True
 
     def plan_for(self, call: ModelCall) -> Policy:
-        """Plan for one more shape of batch.
+        """Plan for one more shape of batch, by one real step on it without the optimizer.
 
         Raises:
             PlannerError, RemoteError, ProfilerError: the batch could not be planned.
@@ -204,7 +204,8 @@ class PolicyChooser:
         with self._planner.lock:
             if self._store.parameters.changed(call.model):
                 self._store.look_at_parameters(call.model)
-            return self._plan(call, Loop(self._store.buckets.forwards)).policy
+            loop = Loop(self._store.buckets.forwards)
+            return self._plan(call, loop, self._planner.profile(call, loop, rehearses=False)).policy
 
     def _plan_new_shape(
         self, call: ModelCall, loop: Loop, key: Key, profiled: Profile | Exception | None = None

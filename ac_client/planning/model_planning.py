@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ac_client.observing.observed_step import BackwardListener, ObservedStep
 from ac_client.planning.batch_shape import ModelCall, key_of
 from ac_client.planning.choose_policy import PolicyChooser
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts
@@ -34,6 +33,7 @@ from autoac.planner.formats.policy_set import Shape
 from autoac.planner.units import format_bytes
 from autoac.profiler import ProfilerBusy, device_of
 from autoac.profiler.errors import ProfilerError
+from autoac.profiler.observed_step import BackwardListener, ObservedStep
 from autoac.profiler.static_memory import optimizer_bytes, static_bytes
 
 log = logging.getLogger("ac_client")

@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 
 from ac_client.compiled.policy_file import PolicyFile, is_compiled
 from ac_client.measure.recording_overhead import host_times_of_process, host_us, is_host_bound
-from ac_client.observing.observed_step import ObservedStep
 from ac_client.planning.batch_shape import Key, ModelCall
 from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
@@ -52,8 +51,11 @@ from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, link_of, observe
 from autoac.profiler.checkpoints.own_checkpoints import UNPLANNED, checkpoints_left_alone
+from autoac.profiler.observed_step import ObservedStep
+from autoac.profiler.rehearse import rehearse
 from autoac.profiler.restore.backward_hooks import silenced_modules
 from autoac.profiler.static_memory import ONLY_PRESENT_STATE, static_bytes
+from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.profiler.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
@@ -132,8 +134,13 @@ class BatchPlanner:
         """Return True if the forward that runs on this thread is only profiled."""
         return self._thread.profiling
 
-    def profile(self, call: ModelCall, loop: Loop) -> Profile:
+    def profile(self, call: ModelCall, loop: Loop, *, rehearses: bool = True) -> Profile:
         """Profile the step of `call` in a loop of this form.
+
+        Args:
+            call: of the model, on the batch.
+            loop: the form of the loop.
+            rehearses: the user's loop will run the step. False: it runs now, for real, without the optimizer.
 
         Raises:
             ProfilerError: the step cannot be profiled.
@@ -150,19 +157,17 @@ class BatchPlanner:
             loss = _summed(loss)
         try:
             with nullcontext() if self.options.take_over_checkpoints else checkpoints_left_alone():
-                profile = observe(
-                    call.model,
-                    call.args,
-                    call.kwargs,
-                    loss=loss,
-                    optimizer=self._optimizers.all,
-                    accumulates=True if loop.retains else None,  # the second finds the first's gradients
-                    loop=loop,
-                    recall=True,
-                )
+                terms = call.model, call.args, call.kwargs
+                accumulates = True if loop.retains else None  # the second finds the first's gradients
+                optimizers = self._optimizers.all
+                if rehearses:
+                    subject = TrainingStep(*terms, loss, accumulates, loop)
+                    profile = rehearse(subject, optimizer=optimizers, recall=True)
+                else:
+                    profile = observe(*terms, loss=loss, optimizer=optimizers, loop=loop, recall=True)
             if allocator is not None and allocator.allocated_peak() > before:
                 self._warn_of_peak(allocator.allocated_peak())
-            if hooked := silenced_modules(call.model):
+            if rehearses and (hooked := silenced_modules(call.model)):
                 more = f" and {len(hooked) - 3} more" if len(hooked) > 3 else ""
                 self.warn_once(
                     "hooks",

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ac_client.runtime.cuts import Cuts
 from ac_client.runtime.policy_context import save_recompute_policy
@@ -33,22 +33,24 @@ from autoac.profiler.checkpoints.own_checkpoints import (
     checkpoints_left_alone,
     plain_checkpoints,
 )
-from autoac.profiler.distributed.ddp import wrapper_paths
-from autoac.profiler.distributed.fsdp import parameters_of, shards_of
+from autoac.profiler.distributed.ddp import buckets_of, wrapper_paths
+from autoac.profiler.distributed.fsdp import shards_of
 from autoac.profiler.distributed.process_groups import noting_groups
 from autoac.profiler.environment import describe_leaf, environment_of_device
 from autoac.profiler.errors import NothingToProfile
-from autoac.profiler.observe import profile_of
 from autoac.profiler.static_memory import static_bytes
+from autoac.profiler.step_profile import profile_of, with_cached_backward
 from autoac.profiler.steps.hollow import StepRecord, force_saves_of_units
-from autoac.profiler.steps.training_loop import Loop, TrainingStep
+from autoac.profiler.steps.training_loop import Loop, TrainingStep, check_roots, loss_of
 from autoac.profiler.timing.backlog import Backlog
+from autoac.profiler.timing.cache import Times, machine
 from autoac.profiler.timing.op_timer import OpSpans, median_and_spread
-from autoac.profiler.torch_facts.gradients import gradient_of, roots_of
+from autoac.profiler.torch_facts.batch_contents import batch_tensors
+from autoac.profiler.torch_facts.gradients import leaves_of, output_of_leaf, roots_of
 from autoac.profiler.torch_facts.libraries import free_workspaces
-from autoac.profiler.torch_facts.module_paths import ROOT, is_called
+from autoac.profiler.torch_facts.module_paths import ROOT, is_called, watch_modules
 from autoac.profiler.torch_facts.module_pins import pins_of
-from autoac.profiler.torch_facts.private import tree_leaves
+from autoac.profiler.torch_facts.private import tree_leaves, tree_map
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -78,7 +80,8 @@ class ObservedStep:
     def __init__(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
     ) -> None:
-        self._accumulates = any(gradient_of(parameter) is not None for parameter in parameters_of(model))
+        # Where gradients are views of buckets, which exist: else those that exist are counted, and no others.
+        self._accumulates = buckets_of(model, None).holds_gradients
         self.model = weakref.ref(model)
         self.recording = False
         self.has_checkpoints = False
@@ -167,22 +170,25 @@ class ObservedStep:
 
     def end_forward(self, output: Any) -> None:
         """End a forward, which returned `output`."""
-        tape = self._tape
         if self._forward is None:
             return
-        tape.recorder.end_forward(output)
-        forward, self._forward = self._forward, None
-        forward.close()
-        tape.saved.forward_over = True
-        self.has_checkpoints |= calls_left_to_torch() > self._left_calls
+        self._tape.recorder.end_forward(output)
         storages = {
             root.untyped_storage()._cdata: root.untyped_storage().nbytes() for root in roots_of(output)
         }
         self._kept_nbytes = sum(storages.values())
+        self._close_forward()
+
+    def _close_forward(self) -> None:
+        forward, self._forward = self._forward, None
+        assert forward is not None
+        forward.close()
+        self._tape.saved.forward_over = True
+        self.has_checkpoints |= calls_left_to_torch() > self._left_calls
         if self.has_checkpoints:
             self.discard()
         else:
-            tape.begin_outside()
+            self._tape.begin_outside()
 
     def note_backward(self) -> None:
         """Note that the backward that runs has reached an output of the step."""
@@ -239,12 +245,70 @@ class ObservedStep:
             self.recording = False
             self._allocations.abandon()
 
-    def profile(self, model: nn.Module, optimizer: Optimizers = None) -> Profile:
+    def run(self, subject: TrainingStep, note_leaves: Callable[[Iterable[Tensor]], None]) -> None:
+        """Run the whole step: its forwards, its loss, and one backward.
+
+        If the model calls checkpoints of its own, the step ends with the forward.
+
+        Args:
+            subject: the step of this object.
+            note_leaves: called with the leaves to which backward is about to give gradients.
+
+        Raises:
+            NothingToProfile: nothing requires a gradient.
+            ProfilerBusy: torch.profiler runs on this thread.
+        """
+        model, loss, recorder = subject.compiled, subject.loss, self._tape.recorder
+        batch = tuple(subject.args), dict(subject.kwargs)
+        leaves: dict[int, Tensor] = {}
+        batches = [_own_batch(batch, leaves) for _ in range(subject.loop.forwards)]
+        watches = watch_modules(model, self.enter, self.leave)
+        try:
+            self.begin_forward()
+            held: list[Any] = []
+            outputs: list[Any] = []
+            roots: list[Tensor] = []
+            for args, kwargs in batches:
+                output = model(*args, **kwargs)
+                held += recorder.end_forward(output)
+                if loss is None:
+                    roots += roots_of(output)
+                else:
+                    outputs.append(output)
+                del output
+            if loss is not None:
+                self._tape.wrappers = frozenset()
+                recorder.begin_loss()
+                roots = [loss_of(loss, outputs if len(outputs) > 1 else outputs[0])]
+                del outputs
+            self._close_forward()
+            if self.has_checkpoints:
+                return
+            roots = [root for root in roots if root.requires_grad]
+            check_roots(roots, [*model.parameters(), *batch_tensors(batch)])
+            torch.clear_autocast_cache()  # a real backward runs outside of autocast
+            with self._tape.hiding():
+                note_leaves(leaves_of(roots))
+            self.begin_backward()
+            self.unwatch_calls()
+            with torch.autocast(self._device.type, enabled=False):
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+            self.end_backward()
+            del roots
+            self.end()
+        finally:
+            self.discard()
+            recorder.generators.restore()
+            for watch in watches:
+                watch.remove()
+
+    def profile(self, model: nn.Module, optimizer: Optimizers = None, times: Times | None = None) -> Profile:
         """Return the profile of the step.
 
         Args:
             model: the model of the step, which is not held.
             optimizer: as for `observe`.
+            times: the cache of run times.
 
         Raises:
             NothingToProfile: no backward has reached the step.
@@ -262,6 +326,12 @@ class ObservedStep:
             force_saves_of_units(record, self._shards, tape.saved.out_of_reach)
         in_step_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in record.ops]
         signatures: list[Hashable] = [op.signature for op in record.ops]
+        op_times = median_and_spread(in_step_us, signatures, tape.replays.samples())
+        here = machine(self._device, self._environment.device_name)
+        if times is not None:
+            known = times.ops(here, op_times.keys())
+            times.keep_ops(here, {key: row for key, row in op_times.items() if key not in known})
+            op_times |= known
         step = StepRecord(
             record,
             tape.saved,
@@ -271,7 +341,7 @@ class ObservedStep:
             self._end,
             self._last,
             self._allocations.freed_between(self._last, self._freed) if self._freed >= 0 else (),
-            op_times=median_and_spread(in_step_us, signatures, tape.replays.samples()),
+            op_times=op_times,
             unplanned=tuple(self._unplanned),
             temporary=tape.temporary,
             hidden=tape.hidden,
@@ -295,12 +365,32 @@ class ObservedStep:
         # What was made between the model and backward, such as the loss, is not a gradient.
         end = self._allocations.positions[self._last]
         left = sum(block.nbytes for block in outside if block.freed_at is None or block.freed_at >= end)
-        return found.model_copy(
+        found = found.model_copy(
             update={
                 "gradient_nbytes": found.gradient_nbytes - left,
                 "kept_nbytes": max(found.kept_nbytes, self._kept_nbytes + left),
             }
         )
+        return with_cached_backward(found, times, here) if times is not None else found
+
+
+def _own_batch(batch: Any, leaves: dict[int, Tensor]) -> Any:
+    """Return containers of a forward's own, which may pop from them, and let no backward leave the batch.
+
+    Args:
+        batch: the arguments of forward.
+        leaves: gets the ends of backward in place of tensors with a graph, by their id.
+    """
+    own: dict[int, Tensor] = {}
+
+    def of(item: Any) -> Any:
+        if not isinstance(item, Tensor) or item.grad_fn is None:
+            return item
+        if id(item) not in own:
+            own[id(item)] = output_of_leaf(leaves.setdefault(id(item), item.detach().requires_grad_()))
+        return own[id(item)]
+
+    return tree_map(of, batch)
 
 
 class BackwardListener:
