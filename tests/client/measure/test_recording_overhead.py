@@ -163,9 +163,9 @@ def test_gpu_step_counts_replay_time_if_the_host_is_slower(
     us: float, counts: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The host takes 5 us for an op without a plan, and 7 us more to record and replay it."""
-    observe = plan_batch.observe
+    rehearse = plan_batch.rehearse
     monkeypatch.setattr(plan_batch, "host_times_of_process", lambda: HostTimes(5.0, 7.0))
-    monkeypatch.setattr(plan_batch, "observe", lambda *args, **kwargs: on_gpu(observe(*args, **kwargs), us))
+    monkeypatch.setattr(plan_batch, "rehearse", lambda *args, **kwargs: on_gpu(rehearse(*args, **kwargs), us))
     graph = build(profile(Transformer(), X))
     budget = peak_bytes(graph, graph.everything) - 2000
     model = ac_client.apply(Transformer(), budget_gb=budget / 2**30)

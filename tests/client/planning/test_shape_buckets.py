@@ -90,7 +90,8 @@ def test_short_last_batch_is_not_planned(budget_gb: float, monkeypatch: pytest.M
     plain, planned = new_model(), ac_client.apply(new_model(), budget_gb)
     assert_as_plain(planned, plain, LARGE)
     policy = ac_client.applied(planned).policy
-    monkeypatch.setattr(plan_batch, "observe", None)  # profiling now fails
+    for name in ("observe", "rehearse"):
+        monkeypatch.setattr(plan_batch, name, None)  # profiling now fails
     assert_as_plain(planned, plain, (5, 48))
     assert ac_client.applied(planned).policy is policy
 
@@ -376,12 +377,12 @@ def test_other_parameters_that_train_have_a_plan_of_their_own(
 ) -> None:
     profiled = collections.Counter[str]()
 
-    def observe(*args: Any, **kwargs: Any) -> Any:
+    def rehearse(*args: Any, **kwargs: Any) -> Any:
         profiled["times"] += 1
         return unwatched(*args, **kwargs)
 
-    unwatched = plan_batch.observe
-    monkeypatch.setattr(plan_batch, "observe", observe)
+    unwatched = plan_batch.rehearse
+    monkeypatch.setattr(plan_batch, "rehearse", rehearse)
     plain, planned = new_model(), new_model()
     most = len(list(plain.parameters()))
     peaks: dict[int, float] = {}
