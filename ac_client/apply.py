@@ -66,7 +66,7 @@ def apply(
     forwards_in_flight: int | None = None,
     verify: int | None = None,
     take_over_checkpoints: bool = True,
-    first_step: FirstStep = "rehearsed",
+    first_step: FirstStep = "observed",
 ) -> Model:
     """Make `model`'s training steps fit in `budget_gb`, at the least extra time, with the same gradients.
 

@@ -27,7 +27,7 @@ from ac_client.runtime.policy_context import save_recompute_policy
 from autoac.planner.formats.profile import Profile
 from autoac.profiler.capture.allocations import AllocationRecord
 from autoac.profiler.capture.backward_calls import BackwardCalls
-from autoac.profiler.capture.step_tape import StepTape
+from autoac.profiler.capture.step_tape import OUTSIDE, StepTape
 from autoac.profiler.checkpoints.own_checkpoints import (
     calls_left_to_torch,
     checkpoints_left_alone,
@@ -60,6 +60,13 @@ class _Latest(threading.local):
 
 
 _latest = _Latest()
+_recorded: list[weakref.ref[ObservedStep]] = []  # whose record has begun, the latest last
+
+
+def recorded_step() -> ObservedStep | None:
+    """Return the step that is recorded now, on any thread, and whose model is not running forward."""
+    step = _recorded[-1]() if _recorded else None
+    return step if step is not None and step.recording and not step.in_forward else None
 
 
 class ObservedStep:
@@ -107,6 +114,12 @@ class ObservedStep:
         self._freed = -1  # mark after which the workspaces are free
         self._reached = False  # backward has, an output of the step
         self._kept_nbytes = 0  # of the tensors that backward starts from
+        self._seeds: set[int] = set()  # addresses of the gradients that backward starts with
+        self._leaves: list[weakref.ref[Tensor]] = []  # that forward made, and that get gradients
+        self._held: tuple[list[int], list[int]] = [], []  # their addresses, and those of their gradients
+        self._outside = 0  # bytes between forward and backward, as seen when backward began
+        self._left_out = -1  # mark since which nothing belongs to the step
+        self._others_follow = False  # another planned model has run forward since this one's last forward
 
     @property
     def in_forward(self) -> bool:
@@ -143,10 +156,12 @@ class ObservedStep:
             free_workspaces(self._device)  # each is allocated in the record
             self._allocations.__enter__()
             self.recording = True
+            _recorded[:] = [*(ref for ref in _recorded if ref() is not None), weakref.ref(self)]
             self._calls.open()
             weakref.finalize(self, self._allocations.abandon)  # also when the process ends
         self._path = [ROOT]
         self._cuts = Cuts()
+        self._others_follow = False
         self._tape.saved.forward_over = False
         with ExitStack() as stack:
             self.groups = stack.enter_context(noting_groups())
@@ -190,9 +205,39 @@ class ObservedStep:
         else:
             self._tape.begin_outside()
 
-    def note_backward(self) -> None:
-        """Note that the backward that runs has reached an output of the step."""
+    def leave_out(self) -> None:
+        """Leave out of the record what follows: another planned model runs, whose plan counts it."""
+        if self._left_out < 0:
+            self._left_out = self._allocations.mark()
+        self._others_follow |= not self.in_backward
+
+    def take_in(self) -> None:
+        """End what `leave_out` began, if it did."""
+        if self._left_out >= 0:
+            self._tape.hidden.append((self._left_out, self._allocations.mark()))
+        self._left_out = -1
+
+    def note_backward(self, outside_nbytes: int) -> None:
+        """Note that the backward that runs has reached an output of the step.
+
+        Args:
+            outside_nbytes: made between the model and backward, as far as that is seen without the record.
+        """
+        if self._others_follow and not self._reached:  # so far, backward was that of the other models
+            self._tape.hidden.append((self._begin, self._allocations.mark()))
         self._reached = True
+        self._outside = max(self._outside, outside_nbytes)
+
+    def outside_nbytes(self, profile: Profile) -> int:
+        """Return the bytes that were made between the model and backward, at most.
+
+        Args:
+            profile: of this step.
+        """
+        rows = zip(profile.overloads, range(len(profile.overloads)), strict=True)
+        (index,) = [i for name, i in rows if name == OUTSIDE.name] or [-1]
+        ops = zip(profile.ops.overload, profile.ops.workspace_nbytes, strict=True)
+        return max(self._outside, sum(nbytes for overload, nbytes in ops if overload == index))
 
     def begin_backward(self) -> None:
         """Note that backward begins. Calls of it are noted without this."""
@@ -205,10 +250,14 @@ class ObservedStep:
 
     def end_backward(self) -> None:
         """Note that the first backward through the step is over; later ones are not recorded."""
+        self.take_in()
         self._tape.held.look()
         self._tape.saved.save_differentiated()
         self._tape.saved.closed = True
         self._end = self._allocations.mark()
+        leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]
+        gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        self._held = _addresses(leaves), _addresses(gradients)
 
     def end(self) -> None:
         """End the record."""
@@ -219,9 +268,14 @@ class ObservedStep:
         self.recording = False
         self._allocations.__exit__(None, None, None)
 
-    def _backward_called(self) -> None:
-        if not self.in_forward:
-            self.begin_backward()
+    def _backward_called(self, roots: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
+        if self.in_forward:
+            return
+        self.begin_backward()
+        self._seeds = set(_addresses([one for one in gradients if one is not None]))
+        newest = self._tape.recorder.newest
+        leaves = leaves_of([root for root in roots if isinstance(root, Tensor)])
+        self._leaves = [weakref.ref(leaf) for leaf in leaves if newest.get(leaf) is not None]
 
     def _backward_returned(self, raised: bool) -> None:
         if self.in_forward:
@@ -362,16 +416,29 @@ class ObservedStep:
             optimizer,
             self._static,
         )
-        # What was made between the model and backward, such as the loss, is not a gradient.
+        # What was made between the model and backward, such as the loss, is not a gradient that stays, and
+        # neither is that of a leaf which forward made.
         end = self._allocations.positions[self._last]
-        left = sum(block.nbytes for block in outside if block.freed_at is None or block.freed_at >= end)
+        hidden = {id(b) for span in tape.hidden for b in self._allocations.allocated_between(*span)}
+        left = [
+            block
+            for block in outside
+            if (block.freed_at is None or block.freed_at >= end) and id(block) not in hidden
+        ]
+        kept = self._kept_nbytes + sum(block.nbytes for block in left if block.address not in self._seeds)
+        leaves, gradients = map(self._live_nbytes, self._held)
         found = found.model_copy(
             update={
-                "gradient_nbytes": found.gradient_nbytes - left,
-                "kept_nbytes": max(found.kept_nbytes, self._kept_nbytes + left),
+                "gradient_nbytes": found.gradient_nbytes - sum(block.nbytes for block in left) - gradients,
+                "kept_nbytes": max(found.kept_nbytes, kept + leaves + gradients),
             }
         )
         return with_cached_backward(found, times, here) if times is not None else found
+
+    def _live_nbytes(self, addresses: Sequence[int]) -> int:
+        """Return the bytes of the blocks at `addresses` as backward ended."""
+        found = (self._allocations.block_at(address, self._end) for address in addresses)
+        return sum(block.nbytes for block in found if block is not None)
 
 
 def _own_batch(batch: Any, leaves: dict[int, Tensor]) -> Any:
@@ -393,6 +460,10 @@ def _own_batch(batch: Any, leaves: dict[int, Tensor]) -> Any:
     return tree_map(of, batch)
 
 
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return list({tensor.untyped_storage().data_ptr() for tensor in tensors})
+
+
 class BackwardListener:
     """Listen for the backward of one forward of an observed step; autograd's nodes hold this object.
 
@@ -404,9 +475,9 @@ class BackwardListener:
     def __init__(self, step: ObservedStep) -> None:
         self._step = step
 
-    def __call__(self, _facts: Any) -> None:
+    def __call__(self, facts: Any) -> None:
         """Note a backward."""
-        self._step.note_backward()
+        self._step.note_backward(facts.nbytes_outside)
 
     def __del__(self) -> None:
         step = self._step

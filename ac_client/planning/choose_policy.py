@@ -16,7 +16,13 @@ from ac_client.errors import ShapeNotPlanned
 from ac_client.planning.batch_shape import Key, ModelCall, key_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, largest
 from ac_client.planning.next_action import PlannedFor
-from ac_client.planning.plan_batch import BatchPlanner, Observation, dropping_all, first_line
+from ac_client.planning.plan_batch import (
+    AnotherIsObserved,
+    BatchPlanner,
+    Observation,
+    dropping_all,
+    first_line,
+)
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.planning.ranks import (
     AUTO,
@@ -177,8 +183,11 @@ class PolicyChooser:
             drops = frozenset(position for position, released in rows if released <= len(profile.ops))
             loop = Loop(observation.forwards, drops & profile.droppable_outputs)
             profile = profile.with_dropped_outputs(loop.drops)
-            bucket = self._plan(call, loop, profile, observation.shape)
+            bucket = self._plan(call, loop, profile, observation.shape, observed=True)
+            outside = observation.step.outside_nbytes(profile)
+            bucket.planned_for = replace(bucket.planned_for, outside_nbytes=outside)
             buckets.forwards = max(buckets.forwards, observation.forwards)
+            buckets.most_forwards = max(buckets.most_forwards, observation.forwards)
             if buckets.single_policy is None:
                 buckets.remember(observation.key, bucket)
             self._store.current = bucket
@@ -263,11 +272,16 @@ class PolicyChooser:
         loop: Loop,
         profiled: Profile | Exception | None = None,
         shape: Shape | None = None,
+        *,
+        observed: bool = False,
     ) -> PlannedBucket:
         if isinstance(profiled, Exception):
             raise profiled
-        changed = bool(self._store.all) and not self._store.buckets.all
-        running = OTHER_PARAMETERS if changed else ""
+        running = ""
+        if self._store.all and not self._store.buckets.all:
+            running = OTHER_PARAMETERS
+        elif self._store.all and observed:  # it ran, and the loop goes on
+            running = f"for a batch of {shape_in_words(shape or call.shape)}"
         bucket = self._planner.plan(call, loop, profiled, running=running, shape=shape)
         self._store.add(bucket)
         return bucket
@@ -391,6 +405,8 @@ class PolicyChooser:
 
     def _unplanned_now(self, busy: ProfilerBusy) -> PlannedBucket | None:
         """Return the bucket for a batch that cannot be profiled now; None: the batch runs unplanned."""
+        if isinstance(busy, AnotherIsObserved) and not self._store.all:
+            return None  # its turn comes in the next step
         if planned := self._store.all:
             self._planner.warn_once(
                 "busy beyond",

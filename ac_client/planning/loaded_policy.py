@@ -218,6 +218,7 @@ class PlannedBucket:
 
     Attributes:
         observed: the form of the loop, as steps have shown it. The next forward is planned for it.
+        outside_nbytes: that steps have made between the model and backward, at most.
         ran_skipped: skipped modules of the step that a forward has run since.
         room_requests: how often other models on the device asked for room.
         room_requested: bytes that they asked for since the policy was planned.
@@ -244,6 +245,7 @@ class PlannedBucket:
         self.fitted: tuple[LoadedPolicy, ProfiledStep, PlannedFor] | None = None
         terms = terms or PlannedFor(loaded.policy.budget_bytes, loop=Loop(len(loaded.policy.forwards)))
         self.observed = terms.loop
+        self.outside_nbytes = 0
         self.load(loaded, step or ProfiledStep(shape), terms)
 
     @property

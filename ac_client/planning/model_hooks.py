@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ac_client.measure.measured_steps import MeasuredSteps
+from ac_client.observing.observed_step import ObservedStep, recorded_step
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.optimizer_steps import UnplannedSteps
 from ac_client.planning.model_planning import ModelPlanning
@@ -72,6 +73,7 @@ class ModelHooks:
         self._unplanned = UnplannedSteps(planning.planner.warn_once)
         self._model = weakref.ref(model)
         planning.watch.optimizers.after_step = weakref.WeakMethod(self._optimizer_stepped)
+        self._left_out: ObservedStep | None = None  # of another model, which leaves out this forward
         self._submodule_handles: list[Watch] = []
         self._compiled = False  # torch.compile ran the last forward as a whole
         self._compiled_parts: list[str] = []  # that were compiled by themselves
@@ -156,6 +158,9 @@ class ModelHooks:
                 "the stream is being captured into a CUDA graph, and a profile synchronizes the device",
                 "run one training step before the capture, which makes the plan",
             )
+        if (step := recorded_step()) is not None and step.model() is not model:
+            step.leave_out()
+            self._left_out = step
         # Left open by a forward that was interrupted (KeyboardInterrupt runs no hook), or the model calls
         # itself: then the rest of the outer call runs unplanned.
         self._of_thread.forward.end()
@@ -193,6 +198,9 @@ class ModelHooks:
         )
 
     def _forward_ended(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
+        if self._left_out is not None:
+            self._left_out.take_in()
+            self._left_out = None
         profiling = self._planning.planner.profiling
         raised = self._of_thread.forward.raises
         observed = self._planning.planner.observed_here

@@ -33,7 +33,7 @@ from autoac.planner.formats.policy_set import Shape
 from autoac.planner.units import format_bytes
 from autoac.profiler import ProfilerBusy, device_of
 from autoac.profiler.errors import ProfilerError
-from autoac.profiler.observed_step import BackwardListener, ObservedStep
+from autoac.profiler.observed_step import BackwardListener, ObservedStep, recorded_step
 from autoac.profiler.static_memory import optimizer_bytes, static_bytes
 
 log = logging.getLogger("ac_client")
@@ -198,6 +198,8 @@ class ModelPlanning:
 
     def _backward_begins(self, bucket: PlannedBucket, loaded: LoadedPolicy, backward: BackwardFacts) -> None:
         """Warn if the running step is not the planned one, and note the loop's form for the next plan."""
+        if (step := recorded_step()) is not None:
+            step.leave_out()  # until backward ends: it is of another model
         if self.options.budget_bytes is None or bucket.loaded is not loaded:
             return
         facts, planned = self.watch.in_backward(bucket, backward), bucket.planned_for
@@ -210,7 +212,7 @@ class ModelPlanning:
             planned = action.terms
         bucket.warn(self._name, action)
         if planned is not bucket.planned_for:
-            bucket.observed = planned.loop
+            bucket.observed, bucket.outside_nbytes = planned.loop, planned.outside_nbytes
             bucket.planned_for = replace(
                 bucket.planned_for,
                 holds_outputs=planned.holds_outputs,

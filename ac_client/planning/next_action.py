@@ -80,6 +80,7 @@ class PlannedFor:
     optimizers: OptimizerBytes = NO_OPTIMIZER  # whose state and workspace count
     others_nbytes: int = 0  # held by other models and tensors on the device
     kept_nbytes: int = 0  # held in forward alone, by names of the step before
+    outside_nbytes: int = 0  # made between the model and backward, and counted in the profile
     module_tries: int = 0  # batches that were profiled because skipped modules ran, and ran no more
     correction: Correction = Correction()
     step_us: float = 0.0  # predicted, with everything saved
@@ -106,6 +107,7 @@ class StepFacts(NamedTuple):
     ran_skipped: Set[str] = frozenset()  # modules that ran, and that the profiled forward skipped
     kept_nbytes: int = 0  # held by names of the step before, until this forward has ended
     kept_before: int = 0  # the same as the last forward began
+    outside_nbytes: int = 0  # that a step made between the model and backward, at most
     can_profile: bool = True  # the batch is like the profiled one, and no profiler is running
     backward: BackwardFacts | None = None
     peak: PeakBounds | None = None
@@ -404,6 +406,16 @@ def _loop(planned: PlannedFor, facts: StepFacts) -> Action | None:
     )
 
 
+def _outside(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Plan for more that is made between the model and backward, as by a loss that comes later."""
+    if facts.outside_nbytes <= planned.outside_nbytes or facts.waiting or not facts.can_profile:
+        return None
+    if planned.correction.times:
+        return None  # its peak was measured, whatever made it
+    terms = replace(planned, outside_nbytes=facts.outside_nbytes, correction=_anew(planned))
+    return PlanAgain(terms, "more is made between the model and its backward than before", profiles=True)
+
+
 def _loop_to_plan(planned: PlannedFor, facts: StepFacts) -> Loop:
     loop = facts.loop or planned.loop
     forwards, in_flight = loop.forwards, facts.waiting + 1
@@ -496,17 +508,21 @@ def _gradients_held(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 def _loss_outside(planned: PlannedFor, facts: StepFacts) -> Action | None:
     backward = facts.backward
-    if backward is None or not backward.first or backward.nbytes_outside <= FAR_UNDER * planned.limit:
+    if backward is None or not backward.first:
         return None
-    if backward.nbytes_live + backward.nbytes_outside <= planned.limit:
+    made = backward.nbytes_outside
+    if made - planned.outside_nbytes <= FAR_UNDER * planned.limit:
+        return None
+    if backward.nbytes_live + made <= planned.limit:
         return None
     warning = _may_go_over(
         planned,
-        f"between the model's forward and its backward about {format_bytes(backward.nbytes_outside)} were "
-        "made, which are in no plan",
-        "pass loss=... with the budget, or compute the loss in the model's forward",
+        f"between the model's forward and its backward about {format_bytes(made)} were made, and the plan "
+        f"counts {format_bytes(planned.outside_nbytes)}",
+        "a first step that makes as much is planned best",
+        again=True,
     )
-    return Keep(warning)
+    return PlanAgain(replace(planned, outside_nbytes=made), warning=warning)
 
 
 MEASURED: dict[str, Row] = {
@@ -523,6 +539,7 @@ LOOP: dict[str, Row] = {
     "skipped modules": _skipped_modules,
     "other models": _other_models,
     "last step": _last_step,
+    "outside": _outside,
     "loop": _loop,
 }
 BACKWARD: dict[str, Row] = {

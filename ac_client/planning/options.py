@@ -32,7 +32,7 @@ class ApplyOptions:
     forwards_in_flight: int | None = None
     verify: int | None = None
     take_over_checkpoints: bool = True
-    first_step: FirstStep = "rehearsed"
+    first_step: FirstStep = "observed"
 
     @property
     def limit(self) -> int:

@@ -51,7 +51,7 @@ from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, link_of, observe
 from autoac.profiler.checkpoints.own_checkpoints import UNPLANNED, checkpoints_left_alone
-from autoac.profiler.observed_step import ObservedStep
+from autoac.profiler.observed_step import ObservedStep, recorded_step
 from autoac.profiler.rehearse import rehearse
 from autoac.profiler.restore.backward_hooks import silenced_modules
 from autoac.profiler.static_memory import ONLY_PRESENT_STATE, static_bytes
@@ -76,6 +76,10 @@ def plan(profile: Profile, **terms: Any) -> Plan:
         return plan_profile(profile, work_limit=WORK_LIMIT, **terms)
     except SolverOutOfTime:
         return plan_profile(profile, **terms)
+
+
+class AnotherIsObserved(ProfilerBusy):
+    """A step of another model is observed now."""
 
 
 class _ThreadState(threading.local):
@@ -228,6 +232,8 @@ class BatchPlanner:
             ProfilerBusy: torch.profiler runs on this thread, or a CUDA graph is being captured.
         """
         _check_idle()
+        if recorded_step() is not None:
+            raise AnotherIsObserved
         log.info("%s: observing one step", self.name)
         self.called.clear()
         device = device_of(call.model, call.args, call.kwargs)
@@ -441,8 +447,14 @@ class BatchPlanner:
                     "with that peak",
                 )
             elif infeasible is not None:
-                state = f"optimizers hold {format_bytes(appeared)} of state more than in the first step"
-                self.warn_over_budget(needs, running or (of_others(others) if others else state))
+                reasons = [running] if running else []
+                if appeared > 0:
+                    reasons.append(
+                        f"optimizers hold {format_bytes(appeared)} of state more than in the first step"
+                    )
+                if others:
+                    reasons.append(of_others(others))
+                self.warn_over_budget(needs, ", and ".join(reasons))
             self._on_device.ask_others_for_room(needs - limit)
         terms = PlannedFor(limit, loop=loop, others_nbytes=others)
         loaded, shape = LoadedPolicy(*made), shape or call.shape

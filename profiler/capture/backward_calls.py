@@ -8,12 +8,15 @@ name, which stands here while somebody watches.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoac.profiler.torch_facts import private
+
+Begins = Callable[[Sequence[Any], Sequence[Tensor | None]], None]
 
 _lock = threading.Lock()
 _watchers: list[BackwardCalls] = []
@@ -23,11 +26,11 @@ class BackwardCalls:
     """Watch the outermost calls of backward on the thread that made this object, from `open` to `close`.
 
     Args:
-        begins: called before a call.
+        begins: called before a call, with the tensors from which it starts and their gradients.
         ended: called after a call, with True if it raised.
     """
 
-    def __init__(self, begins: Callable[[], None], ended: Callable[[bool], None]) -> None:
+    def __init__(self, begins: Begins, ended: Callable[[bool], None]) -> None:
         self.begins, self.ended = begins, ended
         self.thread = threading.get_ident()
         self.depth = 0
@@ -51,7 +54,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     watchers = [watcher for watcher in _watchers if watcher.thread == threading.get_ident()]
     for watcher in watchers:
         if not watcher.depth:
-            watcher.begins()
+            watcher.begins(args[0], args[1])
         watcher.depth += 1
     raised = True
     try:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import ac_client
-from autoac.planner import find_minimum_peak, plan
+from autoac.planner import plan
 from autoac.planner.errors import MOST_HOLDINGS, MalformedPolicy
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
@@ -53,8 +53,8 @@ def test_first_planned_step_logs_one_line_per_phase(caplog: pytest.LogCaptureFix
         for _ in range(2):
             model.zero_grad()
             model(torch.randn(2, 4)).sum().backward()
-    profiling, planning, planned, measuring = caplog.messages
-    assert profiling == "Sequential: profiling one step"
+    observing, planning, planned, measuring = caplog.messages
+    assert observing == "Sequential: observing one step"
     assert planning == "Sequential: planning 2 ops for 1.00 GiB"
     assert planned.startswith("Sequential: planned: predicted peak ")
     assert planned.endswith(" of 1.00 GiB, 0.0% of the step recomputed (0 of 2 ops)")
@@ -68,7 +68,7 @@ def test_gradients_are_those_of_the_plain_model(budget_gb: float) -> None:
         assert_equal(gradients(planned, BATCH, dropout=seed), gradients(plain, BATCH, dropout=seed))
     report = ac_client.applied(planned).report()
     assert report.predicted_peak_bytes < report.save_all_peak_bytes
-    assert report.steps == 3
+    assert report.steps == 2  # the first one was observed
     assert report.predicted_peak_bytes <= report.budget_bytes
 
 
@@ -97,7 +97,7 @@ def test_forward_that_does_not_train_uses_nothing_up(budget_gb: float) -> None:
     model(BATCH)
     assert ac_client.applied(model).policy is None
     model.train()
-    model(BATCH)
+    gradients(model, BATCH)
     assert ac_client.applied(model).policy is not None
 
 
@@ -162,6 +162,7 @@ def test_file_without_a_policy_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_infeasible_budget_leaves_the_model_as_it_was() -> None:
     model = ac_client.apply(new_model(), 1e-4)
+    gradients(model, BATCH)
     with pytest.raises(ac_client.InfeasibleBudget, match="needs at least") as raised:
         model(BATCH)
     assert raised.value.proven_floor > raised.value.budget
@@ -265,10 +266,12 @@ def scripted() -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_script_module_is_a_leaf_of_the_plan() -> None:
+    refusing = ac_client.apply(scripted(), 1e-6)
+    gradients(refusing, BATCH)
     with pytest.raises(ac_client.InfeasibleBudget) as refused:
-        ac_client.apply(scripted(), 1e-6)(BATCH)
+        refusing(BATCH)
     plain, planned = scripted(), scripted()
-    ac_client.apply(planned, (refused.value.smallest_found or 0) * 1.3 / GIB)  # its first runs differ
+    ac_client.apply(planned, (refused.value.smallest_found or 0) * 1.5 / GIB)  # its first runs differ
     for _ in range(3):
         assert_equal(gradients(planned, BATCH), gradients(plain, BATCH))
     with pytest.raises(TypeError, match=r"nn\.Sequential\(model\)"):
@@ -316,8 +319,10 @@ def test_report_without_a_budget_says_so(budget_gb: float) -> None:
 
 
 def test_list_of_what_is_live_counts_the_rest() -> None:
+    model = ac_client.apply(new_model(), 1e-6)
+    gradients(model, BATCH)
     with pytest.raises(ac_client.InfeasibleBudget) as refused:
-        ac_client.apply(new_model(), 1e-6)(BATCH)
+        model(BATCH)
     live = refused.value.live
     assert len(live) > MOST_HOLDINGS
     rest = sum(holding.nbytes for holding in live[MOST_HOLDINGS:])
@@ -347,7 +352,7 @@ def test_exception_in_forward_leaves_nothing_behind(budget_gb: float) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_forward_that_raises_while_it_is_profiled_is_planned_with_the_next_batch(
+def test_forward_that_raises_while_it_is_observed_is_observed_with_the_next_batch(
     error: type[BaseException],
 ) -> None:
     model = ac_client.apply(new_model(), 1.0)
@@ -357,8 +362,8 @@ def test_forward_that_raises_while_it_is_profiled_is_planned_with_the_next_batch
 
     with pytest.raises(error, match="a bad batch"), model.register_forward_pre_hook(spoil):
         model(BATCH)
-    assert torch._C._len_torch_dispatch_stack() == 0
     assert_equal(gradients(model, BATCH), gradients(new_model(), BATCH))
+    assert torch._C._len_torch_dispatch_stack() == 0
     assert ac_client.applied(model).policy is not None
 
 
@@ -539,15 +544,17 @@ def test_gradients_that_stay_between_microbatches_are_planned_for(budget_gb: flo
 
 
 def test_tightest_plan_runs_if_gradients_leave_no_room(caplog: pytest.LogCaptureFixture) -> None:
-    planned = new_model()
-    found = profile(planned, BATCH)
-    least = find_minimum_peak(found, gap=0.05, work_limit=0.3).found / GIB
-    ac_client.apply(planned, 1.02 * least)
+    planned = ac_client.apply(new_model(), 1e-6)
+    gradients(planned, BATCH)
+    with pytest.raises(ac_client.InfeasibleBudget) as refused:
+        planned(BATCH)
+    ac_client.apply(planned, 1.02 * (refused.value.smallest_found or 0) / GIB)
+    planned.zero_grad()
     for _ in range(3):
         scalar(planned(BATCH)).backward()
     assert caplog.text.count("gradients exist before the step") == 1
     assert "cannot be kept" in caplog.text
-    assert ac_client.applied(planned).policy.predicted.static_bytes > found.static.total
+    assert ac_client.applied(planned).policy.predicted.static_bytes > profile(new_model(), BATCH).static.total
 
 
 @pytest.mark.parametrize("left_out", [0, 1, 2], ids=["first", "middle", "last"])

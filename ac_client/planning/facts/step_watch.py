@@ -109,6 +109,7 @@ class StepWatch:
             bucket.ran_skipped,
             kept_nbytes=now,
             kept_before=kept_before,
+            outside_nbytes=bucket.outside_nbytes,
         )
 
     def _kept_batch(self, call: ModelCall) -> int:
@@ -140,7 +141,7 @@ class StepWatch:
             most = peak if peak > peak_before else allocated + backward.dropped_nbytes
             backward = backward._replace(nbytes_outside=max(0, most - before))
             self._after_forward = None
-        if backward.nbytes_outside and (plan is None or self._options.loss is not None):
+        if backward.nbytes_outside and plan is None:
             backward = backward._replace(nbytes_outside=0)
         elif backward.nbytes_outside and plan is not None:
             live = plan.graph.static_bytes + bucket.loaded.waiting_nbytes

@@ -61,6 +61,7 @@ def test_planned_model_obeys_constraints_with_the_plain_gradients() -> None:
 def test_constraints_that_cannot_be_met_leave_the_model_as_it_was() -> None:
     net, x = model(), torch.randn(4, 16)
     ac_client.apply(net, budget_gb=1.0, constraints=Constraints(pin_save=("9",)))
+    gradients(net, x)
     with pytest.raises(InvalidConstraints, match="pin_save '9' matches none"):
         net(x)
     with pytest.raises(ac_client.NotApplied):

@@ -307,10 +307,14 @@ def test_outputs_that_are_dropped_are_not_planned_as_held() -> None:
     assert not action.warning
 
 
-def test_large_loss_outside_of_the_model_is_warned_of() -> None:
-    action = next_action(PLANNED, backward(nbytes_outside=301, nbytes_live=700))
-    assert isinstance(action, Keep)
-    assert action.row == "loss outside"
+def test_larger_loss_outside_of_the_model_is_warned_of_and_observed() -> None:
+    facts = backward(nbytes_outside=301, nbytes_live=700)
+    action = again("loss outside", PLANNED, facts)
+    assert "about 301 B were made, and the plan counts 0 B" in action.warning
+    assert next_action(replace(PLANNED, outside_nbytes=301), facts) == Keep()
+    then = again("outside", PLANNED, StepFacts(outside_nbytes=301))
+    assert then.profiles
+    assert then.terms.outside_nbytes == 301
 
 
 def test_plan_that_was_made_elsewhere_stays_with_the_warning_of_each_row() -> None:

@@ -162,13 +162,21 @@ def test_planning_ahead_changes_nothing(budget_gb: float) -> None:
         ac_client.applied(ac_client.apply(new_model(), policy=at.policies)).plan_for(batch(LARGE))
 
 
-def test_shape_that_does_not_fit_leaves_the_others_planned(budget_gb: float) -> None:
+def test_shape_that_does_not_fit_runs_under_its_tightest_plan(
+    budget_gb: float, caplog: pytest.LogCaptureFixture
+) -> None:
     plain, planned = new_model(), ac_client.apply(new_model(), budget_gb)
     assert_as_plain(planned, plain, SMALL)
+    for _ in range(2):
+        assert_as_plain(planned, plain, (30, 240))
+        assert_as_plain(planned, plain, SMALL)
+    at = ac_client.applied(planned)
+    assert at.report().buckets == 2
+    (said,) = [message for message in caplog.messages if "cannot be kept" in message]
+    assert "30" in said
+    assert "240" in said
     with pytest.raises(ac_client.InfeasibleBudget):
-        planned(batch((30, 240)))
-    assert ac_client.applied(planned).report().buckets == 1
-    assert_as_plain(planned, plain, SMALL)
+        at.plan_for(batch((31, 240)))
 
 
 def test_set_is_carried_out_from_a_file(
@@ -377,12 +385,12 @@ def test_other_parameters_that_train_have_a_plan_of_their_own(
 ) -> None:
     profiled = collections.Counter[str]()
 
-    def rehearse(*args: Any, **kwargs: Any) -> Any:
+    def observed(*args: Any, **kwargs: Any) -> Any:
         profiled["times"] += 1
         return unwatched(*args, **kwargs)
 
-    unwatched = plan_batch.rehearse
-    monkeypatch.setattr(plan_batch, "rehearse", rehearse)
+    unwatched = plan_batch.ObservedStep
+    monkeypatch.setattr(plan_batch, "ObservedStep", observed)
     plain, planned = new_model(), new_model()
     most = len(list(plain.parameters()))
     peaks: dict[int, float] = {}
@@ -422,7 +430,7 @@ def test_forwards_in_flight_of_other_parameters_are_not_planned_for(caplog: pyte
 
     for forwards in (1, 2, 1, 2):
         step(forwards)
-    assert sum("profiling one step" in message for message in caplog.messages) == 2
+    assert sum("observing one step" in message for message in caplog.messages) == 2
     assert not any(record.levelno >= logging.WARNING for record in caplog.records)
 
 

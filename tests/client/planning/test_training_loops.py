@@ -110,7 +110,9 @@ def measured_again(model: nn.Module, step: Step) -> Report:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    """Return all warnings but that a step without a plan went over the budget, as it does in small models."""
+    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    return [message for message in said if "an observed step" not in message]
 
 
 def assert_gradients_of_the_plain_model(model: nn.Module, plain: nn.Module, step: Step) -> None:
@@ -121,10 +123,12 @@ def assert_gradients_of_the_plain_model(model: nn.Module, plain: nn.Module, step
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_forwards_in_flight_peak_where_predicted(n: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("n", "said"), [(2, None), (2, 2), (4, None)])
+def test_forwards_in_flight_peak_where_predicted(
+    n: int, said: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
     budget = budget_for(WithLoss(), 0.6, loop=Loop(n))
-    model = ac_client.apply(WithLoss(), budget / GIB, forwards_in_flight=n)
+    model = ac_client.apply(WithLoss(), budget / GIB, forwards_in_flight=said)
     several(n)(model)
     report = measured(model, several(n))
     assert report.predicted_peak_bytes < report.save_all_peak_bytes
@@ -136,14 +140,17 @@ def test_forwards_in_flight_peak_where_predicted(n: int, caplog: pytest.LogCaptu
     assert Policy.from_json(policy.to_json()) == policy
 
 
-def test_more_forwards_than_planned_warn_and_are_planned_for_in_the_same_step(
+def test_more_forwards_than_planned_warn_and_are_observed_in_the_next_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     budget = budget_for(WithLoss(), 0.6, loop=Loop(2))
     model = ac_client.apply(WithLoss(), budget / GIB)
-    several(2)(model)
+    for n in (1, 1, 2):
+        several(n)(model)
+        model.zero_grad()
     assert "2 forwards wait for one backward, and the plan is for 1" in warnings(caplog)[0]
     assert "forwards_in_flight=" in warnings(caplog)[0]
+    several(2)(model)
     report = measured(model, several(2))
     assert report.stale == "", "it was planned again"
     assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
@@ -203,7 +210,9 @@ def test_graph_that_the_name_of_the_loss_keeps_is_counted(caplog: pytest.LogCapt
 
 def test_forwards_in_flight_that_fit_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     model = ac_client.apply(WithLoss(), 1.0)
-    several(3)(model)
+    for n in (1, 3, 3):
+        several(n)(model)
+        model.zero_grad()
     assert not warnings(caplog)
     assert len(ac_client.applied(model).policy.forwards) == 1
 
@@ -211,7 +220,9 @@ def test_forwards_in_flight_that_fit_are_left_alone(caplog: pytest.LogCaptureFix
 def test_budget_that_the_loop_cannot_keep_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     budget = budget_for(WithLoss(), 0.5)
     model = ac_client.apply(WithLoss(), budget / GIB)
-    several(2)(model)
+    for n in (1, 2, 2, 2):
+        several(n)(model)
+        model.zero_grad()
     said = [message for message in warnings(caplog) if "cannot be kept" in message]
     assert "the step needs at least" in said[-1]
     report = measured(model, several(2))
@@ -232,18 +243,28 @@ def loss_of(out: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, logits.new_zeros(len(out), dtype=torch.long))
 
 
-def test_large_loss_outside_of_the_model_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixture) -> None:
-    model = ac_client.apply(Net(), budget_for(Net(), 0.7) / GIB)
-    with_cross_entropy(model)
-    assert "Pass loss=..." in warnings(caplog)[0]
-
-
-def test_loss_that_is_passed_is_part_of_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("loss", [None, loss_of], ids=["", "loss"])
+@pytest.mark.parametrize("later", [False, True])
+def test_loss_outside_of_the_model_is_part_of_the_plan(
+    loss: Any, later: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Net()
     graph = build(observe(model, batches(), {}, loss=loss_of))
     budget = simulate(graph, graph.everything).peak.live_bytes - ROWS * WIDTH * 4
-    ac_client.apply(model, budget / GIB, loss=loss_of)
-    with_cross_entropy(model)
+    ac_client.apply(model, budget / GIB, loss=loss)
+    if later:  # the first steps have a small loss
+        for _ in range(2):
+            model(batches()[0]).square().mean().backward()
+            model.zero_grad()
+        for _ in range(2):
+            with_cross_entropy(model)
+            model.zero_grad()
+        said = warnings(caplog)
+        assert len(said) == 1
+        assert all("between the model's forward and its backward about" in one for one in said)
+        caplog.clear()
+    else:
+        with_cross_entropy(model)
     report = measured(model, with_cross_entropy)
     assert report.predicted_peak_bytes < report.save_all_peak_bytes
     assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
@@ -259,8 +280,10 @@ def test_gradient_penalty_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixt
         (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         (out.mean() + gradient.square().mean()).backward()
 
-    model = ac_client.apply(Net(), budget_for(Net(), 0.7) / GIB)
-    step(model)
+    model = ac_client.apply(Net(), budget_for(Net(), 1.2) / GIB)
+    for _ in range(2):
+        step(model)
+        model.zero_grad()
     (said,) = warnings(caplog)
     assert "create_graph=True" in said
     assert "cannot be kept" in said
@@ -291,16 +314,6 @@ def test_graphs_of_meta_learning_are_warned_of_once_they_do_not_fit(
     assert all("such graphs before one is freed" in one for one in said)
 
 
-def test_backward_hooks_that_no_profile_calls_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    model = WithLoss()
-    model[3].register_full_backward_hook(lambda *_: None)
-    ac_client.apply(model, 1.0)
-    for _ in range(2):
-        several(1)(model)
-    (said,) = warnings(caplog)
-    assert "modules (3) have backward hooks" in said
-
-
 def test_retained_graph_is_warned_of_and_planned_for(caplog: pytest.LogCaptureFixture) -> None:
     def step(model: nn.Module) -> None:
         torch.manual_seed(2)
@@ -310,10 +323,14 @@ def test_retained_graph_is_warned_of_and_planned_for(caplog: pytest.LogCaptureFi
 
     budget = budget_for(WithLoss(), 0.8)
     model = ac_client.apply(WithLoss(), budget / GIB)
-    step(model)
+    for _ in range(2):
+        step(model)
+        model.zero_grad()
     (said,) = warnings(caplog)
     assert "retain_graph=True" in said
     step(model)  # planned again
+    model.zero_grad()
+    step(model)
     report = measured(model, step)
     assert report.predicted_peak_bytes < report.save_all_peak_bytes
     assert report.measured_peak_bytes <= budget
@@ -321,7 +338,10 @@ def test_retained_graph_is_warned_of_and_planned_for(caplog: pytest.LogCaptureFi
     assert len(warnings(caplog)) == 1
 
 
-def test_optimizer_that_was_not_passed_is_counted_once_it_steps(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_optimizer_that_was_not_passed_is_counted_once_it_steps(
+    later: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     plain, model = WithLoss(), WithLoss()
     adam = torch.optim.AdamW(model.parameters())
     budget = budget_for(plain, 0.6, torch.optim.AdamW(plain.parameters()))
@@ -332,14 +352,20 @@ def test_optimizer_that_was_not_passed_is_counted_once_it_steps(caplog: pytest.L
         adam.step()
         adam.zero_grad()
 
+    if later:
+        for _ in range(2):
+            several(1)(model)
+            model.zero_grad()
     step(model)
-    (said,) = warnings(caplog)
-    assert "AdamW steps it" in said
-    assert "optimizer=" in said
-    assert "AdamW steps it" in ac_client.applied(model).report().stale
+    said = warnings(caplog)
+    assert len(said) == later
+    if later:
+        assert "AdamW steps it" in said[0]
+        assert "optimizer=" in said[0]
+        assert "AdamW steps it" in ac_client.applied(model).report().stale
     step(model)
     assert ac_client.applied(model).report().stale == ""
-    assert warnings(caplog) == [said]
+    assert warnings(caplog) == said
     report = measured(model, step)
     assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
     assert ac_client.applied(model).policy.predicted.static_bytes > 3 * sum(
@@ -375,7 +401,8 @@ def test_gradients_that_the_loop_frees_between_forward_and_backward_do_not_count
     frees = False
     step(model)
     assert "are held in backward" in warnings(caplog)[1]
-    step(model)
+    for _ in range(2):
+        step(model)
     assert "cannot be kept" in warnings(caplog)[2]
     assert at.report().predicted_peak_bytes > budget
 
@@ -395,12 +422,14 @@ def test_gradients_that_are_freed_after_forward_are_not_planned_for_though_they_
     at = ac_client.applied(ac_client.apply(model, budget / GIB, optimizer=sgd))
     caplog.set_level(logging.INFO)
     recomputed = []
-    for _ in range(4):
+    for _ in range(6):
         step(model)
         recomputed.append(at.report().recomputed)
         sgd.step()
-    assert recomputed[0] < recomputed[1] > recomputed[2] == recomputed[3]
-    assert sum("profiling one step" in message for message in caplog.messages) == 2
+    first, second, third, *others = recomputed
+    assert first < second == third
+    assert others == [first] * 3, "backward has shown that it finds none"
+    assert sum("observing one step" in message for message in caplog.messages) == 2
     report = measured_again(model, step)
     assert report.measured_peak_bytes <= report.predicted_peak_bytes <= budget
     assert not warnings(caplog)
@@ -442,10 +471,11 @@ def test_warning_names_only_the_optimizer_that_was_not_passed(caplog: pytest.Log
     passed = torch.optim.AdamW(model[0].parameters())
     other = torch.optim.SGD(model[3].parameters(), 0.1, momentum=0.9)
     ac_client.apply(model, 1.0, optimizer=passed)
-    for _ in range(2):
+    for i in range(3):
         several(1)(model)
         passed.step()
-        other.step()
+        if i:
+            other.step()
         model.zero_grad()
     (said,) = warnings(caplog)
     assert "SGD steps it" in said
@@ -465,7 +495,8 @@ def test_optimizer_whose_state_cannot_be_known_is_warned_of(caplog: pytest.LogCa
     model = WithLoss()
     optimizer = Unknown(model.parameters())
     ac_client.apply(model, 1.0, optimizer=optimizer)
-    several(1)(model)
+    for _ in range(2):
+        several(1)(model)
     (said,) = warnings(caplog)
     assert "Unknown" in said
     assert "headroom_gb" in said
@@ -526,12 +557,9 @@ def test_two_planned_models_share_the_budget_of_their_device(caplog: pytest.LogC
     budget = int(0.65 * peak())
     for model in models:
         ac_client.apply(model, budget / GIB)
-    step()
-    assert (
-        "other models and tensors on the device" in warnings(caplog)[0]
-    )  # in the step in which both train first
-    for _ in range(3):
+    for _ in range(5):  # one model is observed at a time, and then each is planned with the other
         step()
+    assert "other models and tensors on the device" in warnings(caplog)[0]
     caplog.clear()
     assert peak() <= budget
     assert not warnings(caplog)
@@ -540,6 +568,7 @@ def test_two_planned_models_share_the_budget_of_their_device(caplog: pytest.LogC
 
 def test_refused_budget_names_the_other_models_on_the_device() -> None:
     other, model = ac_client.apply(Net(), 1.0), ac_client.apply(WithLoss(), 1e-6)
+    several(1)(model)
     with pytest.raises(InfeasibleBudget) as raised:
         several(1)(model)
     notes = "\n".join(raised.value.__notes__)
@@ -619,7 +648,7 @@ def test_parametrized_module_is_not_skipped(caplog: pytest.LogCaptureFixture) ->
         several(1)(model)
         model.zero_grad()
     assert not warnings(caplog)
-    assert sum("profiling one step" in message for message in caplog.messages) == 1
+    assert sum("observing one step" in message for message in caplog.messages) == 1
 
 
 class Whole(torch.autograd.Function):
@@ -671,7 +700,7 @@ def test_module_that_runs_inside_of_a_function_or_runs_no_op_is_not_skipped(
         several(1)(model)
         model.zero_grad()
     assert not warnings(caplog)
-    assert sum("profiling one step" in message for message in caplog.messages) == 1
+    assert sum("observing one step" in message for message in caplog.messages) == 1
     assert_gradients_of_the_plain_model(model, InOneOp(), several(1))
 
 
@@ -734,27 +763,19 @@ def test_budget_that_only_a_loop_that_drops_outputs_keeps_is_kept_from_the_first
     drops(model)
     first = measured(model, drops)
     assert first.measured_peak_bytes == first.predicted_peak_bytes <= budget
-    assert len(warnings(caplog)) == 1
-    assert "if the training loop holds all outputs" in warnings(caplog)[0]
+    assert not warnings(caplog)
     model.zero_grad()
     holds(model)
-    assert "outputs of 512.00 KiB are held" in warnings(caplog)[1]
+    assert "outputs of 512.00 KiB are held" in warnings(caplog)[0]
     assert_gradients_of_the_plain_model(model, Head(), drops)
-
-
-def test_refused_budget_says_that_outputs_count_as_dropped() -> None:
-    model = ac_client.apply(Head(), 0.8 * budget_for(Head(), 0.0) / GIB)
-    with pytest.raises(ac_client.InfeasibleBudget) as refused:
-        drops(model)
-    assert any("drops the model's other outputs (512.00 KiB)" in note for note in refused.value.__notes__)
 
 
 def test_peak_with_nothing_recomputed_is_that_of_the_loop_that_runs(caplog: pytest.LogCaptureFixture) -> None:
     held, dropped = (budget_for(Head(), 1.0, loop=Loop(drops=d)) for d in (frozenset(), frozenset({1})))
     model = ac_client.apply(Head(), 1.0)
     drops(model)
-    assert ac_client.applied(model).report().save_all_peak_bytes == held
-    assert measured(model, drops).save_all_peak_bytes == dropped < held
+    assert ac_client.applied(model).report().save_all_peak_bytes == dropped < held
+    assert measured(model, drops).save_all_peak_bytes == dropped
     model.zero_grad()
     holds(model)
     assert measured(model, holds).save_all_peak_bytes == held
@@ -779,13 +800,8 @@ def test_outputs_that_the_loop_drops_are_not_planned_as_held(caplog: pytest.LogC
     budget = budget_for(Head(), 0.97)
     model = ac_client.apply(Head(), budget / GIB)
     drops(model)
-    model.zero_grad()
-    before = ac_client.applied(model).report()
-    assert before.recomputed > 0
-    drops(model)
-    model.zero_grad()
     report = measured(model, drops)
-    assert report.recomputed < before.recomputed
+    assert report.recomputed == 0
     assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
     assert not warnings(caplog)
     model.zero_grad()
@@ -824,6 +840,5 @@ def test_outputs_that_autograd_saves_too_do_not_count_as_held(caplog: pytest.Log
         model.zero_grad()
     report = measured(model, step)
     assert report.measured_peak_bytes <= report.predicted_peak_bytes <= budget
-    (said,) = [message for message in warnings(caplog) if message.startswith("GPT2")]
-    assert "if the training loop holds all outputs" in said
+    assert not [message for message in warnings(caplog) if message.startswith("GPT2")]
     assert_gradients_of_the_plain_model(model, cached(), step)
