@@ -34,7 +34,7 @@ from autoac.profiler.checkpoints.own_checkpoints import (
     plain_checkpoints,
 )
 from autoac.profiler.distributed.ddp import buckets_of, wrapper_paths
-from autoac.profiler.distributed.fsdp import shards_of
+from autoac.profiler.distributed.fsdp import gathered_nbytes, shards_of
 from autoac.profiler.distributed.process_groups import noting_groups
 from autoac.profiler.environment import describe_leaf, environment_of_device
 from autoac.profiler.errors import NothingToProfile
@@ -93,7 +93,10 @@ class ObservedStep:
         self.recording = False
         self.has_checkpoints = False
         self.groups: Any = None
-        self._static = static_bytes(model, args, kwargs, 0, device, accumulates=self._accumulates)
+        static = static_bytes(model, args, kwargs, 0, device, accumulates=self._accumulates)
+        # Shards that a forward before, as of an evaluation, has left gathered. Other steps gather them again.
+        gathered = static.parameters + gathered_nbytes(model)
+        self._static = static.model_copy(update={"parameters": gathered})
         self._device = device
         self._environment = environment_of_device(model, device)
         self._inputs = [describe_leaf(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs)))]

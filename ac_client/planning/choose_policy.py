@@ -141,7 +141,12 @@ class PolicyChooser:
                     observation.shape, lambda: self._planner.observed(call, observation)
                 )
                 loop = Loop(observation.forwards)
+                if profile is not None:
+                    loop, profile = _as_shown(observation, profile)
                 self._meet_or_give_up(observation.shape, call, loop, need, profile)
+                for bucket in self._store.buckets.all:
+                    if bucket.profile is profile is not None:
+                        self._note(observation, bucket, profile)
                 if self._options.shapes == "first":
                     buckets = self._store.buckets
                     covering = buckets.covering(observation.key, call.args, call.kwargs)
@@ -179,18 +184,19 @@ class PolicyChooser:
             if observation.then is not None:
                 self._store.current = observation.then(profile, call, observation.forwards)
                 return
-            rows = zip(profile.outputs.position, profile.outputs.released, strict=True)
-            drops = frozenset(position for position, released in rows if released <= len(profile.ops))
-            loop = Loop(observation.forwards, drops & profile.droppable_outputs)
-            profile = profile.with_dropped_outputs(loop.drops)
+            loop, profile = _as_shown(observation, profile)
             bucket = self._plan(call, loop, profile, observation.shape, observed=True)
-            outside = observation.step.outside_nbytes(profile)
-            bucket.planned_for = replace(bucket.planned_for, outside_nbytes=outside)
-            buckets.forwards = max(buckets.forwards, observation.forwards)
-            buckets.most_forwards = max(buckets.most_forwards, observation.forwards)
+            self._note(observation, bucket, profile)
             if buckets.single_policy is None:
                 buckets.remember(observation.key, bucket)
             self._store.current = bucket
+
+    def _note(self, observation: Observation, bucket: PlannedBucket, profile: Profile) -> None:
+        """Note what else the observed step has shown, which `bucket` was planned for."""
+        buckets, outside = self._store.buckets, observation.step.outside_nbytes(profile)
+        bucket.planned_for = replace(bucket.planned_for, outside_nbytes=outside)
+        buckets.forwards = max(buckets.forwards, observation.forwards)
+        buckets.most_forwards = max(buckets.most_forwards, observation.forwards)
 
     def observes(self, call: ModelCall) -> bool:
         """Return True if the step of this batch is observed, and not rehearsed."""
@@ -433,6 +439,14 @@ class PolicyChooser:
         )
         self._store.buckets.remember(key, bucket)
         return bucket
+
+
+def _as_shown(observation: Observation, profile: Profile) -> tuple[Loop, Profile]:
+    """Return the form of the loop that an observed step has shown, and the profile of a step in that loop."""
+    rows = zip(profile.outputs.position, profile.outputs.released, strict=True)
+    drops = frozenset(position for position, released in rows if released <= len(profile.ops))
+    loop = Loop(observation.forwards, drops & profile.droppable_outputs)
+    return loop, profile.with_dropped_outputs(loop.drops)
 
 
 def _plan_on(policy: Policy, profile: Profile) -> Plan | None:

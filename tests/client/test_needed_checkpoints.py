@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import ac_client
 from ac_client.runtime.write_guard import ContentsDiffer, StaleError
 from autoac.planner import Policy, plan
-from autoac.profiler import profile
+from autoac.profiler.rehearse import rehearse
+from autoac.profiler.steps.training_loop import TrainingStep
 
 WIDTH, LAYERS = 32, 4
 Call = Callable[[Any, Tensor], Tensor]
@@ -145,7 +146,7 @@ def test_needed_checkpoints_are_left_to_torch_under_a_plan_that_recomputes() -> 
 
 def policy_of_plain_calls(kind: type[Net]) -> Policy:
     plain = made(kind, lambda function, x: function(x))  # which fails in a real backward
-    found = profile(plain, batch(0), on=torch.device("cpu"))
+    found = rehearse(TrainingStep(plain, (batch(0),), {}))
     peak = plan(found, budget_bytes=1 << 40).policy().predicted.peak_bytes
     return plan(found, budget_bytes=int(peak * 0.95)).policy()
 

@@ -106,11 +106,11 @@ def test_prepared_optimizer_keeps_its_parameters_and_is_counted() -> None:
         model(torch.randn(4, 64, 32))["logits"].sum().backward()
         with_state = at.report().predicted_peak_bytes
     assert [id(p) for group in optimizer.param_groups for p in group["params"]] == before
-    assert not optimizer.state
     model.zero_grad()
     with planned(accelerator, model, 1.0) as at:
         model(torch.randn(4, 64, 32))["logits"].sum().backward()
-    assert with_state - at.report().predicted_peak_bytes >= 2 * sum(p.nbytes for p in model.parameters())
+        without_state = at.report().predicted_peak_bytes
+    assert with_state - without_state >= 2 * sum(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

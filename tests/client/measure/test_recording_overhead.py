@@ -163,11 +163,14 @@ def test_gpu_step_counts_replay_time_if_the_host_is_slower(
     us: float, counts: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The host takes 5 us for an op without a plan, and 7 us more to record and replay it."""
-    rehearse = plan_batch.rehearse
+    taken = plan_batch.ObservedStep.profile
     monkeypatch.setattr(plan_batch, "host_times_of_process", lambda: HostTimes(5.0, 7.0))
-    monkeypatch.setattr(plan_batch, "rehearse", lambda *args, **kwargs: on_gpu(rehearse(*args, **kwargs), us))
-    graph = build(profile(Transformer(), X))
-    budget = peak_bytes(graph, graph.everything) - 2000
+    monkeypatch.setattr(plan_batch.ObservedStep, "profile", lambda *args: on_gpu(taken(*args), us))
+    loose = ac_client.apply(Transformer(), budget_gb=1.0)
+    step(loose)
+    ceiling = ac_client.applied(loose).plan
+    assert ceiling is not None
+    budget = ceiling.peak - 2000
     model = ac_client.apply(Transformer(), budget_gb=budget / 2**30)
     with caplog.at_level("WARNING", logger="ac_client"):
         step(model)
