@@ -98,7 +98,12 @@ class Applied:
         return self._store.policies()
 
     def plan_for(self, *args: Any, **kwargs: Any) -> Policy:
-        """Plan for one more shape of batch now: profiles `model(*args, **kwargs)` and changes nothing.
+        """Plan for one more shape of batch now, from one real step on `model(*args, **kwargs)`.
+
+        The step runs without the optimizer. Gradients, buffers and generators are then as before. What else
+        the forward changes stays changed: counters, caches and logs, its batch, and parameters that it writes
+        itself. Under DistributedDataParallel or `fully_shard`, every rank must call this method, since the
+        step communicates.
 
         A loop that begins with its largest batch plans once. If its small batches should not recompute what
         only the large ones need to, plan for those too.

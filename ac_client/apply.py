@@ -25,7 +25,7 @@ from ac_client.arguments import (
 )
 from ac_client.files import named
 from ac_client.planning.loaded_policy import other_environment
-from ac_client.planning.options import ApplyOptions, Budget, BudgetOf, FirstStep, Shapes
+from ac_client.planning.options import ApplyOptions, Budget, BudgetOf, Shapes
 from ac_client.planning.ranks import AUTO, Group
 from ac_client.service_client.errors import ServiceUnavailable
 from ac_client.service_client.policy_requests import named_policy
@@ -66,7 +66,6 @@ def apply(
     forwards_in_flight: int | None = None,
     verify: int | None = None,
     take_over_checkpoints: bool = True,
-    first_step: FirstStep = "observed",
 ) -> Model:
     """Make `model`'s training steps fit in `budget_gb`, at the least extra time, with the same gradients.
 
@@ -119,9 +118,6 @@ def apply(
         take_over_checkpoints: let the plan decide what the model's own calls of torch.utils.checkpoint,
             torch_remat and `ac_client.checkpoint` recompute: planned forwards run these as plain calls. False
             leaves them as they are, and refuses a model whose switch for checkpointing is on.
-        first_step: "rehearsed": the first training forward is profiled before it runs, so the first step has
-            a plan. "observed": the first step runs once, for real, without a plan, at about the memory of a
-            checkpoint around each block; the second one is planned (docs/profiling.md).
 
     Raises:
         TypeError: `model` is not a module, or one of TorchScript; `optimizer` is not an optimizer or a list
@@ -164,7 +160,6 @@ def apply(
         shapes=shapes,
         group=group,
         budget_of=budget_of,
-        first_step=first_step,
     )
     if budget_gb == "device":
         budget_of = "reserved"
@@ -208,7 +203,6 @@ def apply(
         forwards_in_flight=forwards_in_flight,
         verify=verify,
         take_over_checkpoints=take_over_checkpoints,
-        first_step=first_step,
     )
     Applied(model, options, optimizer=optimizer, policy=loaded)
     return given

@@ -204,14 +204,13 @@ def check_switches(
     shapes: Any,
     group: Any,
     budget_of: Any,
-    first_step: Any,
 ) -> None:
     """Check the arguments that have only a few valid values.
 
     Raises:
         TypeError: `strict`, `require_service` or `take_over_checkpoints` is not a bool, or `group` is not a
             ProcessGroup.
-        ValueError: `shapes`, `group`, `budget_of` or `first_step` is not one of the valid strings.
+        ValueError: `shapes`, `group` or `budget_of` is not one of the valid strings.
     """
     switches = {
         "strict": strict,
@@ -225,8 +224,6 @@ def check_switches(
         raise ValueError(f'shapes must be "bucket" or "first", got {shapes!r}')
     if budget_of not in ("allocated", "reserved"):
         raise ValueError(f'budget_of must be "allocated" or "reserved", got {budget_of!r}')
-    if first_step not in ("rehearsed", "observed"):
-        raise ValueError(f'first_step must be "rehearsed" or "observed", got {first_step!r}')
     if isinstance(group, str):
         if group != AUTO:
             raise ValueError(f'group must be "auto", a ProcessGroup or None, got {group!r}')

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -28,57 +28,20 @@ import numpy
 import torch
 from torch import nn
 
-from ac_client.observing.observed_step import ObservedStep
 from autoac.planner import Profile, build
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import profile
-from autoac.profiler.torch_facts.gradients import roots_of
-from autoac.profiler.torch_facts.inductor import is_called_compiled
-from autoac.profiler.torch_facts.module_paths import watch_modules
+from autoac.profiler.rehearse import rehearse
+from autoac.profiler.steps.training_loop import TrainingStep
 from benchmarks.models.batches import Batch
 from benchmarks.observed_step import SIZES, cases
 from benchmarks.results import add_out_argument, markdown_table, write_result
 
-OTHERS = ("runtime_us", "spread_us", "replay_us", "notes", "kept_nbytes")
-"""Times; and what is alive when backward returns, which has the gradients that backward starts from."""
+OTHERS = ("runtime_us", "spread_us", "replay_us", "notes")
+"""Times, and notes on them."""
 IN_BACKWARD = ("backward.", "saved.dropped", "outputs.released", "temporaries.", "nodes", "ops.other_nbytes")
 """Columns that the known reasons change."""
 MOST_NBYTES = 8  # of a peak
-
-
-def observe_step(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    device: torch.device,
-) -> Profile:
-    """Run `model(*args, **kwargs)` and a backward from its output once, for real, and return its profile.
-
-    Raises:
-        NothingToProfile: nothing requires a gradient.
-        ProfilerBusy: torch.profiler runs on this thread.
-    """
-    step = ObservedStep(model, args, kwargs, device)
-    watches = [] if is_called_compiled(model) else watch_modules(model, step.enter, step.leave)
-    try:
-        step.begin_forward()
-        output = model(*args, **kwargs)
-        step.end_forward(output)
-        roots = [root for root in roots_of(output) if root.requires_grad]
-        del output
-        step.begin_backward()
-        step.unwatch_calls()
-        if roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        step.end_backward()
-        del roots
-        step.end()
-    finally:
-        step.discard()
-        for watch in watches:
-            watch.remove()
-    return step.profile(model)
 
 
 def columns(found: Profile) -> dict[str, Any]:
@@ -125,9 +88,9 @@ def compare(name: str, make: Callable[[], tuple[nn.Module, Batch]]) -> tuple[lis
     model, batch = make()
     model.train()
     seed_everything()
-    hollow = profile(model, **batch)
+    hollow = rehearse(TrainingStep(model, (), batch))
     seed_everything()
-    observed = observe_step(model, (), batch, device=torch.device("cpu"))
+    observed = profile(model, **batch)
     apart = [abs(a - b) for a, b in zip(peaks(observed), peaks(hollow), strict=True)]
     forward = sum(observed.ops.runtime_us) / sum(hollow.ops.runtime_us)
     backward = sum(observed.backward.runtime_us) / sum(hollow.backward.runtime_us)

@@ -4,9 +4,8 @@
 
 Each model of models/medium.py runs in a process of its own, on one thread.
 
-*Memory*: the allocator's record of a hollow step and of a plain step, each above what was allocated before,
-gradients included; and the bytes of the largest node of backward, which every step that runs its kernel
-needs.
+*Memory*: the allocator's record of an observed step and of a plain step, each above what was allocated
+before, as for a step that adds to gradients.
 
 *Time*: plain steps and whole profiles take turns; the median of the ratios is quoted, in CPU time of the
 thread, which other processes do not add to. *Fake*: Llama 3 8B on the meta device for an H100, profiled
@@ -23,16 +22,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
 from ac_client.measure.forked_call import run_in_child
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import Profile
 from autoac.planner.units import format_bytes
 from autoac.profiler import DATASHEETS, profile
-from autoac.profiler.steps import hollow
+from autoac.profiler.observed_step import ObservedStep
 from autoac.profiler.steps.training_loop import TrainingStep
 from benchmarks.models import medium
 from benchmarks.models.large import llama
@@ -45,18 +42,17 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The cost of a model's hollow profile, compared with a plain step."""
+    """The cost of a model's profile, compared with a plain step."""
 
     model: str
     plain_nbytes: int  # peak above what was allocated before
-    hollow_nbytes: int
-    node_nbytes: int  # most that one node of backward takes: see `largest_node_nbytes`
+    observed_nbytes: int
     plain_s: float
     ratios: Sequence[float]  # time of a profile / time of a plain step, of each pair
 
     @property
     def memory(self) -> float:
-        return self.hollow_nbytes / self.plain_nbytes
+        return self.observed_nbytes / self.plain_nbytes
 
     @property
     def time(self) -> float:
@@ -77,33 +73,18 @@ def measure_row(model: str, pairs: int) -> Row:
     torch.set_num_threads(1)
     plain, batch = medium.build(model)
     forward_backward_s(plain, batch)  # allocates the gradients
-    step = hollow.run(
-        TrainingStep(plain, (), batch), CPU, known=lambda kinds: dict.fromkeys(kinds, (0.0, 0.0, 1))
-    )
-    hollow_nbytes = max(accumulate(change.nbytes for change in step.allocations.changes))
-    del step
+    step = ObservedStep(plain, (), batch, CPU)
+    step.run(TrainingStep(plain, (), batch), lambda _leaves: None)
+    observed_nbytes = step.peak_nbytes - step.profile(plain).static.total
     with AllocatorTimeline() as timeline:
         forward_backward_s(plain, batch)
-    node_nbytes = largest_node_nbytes(profile(plain, **batch))
     ratios, steps = [], []
     for _ in range(pairs):
         steps.append(sum(forward_backward_s(plain, batch)))
         began = time.thread_time()
         profile(plain, **batch)
         ratios.append((time.thread_time() - began) / steps[-1])
-    return Row(model, timeline.peak_bytes, hollow_nbytes, node_nbytes, statistics.median(steps), ratios)
-
-
-def largest_node_nbytes(taken: Profile) -> int:
-    """Return the bytes of the backward node that needs most.
-
-    That is what it unpacks, what its kernel allocates, and the gradients and temporaries live meanwhile.
-    """
-    storage = [taken.values.storage[value] for value in taken.saved.value]
-    return max(
-        own + sum(taken.storages.nbytes[i] for i in {storage[row] for row in unpacked})
-        for own, unpacked in zip(taken.backward.peak_nbytes, taken.backward.unpacks.rows(), strict=True)
-    )
+    return Row(model, timeline.peak_bytes, observed_nbytes, statistics.median(steps), ratios)
 
 
 def measure_fake() -> FakeCost:
@@ -123,34 +104,32 @@ HEAD = (
     "model",
     "plain step, ms",
     "plain peak",
-    "hollow peak",
-    "hollow / plain",
-    "one node / plain",
+    "observed peak",
+    "observed / plain",
     "profile / step",
 )
 
 
 def render(rows: Sequence[Row], fake: FakeCost) -> str:
     """Return the table as Markdown, under a summary."""
-    lean = sum(row.memory <= 1 / 3 for row in rows)
-    quick = sum(row.time <= 2.5 for row in rows)
+    lean = sum(row.memory <= 1 / 2 for row in rows)
+    quick = sum(row.time <= 2 for row in rows)
     first, second = fake.seconds
     lines = [
         [
             row.model,
             f"{row.plain_s * 1e3:.0f}",
             format_bytes(row.plain_nbytes),
-            format_bytes(row.hollow_nbytes),
+            format_bytes(row.observed_nbytes),
             f"{row.memory:.2f}",
-            f"{row.node_nbytes / row.plain_nbytes:.2f}",
             f"{row.time:.2f}",
         ]
         for row in rows
     ]
     return (
         f"torch {torch.__version__}, one thread, {min(len(row.ratios) for row in rows)} pairs of a step "
-        f"and a profile. A hollow step needs at most a third of the memory in {lean} of {len(rows)} "
-        f"models, and a profile takes at most 2.5 plain steps in {quick}.\n\n"
+        f"and a profile. An observed step needs at most half of the memory in {lean} of {len(rows)} "
+        f"models, and a profile takes at most 2 plain steps in {quick}.\n\n"
         f"{markdown_table(HEAD, lines)}\n\n"
         f"A fake profile of Llama 3 8B, 1 x 8192 tokens, for an H100 ({fake.ops} ops) takes {first:.1f} CPU "
         f"seconds, and a second one in the same process {second:.1f}, imports not counted. Resident memory "

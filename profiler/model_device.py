@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from autoac.profiler.errors import CannotProfile
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
@@ -51,6 +52,40 @@ def check_one_device(
             "move model and batch to one device, or plan the part on each device as a stage of a pipeline "
             "(docs/pipelines.md)",
         )
+
+
+def device_of_step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """Return the device on which a step of `model` runs for real.
+
+    Raises:
+        CannotProfile: no such step runs, as on the meta device.
+    """
+    check_no_lazy_layers(model)
+    check_one_device(model, args, kwargs)
+    device = device_of(model, args, kwargs)
+    if device.type == "meta":
+        raise CannotProfile(
+            type(model).__name__,
+            "it is on the meta device, where no op runs",
+            "move it to the device that it trains on (to_empty), or plan it without one: "
+            "autoac.profiler.profile(model, ..., on=DATASHEETS[...])",
+        )
+    return device
+
+
+def check_no_lazy_layers(model: nn.Module) -> None:
+    """Refuse a model whose tensors do not all exist.
+
+    Raises:
+        CannotProfile: names one that its first forward creates.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise CannotProfile(
+                type(model).__name__,
+                f"{name} is created in the first forward (a lazy layer)",
+                "run one batch through the model first, under torch.no_grad() and before ac_client.apply",
+            )
 
 
 def _tensors(

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from autoac.planner.formats.profile import Environment, Profile, StaticBytes
+from autoac.planner.formats.profile import Profile
 from autoac.profiler.autocast import autocast_to, may_be_switched_off
-from autoac.profiler.capture.garbage_collection import frozen_heap, no_garbage_collection
+from autoac.profiler.capture.garbage_collection import frozen_heap
 from autoac.profiler.checkpoints.own_checkpoints import checkpoints_left_alone
 from autoac.profiler.distributed.ddp import buckets_of, build_replicating
-from autoac.profiler.distributed.fsdp import check_sharded
-from autoac.profiler.environment import describe_leaf, environment_of_datasheet, environment_of_device
+from autoac.profiler.distributed.fsdp import check_reduced, check_sharded, parameters_of
+from autoac.profiler.environment import describe_leaf, environment_of_datasheet
 from autoac.profiler.errors import CannotProfile
-from autoac.profiler.model_device import check_one_device, device_of
-from autoac.profiler.static_memory import optimizer_bytes, static_bytes, workspace_bytes
-from autoac.profiler.steps import fake, hollow
-from autoac.profiler.steps.hollow import StepRecord
+from autoac.profiler.model_device import check_no_lazy_layers, device_of_step
+from autoac.profiler.observed_step import ObservedStep
+from autoac.profiler.restore.tensor_state import tensors_restored
+from autoac.profiler.step_profile import profile_of
+from autoac.profiler.steps import fake
 from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss, TrainingStep
-from autoac.profiler.timing.cache import OpTime, Times, machine
+from autoac.profiler.timing.cache import Times
 from autoac.profiler.timing.on_device import OpTimesOnDevice, datasheet_of
-from autoac.profiler.timing.op_timer import BETWEEN_OPS
 from autoac.profiler.timing.roofline import DATASHEETS, Device
-from autoac.profiler.to_profile import assemble
-from autoac.profiler.torch_facts.inductor import backend_of_plans, is_called_compiled, uncompiled
+from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.private import tree_leaves
 from autoac.profiler.torch_facts.probes import check_torch
-
-log = logging.getLogger("autoac.profiler")
+from autoac.profiler.torch_facts.rng import generators_restored
 
 
 def profile(
@@ -49,10 +46,15 @@ def profile(
 ) -> Profile:
     """Profile one training step `loss(model(*args, **kwargs)).backward()`.
 
-    By default, run one hollow step on the model's device (see hollow.py). It needs no memory for saved
-    activations, and leaves parameters, gradients, buffers and generators as they were. With `on`, run one
-    fake step (see fake.py) for a device that need not be here. It allocates nothing and estimates run times
-    from the datasheet, and the model and the batch may be on the meta device.
+    By default, run one *observed* step on the model's device: forward and backward once, for real, with about
+    the memory of a checkpoint around each block (observed_step.py). Gradients, buffers and generators are
+    then as before. All else that a forward changes stays changed: this is one step of the model, so counters,
+    caches and logs of its forward, its batch, and parameters that it writes itself see one more call. Hooks
+    that run when a gradient is complete, such as an optimizer in backward, are not called. Under
+    DistributedDataParallel or `fully_shard`, every rank must call this function, since the step communicates.
+
+    With `on`, run one fake step (see fake.py) for a device that need not be here. It allocates nothing and
+    estimates run times from the datasheet, and the model and the batch may be on the meta device.
 
     The profile assumes that the model's output is held until the end of backward, as in
     `out = model(batch); out.loss.backward()`.
@@ -74,18 +76,25 @@ def profile(
         NothingToProfile: nothing requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
         ShardsInUse: FSDP holds gradients that are not reduced yet.
-        CannotProfile: the model is sharded in a way that docs/integrations.md excludes, has lazy layers, is
-            on meta or on several devices without `on`, or uses torch.utils.checkpoint in a way that
-            docs/profiling.md excludes; or the device's allocator reports nothing, as CUDA's
-            `cudaMallocAsync` and pluggable ones; or a part of the step allocates on a thread that
+        CannotProfile: the model is sharded in a way that docs/integrations.md excludes, has lazy layers, or
+            is on meta or on several devices without `on`; or the device's allocator reports nothing, as
+            CUDA's `cudaMallocAsync` and pluggable ones; or a part of the step allocates on a thread that
             torch.profiler does not watch.
         CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
         UnsupportedTorch: torch lacks a name that the step needs, or behaves in another way.
         ValueError: `on` is neither a datasheet nor a device, or that device is not here.
         TypeError: `model` is not a module, or `loss` did not return a tensor.
     """
-    with nullcontext() if take_over_checkpoints else checkpoints_left_alone():
-        return observe(model, args, kwargs, loss=loss, on=on, times=times, autocast=autocast)
+    return observe(
+        model,
+        args,
+        kwargs,
+        loss=loss,
+        on=on,
+        times=times,
+        autocast=autocast,
+        take_over_checkpoints=take_over_checkpoints,
+    )
 
 
 @frozen_heap()
@@ -101,128 +110,95 @@ def observe(
     autocast: torch.dtype | None = None,
     accumulates: bool | None = None,
     loop: Loop = ONE_FORWARD,
+    take_over_checkpoints: bool = True,
 ) -> Profile:
     """Profile one training step of the loop that `loop` describes, and count the memory of `optimizer`.
 
     Args:
-        model, args, kwargs, loss, on, times, autocast: as for `profile`.
-        optimizer: one or several. The state counts with its present bytes, or with those after two steps if
-            these are more. The workspace is what the optimizer's step allocates for a while.
+        model, args, kwargs, loss, on, times, autocast, take_over_checkpoints: as for `profile`.
+        optimizer: one or several, which do not step. The state counts with its present bytes, or with those
+            after two steps if these are more. The workspace is what the optimizer's step allocates for a
+            while.
         accumulates: True if gradients exist before the step, as for every microbatch but the first. By
             default, True if a parameter of `model` has a gradient now.
         loop: how many forwards run before one backward, each on a batch like this one, and which outputs are
             held. With several forwards, `loss` gets a list of their outputs.
+
+    The step is put back as by `profile`. Gradients that exist are copied, and counted once.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got a {type(model).__name__}")
     check_torch()
     _check_on(on)
-    _check_no_lazy_layers(model)
-    if on is None:
-        build_replicating(model)
-    check_sharded(model, fake=on is not None)
-    if buckets_of(model, None).holds_gradients:
-        accumulates = True  # each gradient is copied into its bucket, and freed
     subject = TrainingStep(model, args, kwargs, loss, accumulates, loop)
-    leaves = tree_leaves((tuple(args), dict(kwargs)))
-    _check_no_iterators(model, leaves)
-    inputs = [describe_leaf(leaf) for leaf in leaves]
     if times is None:
         times = Times.of_environment()
     elif not isinstance(times, Times):
         times = Times(times)
-    if on is None:
-        device, datasheet = device_of(model, args, kwargs), None
-        check_one_device(model, args, kwargs)
-        if device.type == "meta":
-            raise CannotProfile(
-                type(model).__name__,
-                "it is on the meta device, where no op runs",
-                "move it to the device that it trains on (to_empty), or plan it without one: "
-                "autoac.profiler.profile(model, ..., on=DATASHEETS[...])",
-            )
-        with autocast_to(device.type, autocast):
-            environment = environment_of_device(model, device)
-            step, notes = _real_step(subject, device, environment, times)
-    else:
-        device = fake.CPU
-        datasheet = on if isinstance(on, Device) else datasheet_of(on)
-        measured = None if isinstance(on, Device) else OpTimesOnDevice(on, datasheet, times)
-        is_off = datasheet.device_type == "cuda" and autocast is None and may_be_switched_off()
-        with autocast_to(datasheet.device_type, autocast):
-            environment = environment_of_datasheet(model, datasheet)
-            step, notes = fake.run(subject, datasheet, measured)
-        if is_off:
-            notes.append("autocast is off: without a GPU, torch.autocast('cuda') needs autocast=... here")
-        if measured is None:
-            notes.append(f"run times are estimated from the datasheet of {datasheet.name}")
-        else:
-            measured.keep()
-            kinds = measured.kinds
-            notes.append(f"measured: run times of {kinds} kinds of op, each by itself on {datasheet.name}")
-        notes.append("what kernels allocate inside themselves is not known and counts as nothing")
-    result = profile_of(subject, step, notes, inputs, environment, device, datasheet, optimizer)
-    if on is None and times is not None:
-        result = _with_cached_backward(result, times, machine(device, environment.device_name))
-    return result
+    if on is not None:
+        with nullcontext() if take_over_checkpoints else checkpoints_left_alone():
+            return _fake_profile(subject, on, times, autocast, optimizer)
+    device = device_of_step(model, args, kwargs)
+    with autocast_to(device.type, autocast):
+        step = _observed(subject, device, leave_checkpoints=not take_over_checkpoints)
+        if step.needs_checkpoints:
+            step = _observed(subject, device, needs_checkpoints=True)
+    found = step.profile(model, optimizer, times).with_dropped_outputs(loop.drops)
+    return found.with_retained_graph() if loop.retains else found
 
 
-def profile_of(
-    subject: TrainingStep,
-    step: StepRecord,
-    notes: list[str],
-    inputs: Sequence[str],
-    environment: Environment,
-    device: torch.device,
-    datasheet: Device | None,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
-    static: StaticBytes | None = None,
-) -> Profile:
-    """Return the Profile of `step`, the records of one step of `subject`.
-
-    Args:
-        static: as the step began, without the state of optimizers, if `subject` has changed since.
-    """
+def _observed(subject: TrainingStep, device: torch.device, **checkpoints: bool) -> ObservedStep:
+    """Run a step of `subject`, and put gradients, buffers and generators back."""
     model, args, kwargs = subject.compiled, subject.args, subject.kwargs
-    accumulates, loop = subject.accumulates, subject.loop
-    if is_called_compiled(model) and not any(op.compiled for op in step.forward.ops):
-        notes.append(
-            f"nothing can be recomputed: the backend {backend_of_plans()!r} gave no graph of the model to "
-            "AOTAutograd. Compile with backend='inductor' or 'aot_eager', or plan it uncompiled"
-        )
-        log.warning("%s: %s", type(uncompiled(model)).__name__, notes[-1])
-    needs = optimizer_bytes(optimizer, device, datasheet)
-    if static is None:
-        static = static_bytes(model, args, kwargs, 0, device, datasheet, accumulates=accumulates)
-    workspaces = sum(block.nbytes for block in step.workspaces)
-    if datasheet is not None:
-        workspaces = workspace_bytes((op.facts.name for op in step.forward.ops), datasheet)
-    with no_garbage_collection():
-        return assemble(
-            step,
-            model=type(uncompiled(model)).__name__,
-            inputs=inputs,
-            environment=environment,
-            static=static.model_copy(
-                update={
-                    "inputs": loop.forwards * static.inputs,
-                    "workspaces": workspaces,
-                    "optimizer_state": needs.state,
-                }
-            ),
-            optimizer_workspace_nbytes=needs.workspace,
-            notes=[*notes, *([needs.note] if needs.note else [])],
-        ).with_dropped_outputs(loop.drops)
+    build_replicating(model)
+    check_sharded(model, fake=False)
+    check_reduced(model)
+    in_buckets = buckets_of(model, None).holds_gradients
+    with (
+        generators_restored(device),
+        torch.enable_grad(),
+        tensors_restored(
+            model,
+            [*parameters_of(model), *batch_tensors((*args, *kwargs.values()))],
+            accumulates=in_buckets or subject.accumulates is not False,
+            missing=bool(subject.accumulates) and not in_buckets,
+        ) as note_leaves,
+    ):
+        step = ObservedStep(model, args, kwargs, device, **checkpoints)
+        step.run(subject, note_leaves)
+    return step
 
 
-def _check_no_lazy_layers(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise CannotProfile(
-                type(model).__name__,
-                f"{name} is created in the first forward (a lazy layer)",
-                "run one batch through the model first, under torch.no_grad() and before ac_client.apply",
-            )
+def _fake_profile(
+    subject: TrainingStep,
+    on: Device | torch.device,
+    times: Times | None,
+    autocast: torch.dtype | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+) -> Profile:
+    model, leaves = subject.compiled, tree_leaves((tuple(subject.args), dict(subject.kwargs)))
+    check_no_lazy_layers(model)
+    check_sharded(model, fake=True)
+    _check_no_iterators(model, leaves)
+    if buckets_of(model, None).holds_gradients:
+        subject = replace(subject, accumulates=True)
+    datasheet = on if isinstance(on, Device) else datasheet_of(on)
+    measured = None if isinstance(on, Device) else OpTimesOnDevice(on, datasheet, times)
+    is_off = datasheet.device_type == "cuda" and autocast is None and may_be_switched_off()
+    with autocast_to(datasheet.device_type, autocast):
+        environment = environment_of_datasheet(model, datasheet)
+        step, notes = fake.run(subject, datasheet, measured)
+    if is_off:
+        notes.append("autocast is off: without a GPU, torch.autocast('cuda') needs autocast=... here")
+    if measured is None:
+        notes.append(f"run times are estimated from the datasheet of {datasheet.name}")
+    else:
+        measured.keep()
+        kinds = measured.kinds
+        notes.append(f"measured: run times of {kinds} kinds of op, each by itself on {datasheet.name}")
+    notes.append("what kernels allocate inside themselves is not known and counts as nothing")
+    inputs = [describe_leaf(leaf) for leaf in leaves]
+    return profile_of(subject, step, notes, inputs, environment, fake.CPU, datasheet, optimizer)
 
 
 def _check_no_iterators(model: nn.Module, leaves: Sequence[Any]) -> None:
@@ -230,8 +206,8 @@ def _check_no_iterators(model: nn.Module, leaves: Sequence[Any]) -> None:
         if isinstance(leaf, Iterator):
             raise CannotProfile(
                 type(model).__name__,
-                f"its batch has a {type(leaf).__name__}, which can be read only once, and a profile runs "
-                "several forwards",
+                f"its batch has a {type(leaf).__name__}, which can be read only once, and a fake step would "
+                "read it",
                 "pass a list of its items",
             )
 
@@ -251,41 +227,3 @@ def _check_on(on: Device | torch.device | None) -> None:
             f"on must be a device of this machine, to run ops, got torch.device({str(on)!r}); pass "
             "DATASHEETS[...] to estimate run times"
         )
-
-
-def _real_step(
-    subject: TrainingStep,
-    device: torch.device,
-    environment: Environment,
-    times: Times | None,
-) -> tuple[StepRecord, list[str]]:
-    """Run a hollow step. Return it with notes."""
-    here = machine(device, environment.device_name)
-    known: dict[Hashable, OpTime] = {}
-    notes: list[str] = []
-
-    def look_up(signatures: Set[Hashable]) -> Mapping[Hashable, OpTime]:
-        known.update(times.ops(here, signatures) if times is not None else {})
-        return dict(known)
-
-    step = hollow.run(subject, device, known=look_up)
-    if times is not None:
-        times.keep_ops(here, {key: row for key, row in step.op_times.items() if key not in known})
-    kinds = step.op_times.keys() - {BETWEEN_OPS}
-    single = sum(step.op_times[key][2] == 1 for key in kinds)
-    suffix = f"; {single} of them have one sample" if single else ""
-    notes.append(f"measured: run times of {len(kinds)} kinds of op{suffix}")
-    notes += step.unplanned
-    if step.timing_note:
-        notes.append(step.timing_note)
-    return step, notes
-
-
-def _with_cached_backward(result: Profile, times: Times, here: str) -> Profile:
-    """Return the profile with the cached run times of backward. If there are none, cache the profile's."""
-    cached = times.backward(here, result.fingerprint, len(result.backward))
-    if cached is None:
-        times.keep_backward(here, result.fingerprint, result.backward.runtime_us)
-        return result
-    backward = result.backward.model_copy(update={"runtime_us": tuple(cached)})
-    return result.model_copy(update={"backward": backward})

@@ -47,9 +47,9 @@ from autoac.planner import (
     as_planned,
 )
 from autoac.planner.formats.policy_set import Shape, shape_in_words
-from autoac.profiler import Loop, NothingToProfile, ProfilerBusy
+from autoac.profiler import Loop, ProfilerBusy
 from autoac.profiler.distributed.fsdp import process_group_of
-from autoac.profiler.distributed.process_groups import Groups, noting_groups
+from autoac.profiler.distributed.process_groups import Groups
 from autoac.profiler.errors import ProfilerError
 from autoac.profiler.torch_facts.torch_trace import profiler_is_running
 
@@ -104,16 +104,15 @@ class PolicyChooser:
         if store.parameters.sample_changed(call.model):
             with self._planner.lock:
                 store.look_at_parameters(call.model)
-        loop = Loop(store.buckets.forwards)
         if self.ranks is None:
             self.ranks = ranks_of(call.model, self._group)
         if self._to_meet and (self.ranks is not None or (self._group is AUTO and has_other_ranks())):
-            return self._plan_with_ranks(call, loop)
+            return self._observe_with_ranks(call)
         if store.single_policy is not None:
             return store.single_policy
         key = key_of(call.args, call.kwargs)
         bucket = store.buckets.known.get(key)
-        return self._plan_new_shape(call, loop, key) if bucket is None else bucket
+        return self._of_new_shape(call, key) if bucket is None else bucket
 
     def _goes_on(self, observation: Observation, call: ModelCall, waiting: int) -> bool:
         """Return True if this forward belongs to the observed step; plan the step if it is over.
@@ -203,12 +202,8 @@ class PolicyChooser:
         buckets.forwards = max(buckets.forwards, observation.forwards)
         buckets.most_forwards = max(buckets.most_forwards, observation.forwards)
 
-    def observes(self, call: ModelCall) -> bool:
-        """Return True if the step of this batch is observed, and not rehearsed."""
-        return self._options.first_step == "observed"
-
     def plan_for(self, call: ModelCall) -> Policy:
-        """Plan for one more shape of batch.
+        """Plan for one more shape of batch, by one real step on it without the optimizer.
 
         Raises:
             PlannerError, RemoteError, ProfilerError: the batch could not be planned.
@@ -216,25 +211,20 @@ class PolicyChooser:
         with self._planner.lock:
             if self._store.parameters.changed(call.model):
                 self._store.look_at_parameters(call.model)
-            return self._plan(call, Loop(self._store.buckets.forwards)).policy
+            loop = Loop(self._store.buckets.forwards)
+            return self._plan(call, loop, self._planner.profile(call, loop)).policy
 
-    def _plan_new_shape(
-        self, call: ModelCall, loop: Loop, key: Key, profiled: Profile | Exception | None = None
-    ) -> PlannedBucket | None:
-        """Return the bucket for a batch whose key is new, planned if no bucket covers it; None: unplanned.
+    def _of_new_shape(self, call: ModelCall, key: Key) -> PlannedBucket | None:
+        """Return the bucket for a batch whose key is new; None: none covers it, and its step is observed.
 
         Args:
             call: of the model, on the batch.
-            loop: the form of the loop.
             key: of the batch.
-            profiled: the profile of the step, or the error of profiling it, if that was done just now.
 
         Raises:
             ShapeNotPlanned: strict, and no bucket covers the batch.
         """
         buckets = self._store.buckets
-        if key in buckets.unplanned:
-            return None
         with self._planner.lock:  # a forward on another thread waits for the plan
             bucket = buckets.covering(key, call.args, call.kwargs)
             if bucket is None:
@@ -245,24 +235,18 @@ class PolicyChooser:
                     raise ShapeNotPlanned(shape, shapes, not without_budget)
                 if planned and (without_budget or planned >= MOST_BUCKETS):
                     return self._beyond(shape, key)
-                try:
-                    if profiled is None and self.observes(call):
-                        self._planner.observe(call, key)
-                        return None
-                    bucket = self._plan(call, loop, profiled)
-                except ProfilerBusy as busy:
-                    return self._unplanned_now(busy, call)
-                except (ProfilerError, PlannerError, RemoteError) as error:
-                    # Not what forward itself raises, or Ctrl-C: the next batch may be planned.
-                    if not planned:
-                        self._give_up()
-                    elif isinstance(error, NothingToProfile):
-                        buckets.unplanned.add(key)
-                        return None
-                    raise
+                return self._observe(call, key)
             if buckets.single_policy is None:
                 buckets.remember(key, bucket)
         return bucket
+
+    def _observe(self, call: ModelCall, key: Key, *, meets: bool = False) -> PlannedBucket | None:
+        """Observe the step that begins; return the bucket that runs it instead if that is impossible now."""
+        try:
+            self._planner.observe(call, key, meets=meets)
+        except ProfilerBusy as busy:
+            return self._unplanned_now(busy, call, meets=meets)
+        return None
 
     def _give_up(self) -> None:
         if (remove := self._on_failure()) is not None:
@@ -272,55 +256,26 @@ class PolicyChooser:
         self,
         call: ModelCall,
         loop: Loop,
-        profiled: Profile | Exception | None = None,
+        profile: Profile,
         shape: Shape | None = None,
         *,
         observed: bool = False,
     ) -> PlannedBucket:
-        if isinstance(profiled, Exception):
-            raise profiled
         running = ""
         if self._store.all and not self._store.buckets.all:
             running = OTHER_PARAMETERS
         elif self._store.all and observed:  # it ran, and the loop goes on
             running = f"for a batch of {shape_in_words(shape or call.shape)}"
-        bucket = self._planner.plan(call, loop, profiled, running=running, shape=shape)
+        bucket = self._planner.plan(call, loop, profile, running=running, shape=shape)
         self._store.add(bucket)
         return bucket
 
-    def _plan_with_ranks(self, call: ModelCall, loop: Loop) -> PlannedBucket | None:
-        """Return the bucket for the first batch, agreed on by all ranks; None: this time all run unplanned.
-
-        See NOTE [ Where ranks meet ] in ranks.py. Each rank profiles its own batch, and some plan. If it is
-        not known which ranks run the forward, the collectives of the profile show it.
-        """
+    def _observe_with_ranks(self, call: ModelCall) -> PlannedBucket | None:
+        """Observe the first step; the ranks meet when the next one begins: NOTE [ Where ranks meet ]."""
         with self._planner.lock:
             if self.ranks is not None and self.ranks.any(profiler_is_running()):
                 return self._unplanned_now(ProfilerBusy(), call, meets=True)
-            key = key_of(call.args, call.kwargs)
-            if self.observes(call):
-                try:
-                    self._planner.observe(call, key, meets=True)
-                except ProfilerBusy as busy:
-                    return self._unplanned_now(busy, call, meets=True)
-                return None
-            with noting_groups() as groups:
-                need, profile = self._need_of(call.shape, lambda: self._planner.profile(call, loop))
-            if self.ranks is None:
-                self.ranks = self._ranks_of(groups, call)
-            if self.ranks is None:
-                if not isinstance(need, ProfilerBusy):
-                    self._to_meet = False
-                return self._plan_new_shape(call, loop, key, need if isinstance(need, Exception) else profile)
-            try:
-                self._meet_or_give_up(call.shape, call, loop, need, profile)
-            except ProfilerBusy as busy:
-                return self._unplanned_now(busy, call, meets=True)
-            covering = self._store.buckets.covering(key, call.args, call.kwargs)
-            assert covering is not None
-            if self._options.shapes == "first":
-                self._store.buckets.serve_all(covering)
-            return covering
+            return self._observe(call, key_of(call.args, call.kwargs), meets=True)
 
     def _need_of(
         self, shape: Shape, profiled: Callable[[], Profile]
@@ -426,8 +381,7 @@ class PolicyChooser:
         self._planner.warn_once(
             "busy", f"it runs without a plan now, and will be planned in a later forward: {busy}"
         )
-        if self.observes(call):
-            self._planner.observe(call, key_of(call.args, call.kwargs), meets=meets, recorded=False)
+        self._planner.observe(call, key_of(call.args, call.kwargs), meets=meets, recorded=False)
         return None
 
     def _beyond(self, shape: Shape, key: Key) -> PlannedBucket:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ac_client.measure.measured_steps import MeasuredSteps
-from ac_client.observing.observed_step import ObservedStep, recorded_step
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.optimizer_steps import UnplannedSteps
 from ac_client.planning.model_planning import ModelPlanning
@@ -24,6 +23,7 @@ from ac_client.runtime.cursor import OffPath
 from autoac.profiler.compiler.private_compiler import check_version, is_tested
 from autoac.profiler.distributed.ddp import wrapper_paths
 from autoac.profiler.errors import CannotProfile
+from autoac.profiler.observed_step import ObservedStep, recorded_step
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ac_client.observing.observed_step import BackwardListener, ObservedStep, recorded_step
 from ac_client.planning.batch_shape import ModelCall, key_of
 from ac_client.planning.choose_policy import PolicyChooser
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts
@@ -33,7 +32,7 @@ from autoac.planner import PlannerError, Policy, PolicySet, Profile
 from autoac.planner.formats.policy_set import Shape
 from autoac.planner.units import format_bytes
 from autoac.profiler import ProfilerBusy, device_of
-from autoac.profiler.errors import ProfilerError
+from autoac.profiler.observed_step import BackwardListener, ObservedStep, recorded_step
 from autoac.profiler.static_memory import optimizer_bytes, static_bytes
 
 log = logging.getLogger("ac_client")
@@ -105,11 +104,11 @@ class ModelPlanning:
             # Any other batch waits for one like the batch that was profiled.
             if action.profiles and call.shape != bucket.step.shape:
                 continue
-            if action.profiles and self.chooser.observes(call):
+            if action.profiles:
                 if not waiting and self._observe_again(bucket, action, call):
                     return None
                 continue  # more forwards in flight are observed from the next step's first one on
-            self._plan_again(bucket, action, call)
+            self._plan_again(bucket, action)
         if bucket.profile is not None:
             self.watch.peaks.start(call.model)
         elif not bucket.statistics.steps:
@@ -247,9 +246,9 @@ class ModelPlanning:
         """Plan `bucket` as `action` says; if no plan can be made, the present one stays.
 
         Args:
-            call: of the model, if `action` profiles, or of the step after the one that was observed.
-            found: the profile, if the step was observed.
-            shape: of the batch that was observed.
+            call: of the step after the one that was observed, if `action` profiles.
+            found: the profile of that step.
+            shape: of its batch.
         """
         terms, step, profile = action.terms, bucket.step, bucket.profile
         without_gradients = bucket.without_gradients
@@ -257,9 +256,7 @@ class ModelPlanning:
         with self.planner.lock:
             try:
                 if action.profiles:
-                    if found is None:
-                        assert call is not None
-                        found, shape = self.planner.profile(call, terms.loop), call.shape
+                    assert found is not None
                     found = _with_link(found, terms.link_share)
                     if action.row == "skipped modules" and len(found.ops) <= len(profile.ops):
                         bucket.planned_for = replace(bucket.planned_for, module_tries=terms.module_tries)
@@ -279,9 +276,7 @@ class ModelPlanning:
                     step = replace(step, profile=_for_terms(profile, bucket.planned_for, terms))
                 self._load(bucket, step, action, call)
                 bucket.without_gradients = without_gradients
-            except ProfilerBusy:
-                return
-            except (ProfilerError, PlannerError, RemoteError) as error:
+            except (PlannerError, RemoteError) as error:
                 correction = replace(bucket.planned_for.correction, times=terms.correction.times)
                 bucket.planned_for = replace(terms, correction=correction)  # once
                 bucket.stale = action.reason

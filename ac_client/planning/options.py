@@ -11,7 +11,6 @@ from autoac.profiler import Loss
 
 Shapes = Literal["bucket", "first"]
 Budget = float | Literal["device"] | None
-FirstStep = Literal["rehearsed", "observed"]
 BudgetOf = Literal["allocated", "reserved"]
 
 
@@ -32,7 +31,6 @@ class ApplyOptions:
     forwards_in_flight: int | None = None
     verify: int | None = None
     take_over_checkpoints: bool = True
-    first_step: FirstStep = "observed"
 
     @property
     def limit(self) -> int:

@@ -8,21 +8,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from ac_client.compiled.policy_file import PolicyFile, is_compiled
 from ac_client.measure.recording_overhead import host_times_of_process, host_us, is_host_bound
-from ac_client.observing.observed_step import ObservedStep, recorded_step
 from ac_client.planning.batch_shape import Key, ModelCall
 from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
-from ac_client.planning.facts.peak_counter import allocator_peak
 from ac_client.planning.loaded_policy import (
     LoadedPolicy,
     PlannedBucket,
@@ -51,9 +47,9 @@ from autoac.planner.formats.policy_set import Shape
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, link_of, observe
-from autoac.profiler.checkpoints.own_checkpoints import UNPLANNED, checkpoints_left_alone
-from autoac.profiler.restore.backward_hooks import silenced_modules
-from autoac.profiler.static_memory import ONLY_PRESENT_STATE, static_bytes
+from autoac.profiler.checkpoints.own_checkpoints import UNPLANNED
+from autoac.profiler.observed_step import ObservedStep, recorded_step
+from autoac.profiler.static_memory import ONLY_PRESENT_STATE
 from autoac.profiler.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
@@ -139,45 +135,36 @@ class BatchPlanner:
         return self._thread.profiling
 
     def profile(self, call: ModelCall, loop: Loop) -> Profile:
-        """Profile the step of `call` in a loop of this form.
+        """Run the step of `call` now, for real, without the optimizer, and return its profile.
+
+        Args:
+            call: of the model, on the batch.
+            loop: the form of the loop.
 
         Raises:
             ProfilerError: the step cannot be profiled.
         """
         _check_idle()
         log.info("%s: profiling one step", self.name)
-        self._warn_of_copies(call)
-        allocator = allocator_peak(device_of(call.model, call.args, call.kwargs))
-        before = allocator.allocated_peak() if allocator is not None else 0
         self._thread.profiling = True
         self.called.clear()
         loss = self.options.loss
         if loss is not None and loop.forwards > 1 and (self.options.forwards_in_flight or 1) == 1:
             loss = _summed(loss)
         try:
-            with nullcontext() if self.options.take_over_checkpoints else checkpoints_left_alone():
-                profile = observe(
-                    call.model,
-                    call.args,
-                    call.kwargs,
-                    loss=loss,
-                    optimizer=self._optimizers.all,
-                    accumulates=True if loop.retains else None,  # the second finds the first's gradients
-                    loop=loop,
-                )
-            if allocator is not None and allocator.allocated_peak() > before:
-                self._warn_of_peak(allocator.allocated_peak())
-            if hooked := silenced_modules(call.model):
-                more = f" and {len(hooked) - 3} more" if len(hooked) > 3 else ""
-                self.warn_once(
-                    "hooks",
-                    f"modules ({', '.join(hooked[:3])}{more}) have backward hooks, which a profile does not "
-                    "call: what they allocate is in no plan. Leave headroom_gb for it",
-                )
+            profile = observe(
+                call.model,
+                call.args,
+                call.kwargs,
+                loss=loss,
+                optimizer=self._optimizers.all,
+                loop=loop,
+                take_over_checkpoints=self.options.take_over_checkpoints,
+            )
             return self._completed(profile, call)
         finally:
             self._thread.profiling = False
-            if allocator is not None:
+            if device_of(call.model).type == "cuda":
                 torch.cuda.empty_cache()  # the profile's segments would get holes in the first steps
 
     def _completed(self, profile: Profile, call: ModelCall) -> Profile:
@@ -297,33 +284,6 @@ class BatchPlanner:
                 break
         return limit
 
-    def _warn_of_copies(self, call: ModelCall) -> None:
-        """Warn if the model fits the budget, but not with the copies of its buffers that profiling makes."""
-        model = call.model
-        if self.options.budget_bytes is None or any(map(is_lazy, model.parameters())):
-            return
-        device, limit = device_of(model, call.args, call.kwargs), self.options.limit
-        static = static_bytes(model, call.args, call.kwargs, self._optimizers.state_nbytes(device), device)
-        needs = static.total + static.buffers
-        if static.total <= limit < needs:
-            self.warn_once(
-                "copies",
-                f"profiling a step copies the model's buffers ({format_bytes(static.buffers)}) and so holds "
-                f"at least {format_bytes(needs)}, which is over the budget of {format_bytes(limit)}; to "
-                "profile without memory, plan for a datasheet and pass policy=...",
-            )
-
-    def _warn_of_peak(self, peak: int) -> None:
-        """Warn if the profile itself did not keep the budget."""
-        budget = self.options.budget_bytes
-        if budget is not None and peak > budget:
-            self.warn_once(
-                "profile",
-                f"profiling a step took {format_bytes(peak)}, which is over the budget of "
-                f"{format_bytes(budget)}. Its plan keeps the budget; to profile with less memory, train on a "
-                "smaller batch first, or plan for a datasheet and pass policy=...",
-            )
-
     def plan_within(
         self, profile: Profile, limit: int, extra_static: int = 0, start: SaveSet | None = None
     ) -> tuple[Policy, Plan]:
@@ -416,24 +376,23 @@ class BatchPlanner:
         self,
         call: ModelCall,
         loop: Loop,
-        profile: Profile | None = None,
+        profile: Profile,
         *,
         running: str = "",
         shape: Shape | None = None,
     ) -> PlannedBucket:
-        """Profile the step of `call` and plan it.
+        """Plan a step that was profiled.
 
         Args:
             call: of the model, on the batch.
             loop: the form of the loop.
-            profile: of the step, if it was profiled just now.
+            profile: of the step.
             running: why a loop that runs needs another plan, in words: the tightest one, if none fits.
             shape: of the batch that was profiled, if it is not that of `call`.
 
         Raises:
-            ProfilerError, PlannerError, RemoteError: the step could not be profiled, or not planned.
+            PlannerError, RemoteError: the step could not be planned.
         """
-        profile = profile or self.profile(call, loop)
         self._on_device.measure_uncounted(call.args, call.kwargs)
         others, limit = self._on_device.others_nbytes(), self.limit_of(profile)
         try:

@@ -43,7 +43,6 @@ class ShapeBuckets:
         self.most_forwards = 1
         self.all: list[PlannedBucket] = []
         self.single_policy: PlannedBucket | None = None
-        self.unplanned: set[Key] = set()
         self.known: dict[Key, PlannedBucket] = {}
         self._alike: dict[tuple[Any, ...], list[_Extent]] = {}  # by first half of a key, the smallest first
 

@@ -209,6 +209,7 @@ class StepTape:
         """Record a call of a Function, whose `run` is then called by `call`."""
         self.held.look()
         self._began = self._mark()
+        call.hiding = self.hiding
         self._op = self.recorder.begin_function(call, args, kwargs)
 
     def end_function(self, call: FunctionCall, out: Any, *, raised: bool) -> None:

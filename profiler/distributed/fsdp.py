@@ -196,7 +196,7 @@ def check_sharded(model: nn.Module, *, fake: bool) -> None:
 
     Raises:
         CannotProfile: it is sharded by FullyShardedDataParallel; or by `fully_shard`, and the step is a fake
-            one or an option of `fully_shard` is not supported.
+            one or parameters are offloaded.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -210,7 +210,7 @@ def check_sharded(model: nn.Module, *, fake: bool) -> None:
         if isinstance(module, fsdp.FSDPModule):
             if fake:
                 raise CannotProfile(where, "fake tensors cannot be gathered", _UNSHARDED)
-            _check_options(where, module._get_fsdp_state())
+            _check_not_offloaded(where, module._get_fsdp_state())
 
 
 _UNSHARDED = (
@@ -219,31 +219,58 @@ _UNSHARDED = (
 )
 
 
-def _check_options(where: str, state: Any) -> None:
+def _check_not_offloaded(where: str, state: Any) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
+    if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in _groups_of(state)):
+        raise CannotProfile(
+            where,
+            "its parameters are offloaded to the host, whose memory is not the budget's",
+            "leave offload_policy=... out of fully_shard, or apply no plan",
+        )
+
+
+def check_rehearsed(model: nn.Module) -> None:
+    """Refuse a model that this rank cannot step without the others.
+
+    Raises:
+        CannotProfile: as for `check_sharded`; or gradients are reduced over replicas, or parameters are also
+            sharded in another layout.
+    """
+    check_sharded(model, fake=False)
+    states = _states_of(model)
+    if not states:
+        return
     shard_class, replicate_class = private.fsdp_mesh_classes()
-    for group in _groups_of(state):
-        if isinstance(group.offload_policy, CPUOffloadPolicy):
-            raise CannotProfile(
-                where,
-                "its parameters are offloaded to the host, whose memory is not the budget's",
-                "leave offload_policy=... out of fully_shard, or apply no plan",
-            )
-        if isinstance(group.mesh_info, replicate_class) or not isinstance(group.mesh_info, shard_class):
-            raise CannotProfile(
-                where,
-                "its gradients are also reduced over replicas, which needs the other ranks",
-                "shard over a mesh of one dimension",
-            )
-        for param in group.fsdp_params:
-            if param.is_dtensor or hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+    for path, state in states.items():
+        where = f"{type(model).__name__}{f' at {path}' if path != ROOT else ''}"
+        for group in _groups_of(state):
+            if isinstance(group.mesh_info, replicate_class) or not isinstance(group.mesh_info, shard_class):
                 raise CannotProfile(
                     where,
-                    f"parameter {param._module_info.param_name} is also sharded in another layout, or has a "
-                    "gather of its own",
-                    _UNSHARDED,
+                    "its gradients are also reduced over replicas, which needs the other ranks",
+                    "shard over a mesh of one dimension",
                 )
+            for param in group.fsdp_params:
+                if param.is_dtensor or hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+                    raise CannotProfile(
+                        where,
+                        f"parameter {param._module_info.param_name} is also sharded in another layout, or "
+                        "has a gather of its own",
+                        _UNSHARDED,
+                    )
+
+
+def check_reduced(model: nn.Module) -> None:
+    """Refuse a model with gradients that a later backward will reduce.
+
+    Raises:
+        ShardsInUse: it has some.
+    """
+    for path, state in _states_of(model).items():
+        for group in _groups_of(state):
+            if group._partial_reduce_output is not None or any(map(_unreduced, group.fsdp_params)):
+                raise ShardsInUse(f"{type(model).__name__}{f' at {path}' if path != ROOT else ''}")
 
 
 class Shards:
@@ -368,9 +395,7 @@ def _check_at_rest(model: nn.Module, states: dict[str, Any]) -> None:
             state._lazy_init()  # as its forward does; the states inside come after it
         if any(id(other) not in within for other in state._state_ctx.all_states):
             raise CannotProfile(where, "it is a part of a larger FSDP model", "profile or plan its root")
-        for group in _groups_of(state):
-            if group._partial_reduce_output is not None or any(map(_unreduced, group.fsdp_params)):
-                raise ShardsInUse(where)
+    check_reduced(model)
 
 
 def _restore_at_end(undo: ExitStack, owner: Any, name: str) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts.batch_contents import content_of, reached_items
+from autoac.profiler.torch_facts.gradients import output_of_leaf
 from autoac.profiler.torch_facts.private import tree_map
 from autoac.profiler.torch_facts.storage_table import has_storage
 
@@ -40,18 +40,6 @@ def _set_content(holder: Any, content: Mapping[Any, Any]) -> None:
     kind.clear(holder)
     for name, value in content.items():
         kind.__setitem__(holder, name, value)
-
-
-class _AsNonLeaf(torch.autograd.Function):
-    """Return the contents of a leaf as the output of an op, which may be written in place."""
-
-    @staticmethod
-    def forward(_ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 class Batch:
@@ -120,7 +108,7 @@ class Batch:
     def _stand_in(self, tensor: Tensor) -> Tensor:
         alias = self._alias_of(tensor)
         if tensor.requires_grad:
-            return alias if tensor.is_leaf else cast(Tensor, _AsNonLeaf.apply(alias))  # type: ignore[no-untyped-call]
+            return alias if tensor.is_leaf else output_of_leaf(alias)
         if not has_storage(tensor) or tensor.untyped_storage()._cdata not in self._shared:
             return alias
         alias = alias.detach()  # an op of an earlier forward may have given it a history

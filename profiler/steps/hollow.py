@@ -58,11 +58,11 @@ from autoac.profiler.checkpoints.own_checkpoints import NEEDED, checkpoints_left
 from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.distributed.ddp import without_ddp_sync
 from autoac.profiler.distributed.fsdp import Shards, parameters_of, single_rank_fsdp, watch_sharding
-from autoac.profiler.errors import CannotProfile, NothingToProfile
+from autoac.profiler.errors import CannotProfile
 from autoac.profiler.joint_graph.interpreted_part import HollowParts
 from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
-from autoac.profiler.steps.training_loop import Loop, Loss, TrainingStep, loss_of
+from autoac.profiler.steps.training_loop import Loop, Loss, TrainingStep, check_roots, loss_of
 from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.cache import OpTime
 from autoac.profiler.timing.op_timer import (
@@ -346,16 +346,7 @@ def take_step(
     Return three marks: where backward begins, where autograd's graph ends, and where the step ends.
     """
     held, roots = _forward(step, recorder, saved)
-    if not roots:
-        if not any(leaf.requires_grad for leaf in step.leaves):
-            raise NothingToProfile(
-                "no parameter and no input of the model requires a gradient; call requires_grad_() on those "
-                "to train"
-            )
-        raise NothingToProfile(
-            "no output of the model depends on a parameter or input that requires a gradient; "
-            "pass loss=... if backward does not start at the model's output"
-        )
+    check_roots(roots, step.leaves)
     # What autocast cached belongs to the caller's context. A real backward runs outside of it.
     torch.clear_autocast_cache()
     begin = mark()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+
+from autoac.profiler.errors import NothingToProfile
 
 Loss = Callable[[Any], Tensor]
 
@@ -45,3 +47,26 @@ def loss_of(loss: Loss, output: Any) -> Tensor:
     if not isinstance(root, Tensor):
         raise TypeError(f"loss must return the tensor to differentiate, got a {type(root).__name__}")
     return root
+
+
+def check_roots(roots: Sequence[Tensor], leaves: Iterable[Tensor]) -> None:
+    """Check that there is something to differentiate.
+
+    Args:
+        roots: that require a gradient, where backward begins.
+        leaves: of the model and the batch.
+
+    Raises:
+        NothingToProfile: there is no root.
+    """
+    if roots:
+        return
+    if not any(leaf.requires_grad for leaf in leaves):
+        raise NothingToProfile(
+            "no parameter and no input of the model requires a gradient; call requires_grad_() on those "
+            "to train"
+        )
+    raise NothingToProfile(
+        "no output of the model depends on a parameter or input that requires a gradient; "
+        "pass loss=... if backward does not start at the model's output"
+    )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from autoac.profiler.torch_facts.private import tree_leaves
@@ -43,6 +44,23 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     warns if its gradient is read.
     """
     return parameter.grad if parameter.is_leaf else None
+
+
+class _AsNonLeaf(torch.autograd.Function):
+    """Return the contents of a leaf as the output of an op, which may be written in place."""
+
+    @staticmethod
+    def forward(_ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def output_of_leaf(leaf: Tensor) -> Tensor:
+    """Return a tensor on the memory of `leaf`, which forward may write in place as no leaf may be."""
+    return cast(Tensor, _AsNonLeaf.apply(leaf))  # type: ignore[no-untyped-call]
 
 
 def free_gradient_when_accumulated(leaf: Tensor) -> None:

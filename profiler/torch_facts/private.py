@@ -15,6 +15,7 @@ Private attributes are read where they are used, since a call would cost time fo
 - `Tensor._version`: counts writes in place; tells whether a saved tensor still has the saved contents.
 - `Tensor._base`, `_is_view()`: tell views from tensors of their own.
 - `Tensor._is_zerotensor()`: forward-mode AD makes such tensors without any memory.
+- `Tensor._post_accumulate_grad_hooks`: an optimizer in backward must not step in a profile.
 - `UntypedStorage._cdata`: the identity of a storage, also where it has no address.
 - `OpOverload._schema`, `_op`, `_op_dk`, `_overloadpacket`: what an op writes; how to call it without Python.
 - `OpOverload._uncache_dispatch`: torch.compile remembers the kernels that it has looked up.
@@ -325,7 +326,7 @@ get_cudnn_sdp_enabled, set_cudnn_sdp_enabled = _C._get_cudnn_sdp_enabled, _C._se
 # Tensors.
 neg_view = torch._neg_view  # a stand-in is lazily negated where the saved tensor is
 set_conj, set_neg = _C._set_conj, _C._set_neg  # rebuild a view with its lazy bits
-unsafe_preserve_version_counter = _grad_mode._unsafe_preserve_version_counter  # hides a restored gather
+unsafe_preserve_version_counter = _grad_mode._unsafe_preserve_version_counter  # hides what is put back
 
 # Autograd.
 current_graph_task_id = _C._current_graph_task_id  # which backward is running; -1: none
@@ -531,7 +532,7 @@ def _check_attributes() -> None:
         AttributeError: torch has one of them no more.
     """
     for owner, names in (
-        (torch.Tensor, "_version _base _is_view _is_zerotensor"),
+        (torch.Tensor, "_version _base _is_view _is_zerotensor _post_accumulate_grad_hooks"),
         (torch.UntypedStorage, "_cdata"),
         (torch.ops.aten.mm.default, "_schema _op _op_dk _overloadpacket _uncache_dispatch"),
         (torch.ScriptObject, "_type"),

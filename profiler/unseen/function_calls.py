@@ -32,6 +32,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
@@ -257,6 +258,7 @@ class FunctionCall:
         written: the arguments that an unseen kernel writes, known once `run` returns.
         made: the storages that visible ops inside have made, by address.
         rerun: runs the call again; None if it was known beforehand that the call must be saved.
+        hiding: in it, contents are compared.
     """
 
     def __init__(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -272,6 +274,7 @@ class FunctionCall:
         if len(plain) < len(self.arguments.tensors):
             self.reason = self.reason or WRAPPED
         storages = list({tensor.untyped_storage()._cdata: tensor for tensor in plain}.values())
+        self.hiding: Callable[[], AbstractContextManager[None]] = nullcontext
         self._examination: _Examination | None = None
         self.written: list[Tensor] = []
         if known is not None:
@@ -294,7 +297,8 @@ class FunctionCall:
     def run(self, apply: Apply) -> Any:
         """Call the Function and return what it returned."""
         if self._examination is not None:
-            self._examination.begin()
+            with self.hiding():
+                self._examination.begin()
         out = apply(*self._args, **self._kwargs)
         self._conclude()
         self._args, self._kwargs = (), {}
@@ -359,7 +363,11 @@ class FunctionCall:
         return slot
 
     def _conclude(self) -> None:
-        if self._examination is not None and (written := self._examination.written()):
+        if self._examination is None:
+            return
+        with self.hiding():
+            written = self._examination.written()
+        if written:
             self.written += written
             self.reason = self.reason or WRITES_ARGUMENTS
 

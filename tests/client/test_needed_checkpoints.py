@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import ac_client
 from ac_client.runtime.write_guard import ContentsDiffer, StaleError
 from autoac.planner import Policy, plan
-from autoac.profiler import profile
+from autoac.profiler.rehearse import rehearse
+from autoac.profiler.steps.training_loop import TrainingStep
 
 WIDTH, LAYERS = 32, 4
 Call = Callable[[Any, Tensor], Tensor]
@@ -134,7 +135,7 @@ def test_needed_checkpoints_are_left_to_torch_with_a_warning(
     assert all(
         map(
             torch.equal,
-            gradients(ac_client.apply(made(kind, call), 1.0, first_step="observed")),
+            gradients(ac_client.apply(made(kind, call), 1.0)),
             gradients(made(kind)),
         )
     )
@@ -150,7 +151,8 @@ def test_needed_checkpoints_are_left_to_torch_under_a_plan_that_recomputes() -> 
 
 
 def policy_of_plain_calls(kind: type[Net], share: float = 0.95) -> Policy:
-    found = profile(made(kind, lambda function, x: function(x)), batch(0))
+    plain = made(kind, lambda function, x: function(x))  # which fails in a real backward
+    found = rehearse(TrainingStep(plain, (batch(0),), {}))
     peak = plan(found, budget_bytes=1 << 40).policy().predicted.peak_bytes
     return plan(found, budget_bytes=int(peak * share)).policy()
 
@@ -178,7 +180,7 @@ def test_unseen_write_between_checkpoints_is_an_error_if_nothing_is_recomputed(c
 
 @pytest.mark.parametrize("call", [in_torch, ours], ids=["torchs", "ours"])
 def test_unseen_write_between_checkpoints_is_an_error_in_the_observed_step(call: Call) -> None:
-    model = ac_client.apply(made(ThroughNumpy, call), 1.0, first_step="observed")
+    model = ac_client.apply(made(ThroughNumpy, call), 1.0)
     with pytest.raises(ContentsDiffer, match="take_over_checkpoints"):
         gradients(model, 1)
 

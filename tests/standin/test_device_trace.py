@@ -16,9 +16,10 @@ from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Profile, bounds, build
 from autoac.profiler import CannotProfile, profile
 from autoac.profiler.capture.allocations import AllocationRecord
+from autoac.profiler.rehearse import rehearse
+from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, TorchTrace
 from benchmarks.models.modules import Transformer
-from benchmarks.observed_profile import observe_step
 
 CUDA = torch.device("cuda", 0)
 
@@ -101,12 +102,12 @@ class Forking(nn.Module):
         return self.last(self.forked(self.first(x)))
 
 
-def observed(model: nn.Module, x: Tensor) -> Profile:
-    return observe_step(model, (x,), {}, device=CUDA)
+def rehearsed(model: nn.Module, x: Tensor) -> Profile:
+    return rehearse(TrainingStep(model, (x,), {}))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize("profiled", [profile, observed])
+@pytest.mark.parametrize("profiled", [profile, rehearsed])
 def test_trace_that_lacks_allocations_is_refused(gpu: ModuleType, profiled: Callable[..., Profile]) -> None:
     """Their bytes would be missing from every plan."""
     model, x = Forking().cuda(), torch.randn(4, 8, device="cuda")
@@ -117,7 +118,7 @@ def test_trace_that_lacks_allocations_is_refused(gpu: ModuleType, profiled: Call
         model(x)
 
 
-@pytest.mark.parametrize("profiled", [profile, observed])
+@pytest.mark.parametrize("profiled", [profile, rehearsed])
 def test_allocator_that_reports_nothing_is_refused(gpu: ModuleType, profiled: Callable[..., Profile]) -> None:
     """CUDA's `cudaMallocAsync` and pluggable allocators report nothing to torch.profiler."""
     model, x = small()
@@ -184,10 +185,10 @@ class Wide(nn.Module):
         return self.layers(self.table(ids)).square().mean()
 
 
-def test_profile_needs_no_more_memory_than_the_tightest_plan(gpu: ModuleType) -> None:
+def test_hollow_step_needs_no_more_memory_than_the_tightest_plan(gpu: ModuleType) -> None:
     model, ids = Wide().cuda(), torch.arange(256, device="cuda")
     gpu.reset_peak(0)
     before = gpu.live(0)
-    found = profile(model, ids)
+    found = rehearse(TrainingStep(model, (ids,), {}))
     held = gpu.peak(0) - before + found.static.total
     assert held <= bounds(build(found)).floor

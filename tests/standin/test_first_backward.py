@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoac.profiler import observe, profile
+from autoac.profiler import profile
+from autoac.profiler.rehearse import rehearse
+from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.profiler.torch_facts import libraries
 from benchmarks.models.modules import Transformer
 
@@ -123,15 +125,16 @@ class Trying(nn.Module):
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_memory_needed_only_in_a_first_backward_is_not_in_the_profile(
+def test_memory_needed_only_in_a_first_backward_is_not_in_a_hollow_profile(
     gpu: ModuleType, accumulates: bool
 ) -> None:
     model, x = Trying().cuda(), torch.randn(2, 8, 32, device="cuda")
     Tries.tried = True
-    usual = observe(model, (x,), {}, accumulates=accumulates)
+    subject = TrainingStep(model, (x,), {}, accumulates=accumulates)
+    usual = rehearse(subject)
     state = torch.cuda.get_rng_state()
     Tries.tried = False
-    found = observe(model, (x,), {}, accumulates=accumulates)
+    found = rehearse(subject)
     assert Tries.tried
     assert found.fingerprint == usual.fingerprint
     assert found.backward.peak_nbytes == usual.backward.peak_nbytes

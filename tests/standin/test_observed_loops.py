@@ -24,7 +24,7 @@ def test_training_whose_first_step_is_observed_has_the_plain_numbers_and_the_pre
     task, known = task_of(name), bounds_of(name)
     plain = train(gpu, task, steps=5)
     budget = int(known.floor + 0.5 * (known.ceiling - known.floor))
-    planned = train(gpu, task, budget, 5, first_step="observed", group=None)
+    planned = train(gpu, task, budget, 5, group=None)
     report = planned.applied.report()
     assert planned.same_numbers(plain)
     assert planned.peaks[2:] == [report.predicted_peak_bytes] * 3
@@ -39,7 +39,7 @@ def test_observed_step_over_the_budget_is_said_once_and_by_how_much(
     model = LanguageModel().to("cuda")
     batch = {"ids": torch.arange(16 * 32).remainder(61).reshape(16, 32).to("cuda")}
     budget = find_minimum_peak(build(profile(model, **batch)), work_limit=1.0).found
-    ac_client.apply(model, budget / GIB, first_step="observed", group=None)
+    ac_client.apply(model, budget / GIB, group=None)
     peaks = []
     for _ in range(4):
         gpu.reset_peak(0)

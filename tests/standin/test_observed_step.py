@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from autoac.profiler import profile
+from autoac.profiler.rehearse import rehearse
+from autoac.profiler.steps.training_loop import TrainingStep
 from benchmarks.models.tiny import ZOO, ZooModel
-from benchmarks.observed_profile import IN_BACKWARD, differing, observe_step, peaks
+from benchmarks.observed_profile import IN_BACKWARD, differing, peaks
 from standin.test_peaks import SideStream
 from standin.training import Task, train
 from tests.client.observing.test_observed_step import SCALARS
@@ -36,8 +38,8 @@ def batch_of(entry: ZooModel) -> dict[str, Any]:
 @pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.name)
 def test_observed_step_on_a_device_has_the_profile_of_a_hollow_step(gpu: ModuleType, entry: ZooModel) -> None:
     model, batch = entry.make().train().to(DEVICE), batch_of(entry)
-    hollow = profile(model, **batch)
-    observed = observe_step(model, (), batch, device=DEVICE)
+    hollow = rehearse(TrainingStep(model, (), batch))
+    observed = profile(model, **batch)
     scalars = SCALARS.get(entry.name, 0)
     assert not differing(observed, hollow, *IN_BACKWARD)
     assert peaks(observed) == pytest.approx(peaks(hollow), abs=scalars)
@@ -48,8 +50,8 @@ def test_workspaces_of_cublas_count_for_both_threads(gpu: ModuleType, workspace:
     entry = next(entry for entry in ZOO if entry.name == "GPT-2")
     gpu.set_workspace(workspace)
     model, batch = entry.make().train().to(DEVICE), batch_of(entry)
-    hollow = profile(model, **batch)
-    observed = observe_step(model, (), batch, device=DEVICE)
+    hollow = rehearse(TrainingStep(model, (), batch))
+    observed = profile(model, **batch)
     assert observed.static == hollow.static
     assert not differing(observed, hollow, *IN_BACKWARD)
     assert peaks(observed) == peaks(hollow)
@@ -63,8 +65,8 @@ def test_observed_step_on_two_streams_has_the_profile_of_a_hollow_step(
     torch.manual_seed(0)
     model, x = SideStream().cuda(), torch.randn(2, 8, 32, device=DEVICE)
     model.stream = torch.cuda.Stream()
-    hollow = profile(model, x)
-    observed = observe_step(model, (x,), {}, device=DEVICE)
+    hollow = rehearse(TrainingStep(model, (x,), {}))
+    observed = profile(model, x)
     assert not differing(observed, hollow, *IN_BACKWARD)
     assert peaks(observed) == peaks(hollow)
 
@@ -73,7 +75,7 @@ def test_training_on_two_streams_whose_first_step_is_observed_has_the_plain_numb
     task = Task(SideStream, lambda: {"x": torch.randn(16, 32, 32)})
     budget = int(0.8 * peaks(task.observed())[0])
     plain = train(gpu, task, steps=5)
-    planned = train(gpu, task, budget, 5, first_step="observed", group=None)
+    planned = train(gpu, task, budget, 5, group=None)
     report = planned.applied.report()
     assert report.recomputed > 0
     assert planned.same_numbers(plain)

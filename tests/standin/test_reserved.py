@@ -90,9 +90,7 @@ def test_reserved_bytes_of_the_second_step_are_predicted_before_the_first(
 def test_reserved_bytes_after_an_observed_step_are_those_of_its_plan(gpu: ModuleType, share: float) -> None:
     budget = int(share * train(gpu, 2)[0].peaks[-1])
     plain, _ = train(gpu, 6)
-    planned, reserved = train(
-        gpu, 6, budget_gb=budget / GIB, budget_of="reserved", first_step="observed", group=None
-    )
+    planned, reserved = train(gpu, 6, budget_gb=budget / GIB, budget_of="reserved", group=None)
     assert planned.same_numbers(plain)
     assert planned.applied is not None
     report = planned.applied.report()

@@ -111,7 +111,7 @@ def test_each_step_trains_as_the_unplanned_compiled_model_and_keeps_the_peak(kin
     want = [outcome(plain) for _ in range(3)]
     budget = budgets(lambda: KINDS[kind]("aot_eager"), 0.4)
     torch.compiler.reset()
-    model = ac_client.apply(KINDS[kind]("aot_eager"), budget, first_step="observed")
+    model = ac_client.apply(KINDS[kind]("aot_eager"), budget)
     for wanted in want:
         assert all(map(torch.equal, outcome(model), wanted))
     report, policy = ac_client.applied(model).report(), ac_client.applied(model).policy
@@ -135,7 +135,7 @@ def test_nothing_is_compiled_before_the_plan(kind: str) -> None:
     backend = aot_autograd(fw_compiler=compile_half)
     budget = budgets(lambda: KINDS[kind]("aot_eager"), 0.4)
     torch.compiler.reset()
-    model = ac_client.apply(KINDS[kind](backend), budget, first_step="observed")
+    model = ac_client.apply(KINDS[kind](backend), budget)
     outcome(model)
     assert not compiled
     outcome(model)
@@ -147,7 +147,7 @@ def test_nothing_is_compiled_before_the_plan(kind: str) -> None:
 
 def test_forward_runs_once_in_each_step() -> None:
     budget = budgets(lambda: KINDS["breaks"]("aot_eager"), 0.4)
-    model = ac_client.apply(KINDS["breaks"]("aot_eager"), budget, first_step="observed")
+    model = ac_client.apply(KINDS["breaks"]("aot_eager"), budget)
     for _ in range(3):
         ticks.clear()
         outcome(model)
@@ -194,7 +194,7 @@ def test_inductors_random_numbers_are_the_same_in_backward_and_leave_the_generat
         return out, torch.rand(4)
 
     plain, model = whole(Dropping(), "inductor"), whole(Dropping(), "inductor")
-    ac_client.apply(model, 1.0, first_step="observed")
+    ac_client.apply(model, 1.0)
     out, drawn = step(model)
     assert isinstance(model.scale, nn.Parameter)
     assert torch.equal(model.scale.grad, out.detach())
@@ -211,7 +211,7 @@ def test_graph_of_an_observed_step_may_be_retained(kind: str) -> None:
         loss.backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
 
-    model = ac_client.apply(KINDS[kind]("aot_eager"), 1.0, first_step="observed")
+    model = ac_client.apply(KINDS[kind]("aot_eager"), 1.0)
     assert all(map(torch.equal, gradients(model), gradients(KINDS[kind]("aot_eager"))))
 
 
@@ -219,5 +219,5 @@ def test_batch_norm_whose_statistics_the_backend_does_not_write_itself_runs_agai
     """AOTAutograd writes them after the graph, which has read the old ones."""
     backend = aot_autograd(fw_compiler=boxed_nop)
     plain = whole(Net(), backend)
-    model = ac_client.apply(copy.deepcopy(whole(Net(), backend)), 1.0, first_step="observed")
+    model = ac_client.apply(copy.deepcopy(whole(Net(), backend)), 1.0)
     assert all(map(torch.equal, outcome(model), outcome(plain)))

@@ -72,7 +72,7 @@ def train(cache: Path, budget_bytes: int, backward: bool = False) -> Outcome:
         patch.setattr(plan_batch, "plan", planning := Mock(wraps=plan_batch.plan))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
         model = Products(backward=backward)
-        call = ac_client.apply(torch.compile(model), budget_bytes / 2**30, first_step="observed")
+        call = ac_client.apply(torch.compile(model), budget_bytes / 2**30)
         x = torch.ones(512, 32)
 
         def step() -> None:

@@ -94,7 +94,7 @@ def same(model: nn.Module, other: nn.Module, steps: int = 4) -> bool:
 
 
 def observed(model: Net, *, take_over: bool = True) -> Net:
-    chosen: dict[str, Any] = {"take_over_checkpoints": take_over, "first_step": "observed", "group": None}
+    chosen: dict[str, Any] = {"take_over_checkpoints": take_over, "group": None}
     return ac_client.apply(model, 1.0, **chosen)
 
 

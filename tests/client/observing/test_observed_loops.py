@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ac_client
 from ac_client import InfeasibleBudget
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.observing import observed_step
+from autoac.profiler import observed_step
 from autoac.planner import build
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import profile
@@ -182,7 +182,7 @@ def test_training_whose_first_step_is_observed_equals_plain_training(
     torch.manual_seed(1)
     loop(plain, 5)
     planned = training()
-    ac_client.apply(planned.model, budget_gb=budget(), first_step="observed", group=None)
+    ac_client.apply(planned.model, budget_gb=budget(), group=None)
     torch.manual_seed(1)
     loop(planned, 5)
     assert planned.model.calls == plain.model.calls
@@ -199,7 +199,7 @@ def test_planned_step_after_an_observed_one_peaks_where_predicted(
     loop: Callable[[Training, int], None],
 ) -> None:
     planned, limit = training(), (2 if loop is two_forwards else 1) * budget()
-    ac_client.apply(planned.model, budget_gb=limit, first_step="observed", group=None)
+    ac_client.apply(planned.model, budget_gb=limit, group=None)
     loop(planned, 4)
     handle = ac_client.applied(planned.model)
     with handle.measure():
@@ -216,7 +216,7 @@ def test_planned_step_after_an_observed_one_peaks_where_predicted(
 
 def test_retained_graph_is_planned_for_from_the_second_step_on(caplog: pytest.LogCaptureFixture) -> None:
     planned, limit = training(), 1.1 * budget()
-    ac_client.apply(planned.model, budget_gb=limit, first_step="observed", group=None)
+    ac_client.apply(planned.model, budget_gb=limit, group=None)
     handle = ac_client.applied(planned.model)
     two_backwards(planned, 1)
     with handle.measure():
@@ -230,7 +230,7 @@ def test_retained_graph_is_planned_for_from_the_second_step_on(caplog: pytest.Lo
 
 def test_retained_graph_that_fits_no_plan_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     planned = training()
-    ac_client.apply(planned.model, budget_gb=0.875 * budget(), first_step="observed", group=None)
+    ac_client.apply(planned.model, budget_gb=0.875 * budget(), group=None)
     two_backwards(planned, 3)
     messages = [record.getMessage() for record in caplog.records]
     assert any("a backward retains its graph" in message for message in messages)
@@ -246,7 +246,7 @@ def test_training_with_checkpoints_whose_first_step_is_observed_equals_plain_tra
     plain, planned = training(checkpoints=True), training(checkpoints=True)
     torch.manual_seed(1)
     plain_loop(plain, 3)
-    ac_client.apply(planned.model, budget_gb=budget(), first_step="observed", group=None)
+    ac_client.apply(planned.model, budget_gb=budget(), group=None)
     torch.manual_seed(1)
     plain_loop(planned, 3)
     assert all(map(torch.equal, planned.losses, plain.losses))
@@ -257,7 +257,7 @@ def test_training_with_checkpoints_whose_first_step_is_observed_equals_plain_tra
 
 def test_budget_that_no_plan_keeps_is_refused_in_the_second_forward() -> None:
     planned = training()
-    ac_client.apply(planned.model, budget_gb=1e-6, first_step="observed", group=None)
+    ac_client.apply(planned.model, budget_gb=1e-6, group=None)
     planned.loss(torch.randn(256, WIDTH)).backward()
     planned.step()
     assert ac_client.applied(planned.model).policy is None
@@ -271,7 +271,7 @@ def test_budget_that_no_plan_keeps_is_refused_in_the_second_forward() -> None:
 def test_observed_step_over_the_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     for limit, said in ((1 / 1024, 1), (budget(), 0)):
         planned = training()
-        ac_client.apply(planned.model, budget_gb=limit, first_step="observed", group=None)
+        ac_client.apply(planned.model, budget_gb=limit, group=None)
         with pytest.raises(InfeasibleBudget) if said else nullcontext():
             plain_loop(planned, 3)
         messages = [record.getMessage() for record in caplog.records]
@@ -281,7 +281,7 @@ def test_observed_step_over_the_budget_is_said_once(caplog: pytest.LogCaptureFix
 
 def test_policy_is_there_after_the_observed_step() -> None:
     planned = training()
-    ac_client.apply(planned.model, budget_gb=budget(), first_step="observed", group=None)
+    ac_client.apply(planned.model, budget_gb=budget(), group=None)
     handle = ac_client.applied(planned.model)
     loss = planned.loss(torch.randn(256, WIDTH))
     assert handle.policy is None
@@ -292,7 +292,7 @@ def test_policy_is_there_after_the_observed_step() -> None:
 
 def test_step_that_torchs_profiler_does_not_watch_is_the_observed_one() -> None:
     planned = training()
-    ac_client.apply(planned.model, budget_gb=budget(), first_step="observed", group=None)
+    ac_client.apply(planned.model, budget_gb=budget(), group=None)
     with torch.profiler.profile():
         plain_loop(planned, 1)
     assert ac_client.applied(planned.model).policy is None
@@ -305,7 +305,7 @@ def test_step_that_torchs_profiler_watches_takes_what_an_observed_one_takes(
     checkpoints: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, planned = training(checkpoints=checkpoints), training(checkpoints=checkpoints)
-    ac_client.apply(planned.model, budget_gb=budget(), first_step="observed", group=None)
+    ac_client.apply(planned.model, budget_gb=budget(), group=None)
     peaks = []
     for one in (plain, planned):
         torch.manual_seed(1)
@@ -328,7 +328,7 @@ def test_step_that_torchs_profiler_watches_takes_what_an_observed_one_takes(
 
 def test_torchs_profiler_is_free_after_an_observed_step_and_after_one_that_nobody_differentiates() -> None:
     planned = training()
-    ac_client.apply(planned.model, budget_gb=budget(), first_step="observed", group=None)
+    ac_client.apply(planned.model, budget_gb=budget(), group=None)
     loss = planned.loss(torch.randn(256, WIDTH))
     assert torch.autograd._profiler_enabled()
     del loss
@@ -338,15 +338,10 @@ def test_torchs_profiler_is_free_after_an_observed_step_and_after_one_that_nobod
     assert not torch.autograd._profiler_enabled()
 
 
-def test_first_step_is_one_of_two_words() -> None:
-    with pytest.raises(ValueError, match='first_step must be "rehearsed" or "observed", got \'plain\''):
-        ac_client.apply(Layers(), budget_gb=1, first_step="plain")  # type: ignore[arg-type]
-
-
 def test_interrupted_observed_forward_stands_in_the_way_of_no_other_model() -> None:
     first, second = training(), training()
     for planned in (first, second):
-        ac_client.apply(planned.model, budget_gb=2 * budget(), first_step="observed", group=None)
+        ac_client.apply(planned.model, budget_gb=2 * budget(), group=None)
     first.model.norm.register_forward_pre_hook(_interrupt)
     with pytest.raises(KeyboardInterrupt):
         first.loss(torch.randn(256, WIDTH))
@@ -360,7 +355,7 @@ def _interrupt(*_: object) -> None:
 
 def test_backward_that_raises_leaves_no_profile_and_the_next_step_is_observed() -> None:
     planned = training()
-    ac_client.apply(planned.model, budget_gb=budget(), first_step="observed", group=None)
+    ac_client.apply(planned.model, budget_gb=budget(), group=None)
     x = torch.randn(256, WIDTH, requires_grad=True)
     x.register_hook(_fail)
     with pytest.raises(ZeroDivisionError):
@@ -378,7 +373,7 @@ def _fail(_gradient: Tensor) -> None:
 
 def test_forward_of_another_thread_is_not_part_of_an_observed_one() -> None:
     plain, planned = training(), training()
-    ac_client.apply(planned.model, budget_gb=budget(), first_step="observed", group=None)
+    ac_client.apply(planned.model, budget_gb=budget(), group=None)
     for one in (plain, planned):
         torch.manual_seed(2)
         inside = one.model.layers[2].register_forward_hook(partial(_run_on_another_thread, one.model))

@@ -45,7 +45,7 @@ def train(model):
 
 losses, weights = train(made(KIND))
 planned = made(KIND)
-ac_client.apply(planned, budget_gb=BUDGET / 2**30, first_step="observed")
+ac_client.apply(planned, budget_gb=BUDGET / 2**30)
 ours, our_weights = train(planned)
 assert ours == losses, (ours, losses)
 assert all(map(torch.equal, our_weights, weights))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.profiler import CannotProfile, profile
+from autoac.profiler import CannotProfile, Loop, observe, profile
+from autoac.profiler.rehearse import rehearse
+from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.profiler.torch_facts.gradients import roots_of
+from benchmarks.models.modules import Transformer
 from benchmarks.models.tiny import IRREGULAR, ZOO, ZooModel
-from benchmarks.observed_profile import IN_BACKWARD, differing, observe_step, peaks
+from benchmarks.observed_profile import IN_BACKWARD, differing, peaks
 from tests.programs import COLUMNS, ROWS, Program
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CPU = torch.device("cpu")
 SCALARS = {"T5": 8, "Whisper": 8}
 """Bytes of a number that becomes a tensor, as in `x[0] = 1`, which may count for one op less."""
 
@@ -34,8 +38,8 @@ class Run(nn.Module):
 @pytest.mark.parametrize("entry", [*ZOO, *IRREGULAR], ids=lambda entry: entry.name)
 def test_observed_step_has_the_profile_of_a_hollow_step(entry: ZooModel) -> None:
     model = entry.make().train()
-    hollow = profile(model, **entry.batch())
-    observed = observe_step(model, (), entry.batch(), device=CPU)
+    hollow = rehearse(TrainingStep(model, (), entry.batch()))
+    observed = profile(model, **entry.batch())
     scalars = SCALARS.get(entry.name, 0)
     assert not differing(observed, hollow, *IN_BACKWARD)
     assert peaks(observed) == pytest.approx(peaks(hollow), abs=scalars)
@@ -44,7 +48,7 @@ def test_observed_step_has_the_profile_of_a_hollow_step(entry: ZooModel) -> None
 @pytest.mark.parametrize("entry", ZOO[:8], ids=lambda entry: entry.name)
 def test_peak_of_a_second_backward_follows_from_the_profile_of_the_first(entry: ZooModel) -> None:
     model = entry.make().train()
-    found = observe_step(model, (), entry.batch(), device=CPU).with_retained_graph()
+    found = profile(model, **entry.batch()).with_retained_graph()
     assert peaks(found) == peaks(found.with_retained_graph())
     model.zero_grad()
     model(**entry.batch())  # what a first forward alone makes
@@ -69,12 +73,55 @@ def test_observed_step_of_a_random_program_has_its_profile(first: int) -> None:
         batch.append(torch.randn(ROWS, COLUMNS))
         try:
             torch.manual_seed(seed)
-            hollow = profile(model, *batch)
+            hollow = rehearse(TrainingStep(model, batch, {}))
         except (RuntimeError, CannotProfile):
             continue  # autograd refuses the program
         torch.manual_seed(seed)
-        observed = observe_step(model, batch, {}, device=CPU)
+        observed = profile(model, *batch)
         assert not differing(observed, hollow, *IN_BACKWARD), seed
         assert peaks(observed) == peaks(hollow), seed
         compared += 1
     assert compared > 25
+
+
+def loss_of_logits(out: dict[str, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(out["logits"].tanh(), torch.ones(2, 8, 32))
+
+
+def loss_of_all(outs: list[dict[str, Tensor]]) -> Tensor:
+    return torch.stack([loss_of_logits(out) for out in outs]).mean()
+
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "loss": {"loss": loss_of_logits},
+    "accumulates": {"accumulates": True},
+    "accumulates a loss": {"loss": loss_of_logits, "accumulates": True},
+    "two forwards": {"loop": Loop(2)},
+    "three forwards, one loss": {"loop": Loop(3), "loss": loss_of_all},
+    "dropped outputs": {"loop": Loop(2, drops=frozenset({0}))},
+}
+
+
+@pytest.mark.parametrize("casts", [False, True])
+@pytest.mark.parametrize("name", LOOPS)
+def test_observed_step_of_a_loop_has_the_profile_of_a_hollow_one(name: str, *, casts: bool) -> None:
+    model, x, terms = Transformer(), torch.randn(2, 8, 32), LOOPS[name]
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        hollow = rehearse(TrainingStep(model, (x,), {}, **terms))
+        observed = observe(model, (x,), {}, **terms)
+    assert not differing(observed, hollow, *IN_BACKWARD)
+    assert peaks(observed) == peaks(hollow)
+    assert observed.loss_begins == hollow.loss_begins
+
+
+def test_gradients_that_exist_count_in_an_observed_step_and_are_then_as_before() -> None:
+    model, x = Transformer(), torch.randn(2, 8, 32)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    before = [parameter.grad for parameter in model.parameters()]
+    hollow, observed = rehearse(TrainingStep(model, (x,), {})), profile(model, x)
+    assert not differing(observed, hollow, *IN_BACKWARD)
+    assert peaks(observed) == peaks(hollow)
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is gradient
+        assert bool((gradient == 3.0).all())

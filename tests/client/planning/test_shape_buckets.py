@@ -90,7 +90,7 @@ def test_short_last_batch_is_not_planned(budget_gb: float, monkeypatch: pytest.M
     plain, planned = new_model(), ac_client.apply(new_model(), budget_gb)
     assert_as_plain(planned, plain, LARGE)
     policy = ac_client.applied(planned).policy
-    monkeypatch.setattr(plan_batch, "observe", None)  # profiling now fails
+    monkeypatch.setattr(plan_batch, "ObservedStep", None)  # observing now fails
     assert_as_plain(planned, plain, (5, 48))
     assert ac_client.applied(planned).policy is policy
 

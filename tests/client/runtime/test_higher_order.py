@@ -21,6 +21,8 @@ from ac_client.runtime.write_guard import StaleError
 from autoac.planner import plan
 from autoac.planner.problem.build import build
 from autoac.profiler import profile
+from autoac.profiler.rehearse import rehearse
+from autoac.profiler.steps.training_loop import TrainingStep
 
 pytestmark = [
     # Warnings of torch itself when Dynamo is loaded, and about an input that is not a leaf.
@@ -243,7 +245,7 @@ def test_plan_saves_readers_of_an_input_that_a_higher_order_op_writes() -> None:
             return (y @ self.weight + self.given).exp().sin()
 
     x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
-    found = profile(Writes(), x)
+    found = rehearse(TrainingStep(Writes(), (x,), {}))
     musts = {op.name: op.must_save for op in build(found).ops}
     assert musts["./aten.add.Tensor#0"] == "reads what is overwritten later"
     policy = plan(found, budget_bytes=1 << 30).policy()

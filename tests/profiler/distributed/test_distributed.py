@@ -1,4 +1,4 @@
-"""Test that models wrapped by torch.distributed are profiled without effect, or refused."""
+"""Test that models wrapped by torch.distributed are profiled in a step of all ranks, or refused."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import bounds, build, plan
-from autoac.profiler import DATASHEETS, CannotProfile, observe, profile
+from autoac.profiler import DATASHEETS, CannotProfile, ShardsInUse, observe, profile
 from autoac.profiler.distributed.ddp import buckets_of
+from autoac.profiler.rehearse import rehearse
+from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.profiler.torch_facts.rng import generators_restored
 from benchmarks.models.modules import ConvNet
 
@@ -72,28 +74,6 @@ def test_profile_does_not_change_training(way: str) -> None:
 
     for a, b in zip(trained(False), trained(True), strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_profile_sends_nothing_and_changes_no_attribute(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = DistributedDataParallel(seeded(ConvNet), **WAYS[way])
-    attributes = dict(vars(model))
-    monkeypatch.setattr(model, "_sync_buffers", lambda: pytest.fail("buffers were sent"))
-    monkeypatch.setattr(model, "reducer", Reducer())
-    profile(model, batch(), loss=torch.sum)
-    monkeypatch.undo()
-    assert vars(model).keys() == attributes.keys()
-    assert all(vars(model)[name] is value for name, value in attributes.items())
-
-
-class Reducer:
-    """Fail where a real reducer would reduce."""
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        pytest.fail(f"the reducer was asked to {name}")
 
 
 @pytest.mark.parametrize("way", ["plain", "gradients in buckets"])
@@ -232,7 +212,7 @@ def test_tensors_unpacked_while_their_unit_is_freed_are_saved() -> None:
         return fully_shard(model, mesh=mesh)
 
     plain, planned, x = sharded_with_its_loss(), sharded_with_its_loss(), torch.ones(3, 4)
-    found = profile(planned, x)
+    found = rehearse(TrainingStep(planned, (x,), {}))
     saved = {
         key: found.reasons[why]
         for key, why in zip(found.keys(), found.ops.must_save, strict=True)
@@ -256,20 +236,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
         "offloaded to the host",
     ),
-    "replicas": (
-        lambda: fully_shard(layers(), mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("r", "s"))),
-        "over replicas",
-    ),
-    "a part": (lambda: _begun(sharded())[0], "profile or plan its root"),
-    "two layouts": (
-        lambda: fully_shard(
-            parallelize_module(
-                layers(), init_device_mesh("cpu", (1,), mesh_dim_names=("t",)), {"0": ColwiseParallel()}
-            ),
-            mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("d",)),
-        ),
-        "in another layout",
-    ),
     "FSDP1": (
         lambda: FullyShardedDataParallel(
             layers(), device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.NO_SHARD
@@ -279,17 +245,56 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def _begun(model: nn.Sequential) -> nn.Sequential:
-    model(torch.ones(1, 4)).sum().backward()
-    return model
-
-
 @pytest.mark.parametrize("setting", REFUSED)
-def test_sharding_that_one_rank_cannot_profile_is_refused(setting: str) -> None:
+def test_sharding_that_no_real_step_supports_is_refused(setting: str) -> None:
     make, why = REFUSED[setting]
     model = make()
     with pytest.raises(CannotProfile, match=why):
         profile(model, torch.ones(1, 4), loss=torch.sum)
+
+
+def in_two_layouts() -> nn.Sequential:
+    tensor, data = (init_device_mesh("cpu", (1,), mesh_dim_names=(name,)) for name in "td")
+    return fully_shard(parallelize_module(layers(), tensor, {"0": ColwiseParallel()}), mesh=data)
+
+
+MESHES: dict[str, Callable[[], nn.Sequential]] = {
+    "one dimension": lambda: fully_shard(layers(), mesh=init_device_mesh("cpu", (1,))),
+    "replicas": lambda: fully_shard(
+        layers(), mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("r", "s"))
+    ),
+    "two layouts": in_two_layouts,
+}
+
+
+@pytest.mark.parametrize("setting", MESHES)
+def test_sharded_model_is_profiled_on_any_mesh_and_trains_on(setting: str) -> None:
+    model, plain, x = MESHES[setting](), layers(), torch.ones(1, 4)
+    found = profile(model, x, loss=torch.sum)
+    assert found.gradient_nbytes == sum(p.nbytes for p in plain.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert isinstance(b.grad, DTensor)
+        assert a.grad is not None
+        assert torch.equal(a.grad, b.grad.to_local())
+
+
+def test_part_of_a_sharded_model_is_profiled_by_itself() -> None:
+    model, x = sharded(), torch.ones(1, 4)
+    model(x).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    assert profile(model[0], x, loss=torch.sum).keys()[:1] == ["./aten.addmm.default#0"]
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+
+
+def test_gradients_that_are_not_reduced_forbid_a_profile() -> None:
+    model, x = sharded(), torch.ones(1, 4)
+    model.set_requires_gradient_sync(False)
+    model(x).sum().backward()
+    with pytest.raises(ShardsInUse):
+        profile(model, x, loss=torch.sum)
 
 
 def test_fake_step_of_a_sharded_model_is_refused() -> None:
@@ -308,24 +313,24 @@ def test_plan_applied_before_fully_shard_is_refused() -> None:
 RANK = """
 from torch.nn.parallel import DistributedDataParallel
 from benchmarks.models.modules import ConvNet
-from ranks import outputs_of_ranks
 from autoac.profiler import profile
 
 torch.manual_seed(0)
 model = DistributedDataParallel(ConvNet())
 for i in range(3):
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2 * i + rank))
-    if rank == 0 and i != 1:  # not between the first two steps, where the reducer communicates
-        profile(model, x, loss=torch.sum)
+    if PROFILES:
+        assert profile(model, x, loss=torch.sum).ops
     torch.manual_seed(i)
     model(x).sum().backward()
-print([round(p.grad.sum().item(), 4) for p in model.parameters()])
+print([p.grad.sum().item() for p in model.parameters()], [b.sum().item() for b in model.buffers()])
 """
 
 
-def test_one_of_two_ranks_can_profile_without_the_other(tmp_path: Path) -> None:
-    outputs = outputs_of_ranks(RANK, tmp_path / "store")
-    assert outputs[0] == outputs[1] != ""
+def test_ranks_that_profile_together_train_as_ranks_that_do_not(tmp_path: Path) -> None:
+    profiled = outputs_of_ranks(RANK.replace("PROFILES", "True"), tmp_path / "profiled")
+    assert profiled == outputs_of_ranks(RANK.replace("PROFILES", "False"), tmp_path / "plain")
+    assert profiled[0] != ""
 
 
 def test_buckets_count_for_a_module_around_the_wrapped_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Test that state in Python objects counts each training step once, or the profile is refused."""
+"""Test that state in Python objects counts each training step once, and a fake step not at all."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
-from autoac.profiler import CannotProfile, profile
+from autoac.profiler import DATASHEETS, CannotProfile, profile
 
 X = torch.linspace(-1, 2, 32).view(8, 4)
+H100 = DATASHEETS["h100"]
 
 
 @dataclass
@@ -212,9 +213,25 @@ def numbers() -> Any:
 def test_iterator_that_forward_reads_is_refused_by_name_and_not_read(make: Any, where: str) -> None:
     model = Plain(make())
     with pytest.raises(CannotProfile) as refused:
-        profile(model, X)
+        profile(model, X, on=H100)
     assert where in refused.value.why
     assert model.count() == make()()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: partial(next, numbers()),
+        lambda: itertools.count(1).__next__,
+        lambda: Frozen(numpy.zeros(3)).count,
+        lambda: Statistics().count,
+    ],
+)
+def test_real_step_changes_the_state_of_one_forward(make: Callable[[], Callable[[], float]]) -> None:
+    model, other = Plain(make()), make()
+    profile(model, X)
+    other()
+    assert model.count() == other()
 
 
 def closure_over(items: Any) -> Callable[[], float]:
@@ -224,16 +241,16 @@ def closure_over(items: Any) -> Callable[[], float]:
 def test_iterator_that_forward_does_not_read_is_accepted() -> None:
     model = Plain(lambda: 1.0)
     model.ids = itertools.count()  # type: ignore[assignment]
-    profile(model, X)
+    profile(model, X, on=H100)
     assert next(model.ids) == 0  # type: ignore[call-overload]
 
 
 def test_large_array_that_forward_writes_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoac.profiler.restore.object_holders.MOST_COPIED_NBYTES", 16)
     with pytest.raises(CannotProfile) as refused:
-        profile(Plain(Frozen(numpy.zeros(3)).count), X)
+        profile(Plain(Frozen(numpy.zeros(3)).count), X, on=H100)
     assert "count[0].numbers, a numpy array" in refused.value.why
-    profile(Plain(lambda: float(numpy.zeros(3).sum())), X)
+    profile(Plain(lambda: float(numpy.zeros(3).sum())), X, on=H100)
 
 
 def test_changes_next_to_a_thread_are_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -247,6 +264,6 @@ def test_changes_next_to_a_thread_are_kept_with_a_warning(caplog: pytest.LogCapt
             return self.calls
 
     held = Prefetching()
-    profile(Plain(held.count), X)
+    profile(Plain(held.count), X, on=H100)
     assert held.calls > 0
     assert "count[0] holds a thread" in caplog.text

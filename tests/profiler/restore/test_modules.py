@@ -1,4 +1,4 @@
-"""Test that a profile leaves the counters of a model, its optimizer and its caches unchanged."""
+"""Test that a fake step leaves the counters of a model, and each profile its optimizer, unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 import ac_client
-from autoac.profiler import observe, profile
+from autoac.profiler import DATASHEETS, observe, profile
 
 
 class Counting(nn.Module):
@@ -49,10 +49,10 @@ class Counting(nn.Module):
         return out
 
 
-def test_counters_of_a_model_are_restored() -> None:
+def test_counters_of_a_model_are_restored_after_a_fake_step() -> None:
     model = Counting()
     held = (model.list, model.last, model.table, model.seen, model.tensor)
-    profile(model, torch.randn(2, 4), loss=torch.sum)
+    profile(model, torch.randn(2, 4), loss=torch.sum, on=DATASHEETS["h100"])
     now = (model.list, model.last, model.table, model.seen, model.tensor)
     assert all(a is b for a, b in zip(now, held, strict=True))
     assert (model.calls, model.list, list(model.last), model.table, model.seen) == (

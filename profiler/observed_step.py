@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -34,25 +34,27 @@ from autoac.profiler.checkpoints.own_checkpoints import (
     plain_checkpoints,
 )
 from autoac.profiler.compiler.second_stage import carried_by
-from autoac.profiler.distributed.ddp import wrapper_paths
-from autoac.profiler.distributed.fsdp import gathered_nbytes, parameters_of, shards_of
+from autoac.profiler.distributed.ddp import buckets_of, wrapper_paths
+from autoac.profiler.distributed.fsdp import gathered_nbytes, shards_of
 from autoac.profiler.distributed.process_groups import noting_groups
 from autoac.profiler.environment import describe_leaf, environment_of_device
 from autoac.profiler.errors import NothingToProfile
 from autoac.profiler.joint_graph.interpreted_part import TapedParts
-from autoac.profiler.observe import profile_of
 from autoac.profiler.static_memory import static_bytes
+from autoac.profiler.step_profile import profile_of, with_cached_backward
 from autoac.profiler.steps.hollow import StepRecord, force_saves_of_units
-from autoac.profiler.steps.training_loop import Loop, TrainingStep
+from autoac.profiler.steps.training_loop import Loop, TrainingStep, check_roots, loss_of
 from autoac.profiler.timing.backlog import Backlog
+from autoac.profiler.timing.cache import Times, machine
 from autoac.profiler.timing.op_timer import OpSpans, median_and_spread
 from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.gradients import gradient_of, leaves_of, roots_of
+from autoac.profiler.torch_facts.batch_contents import batch_tensors
+from autoac.profiler.torch_facts.gradients import leaves_of, output_of_leaf, roots_of
 from autoac.profiler.torch_facts.inductor import compile_within, is_called_compiled, runs_compiled
 from autoac.profiler.torch_facts.libraries import free_workspaces
-from autoac.profiler.torch_facts.module_paths import ROOT, is_called
+from autoac.profiler.torch_facts.module_paths import ROOT, is_called, watch_modules
 from autoac.profiler.torch_facts.module_pins import pins_of
-from autoac.profiler.torch_facts.private import compiled_autograd_off
+from autoac.profiler.torch_facts.private import compiled_autograd_off, tree_map
 from autoac.profiler.torch_facts.storage_table import has_storage
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -100,7 +102,8 @@ class ObservedStep:
         leave_checkpoints: bool = False,
         needs_checkpoints: bool = False,
     ) -> None:
-        self._accumulates = any(gradient_of(parameter) is not None for parameter in parameters_of(model))
+        # Where gradients are views of buckets, which exist: else those that exist are counted, and no others.
+        self._accumulates = buckets_of(model, None).holds_gradients
         self.model = weakref.ref(model)
         self.recording = False
         self.needs_checkpoints = False
@@ -213,22 +216,25 @@ class ObservedStep:
 
     def end_forward(self, output: Any) -> None:
         """End a forward, which returned `output`."""
-        tape = self._tape
         if self._forward is None:
             return
-        tape.recorder.end_forward(output)
-        forward, self._forward = self._forward, None
-        forward.close()
-        tape.saved.forward_over = True
-        self.needs_checkpoints = tape.recorder.needs_checkpoints
+        self._tape.recorder.end_forward(output)
         storages = {
             root.untyped_storage()._cdata: root.untyped_storage().nbytes() for root in roots_of(output)
         }
         self._kept_nbytes = sum(storages.values())
+        self._close_forward()
+
+    def _close_forward(self) -> None:
+        forward, self._forward = self._forward, None
+        assert forward is not None
+        forward.close()
+        self._tape.saved.forward_over = True
+        self.needs_checkpoints = self._tape.recorder.needs_checkpoints
         if self.needs_checkpoints or not self.recording:
             self.discard()
         else:
-            tape.begin_outside()
+            self._tape.begin_outside()
 
     def leave_out(self) -> None:
         """Leave out of the record what follows: another planned model runs, whose plan counts it."""
@@ -330,12 +336,71 @@ class ObservedStep:
             self.recording = False
             self._allocations.abandon()
 
-    def profile(self, model: nn.Module, optimizer: Optimizers = None) -> Profile:
+    def run(self, subject: TrainingStep, note_leaves: Callable[[Iterable[Tensor]], None]) -> None:
+        """Run the whole step: its forwards, its loss, and one backward.
+
+        If the model turns out to need checkpoints of its own, the step ends with the forward.
+
+        Args:
+            subject: the step of this object.
+            note_leaves: called with the leaves to which backward is about to give gradients.
+
+        Raises:
+            NothingToProfile: nothing requires a gradient.
+            ProfilerBusy: torch.profiler runs on this thread.
+        """
+        model, loss, recorder = subject.compiled, subject.loss, self._tape.recorder
+        batch = tuple(subject.args), dict(subject.kwargs)
+        leaves: dict[int, Tensor] = {}
+        batches = [_own_batch(batch, leaves) for _ in range(subject.loop.forwards)]
+        watches = [] if is_called_compiled(model) else watch_modules(model, self.enter, self.leave)
+        try:
+            self.begin_forward()
+            held: list[Any] = []
+            outputs: list[Any] = []
+            roots: list[Tensor] = []
+            for args, kwargs in batches:
+                output = model(*args, **kwargs)
+                held += recorder.end_forward(output)
+                if loss is None:
+                    roots += roots_of(output)
+                else:
+                    outputs.append(output)
+                del output
+            if loss is not None:
+                self._tape.wrappers = frozenset()
+                recorder.begin_loss()
+                roots = [loss_of(loss, outputs if len(outputs) > 1 else outputs[0])]
+                del outputs
+            self._close_forward()
+            if self.needs_checkpoints:
+                return
+            roots = [root for root in roots if root.requires_grad]
+            check_roots(roots, [*model.parameters(), *batch_tensors(batch)])
+            torch.clear_autocast_cache()  # a real backward runs outside of autocast
+            with self._tape.hiding():
+                note_leaves(leaves_of(roots))
+            self.begin_backward()
+            self.unwatch_calls()
+            retains = subject.loop.retains
+            with compiled_autograd_off(), torch.autocast(self._device.type, enabled=False):
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots], retains)
+            self.end_backward()
+            del roots
+            self.end()
+        finally:
+            self.discard()
+            recorder.generators.restore()
+            for watch in watches:
+                watch.remove()
+
+    def profile(self, model: nn.Module, optimizer: Optimizers = None, times: Times | None = None) -> Profile:
         """Return the profile of the step.
 
         Args:
             model: the model of the step, which is not held.
             optimizer: as for `observe`.
+            times: the cache of run times.
 
         Raises:
             NothingToProfile: no backward has reached the step.
@@ -353,6 +418,12 @@ class ObservedStep:
             force_saves_of_units(record, self._shards, tape.saved.out_of_reach)
         in_step_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in record.ops]
         signatures: list[Hashable] = [op.signature for op in record.ops]
+        op_times = median_and_spread(in_step_us, signatures, tape.replays.samples())
+        here = machine(self._device, self._environment.device_name)
+        if times is not None:
+            known = times.ops(here, op_times.keys())
+            times.keep_ops(here, {key: row for key, row in op_times.items() if key not in known})
+            op_times |= known
         step = StepRecord(
             record,
             tape.saved,
@@ -362,7 +433,7 @@ class ObservedStep:
             self._end,
             self._last,
             self._allocations.freed_between(self._last, self._freed) if self._freed >= 0 else (),
-            op_times=median_and_spread(in_step_us, signatures, tape.replays.samples()),
+            op_times=op_times,
             unplanned=tuple(self._unplanned),
             temporary=tape.temporary,
             hidden=tape.hidden,
@@ -394,17 +465,37 @@ class ObservedStep:
         ]
         kept = self._kept_nbytes + sum(block.nbytes for block in left if block.address not in self._seeds)
         leaves, gradients = map(self._live_nbytes, self._held)
-        return found.model_copy(
+        found = found.model_copy(
             update={
                 "gradient_nbytes": found.gradient_nbytes - sum(block.nbytes for block in left) - gradients,
                 "kept_nbytes": max(found.kept_nbytes, kept + leaves + gradients),
             }
         )
+        return with_cached_backward(found, times, here) if times is not None else found
 
     def _live_nbytes(self, addresses: Sequence[int]) -> int:
         """Return the bytes of the blocks at `addresses` as backward ended."""
         found = (self._allocations.block_at(address, self._end) for address in addresses)
         return sum(block.nbytes for block in found if block is not None)
+
+
+def _own_batch(batch: Any, leaves: dict[int, Tensor]) -> Any:
+    """Return containers of a forward's own, which may pop from them, and let no backward leave the batch.
+
+    Args:
+        batch: the arguments of forward.
+        leaves: gets the ends of backward in place of tensors with a graph, by their id.
+    """
+    own: dict[int, Tensor] = {}
+
+    def of(item: Any) -> Any:
+        if not isinstance(item, Tensor) or item.grad_fn is None:
+            return item
+        if id(item) not in own:
+            own[id(item)] = output_of_leaf(leaves.setdefault(id(item), item.detach().requires_grad_()))
+        return own[id(item)]
+
+    return tree_map(of, batch)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:

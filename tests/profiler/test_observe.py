@@ -1,4 +1,4 @@
-"""The peak of a plain step, cached run times, and steps that must change nothing."""
+"""The peak of a plain step, cached run times, and what is as before after a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autoac.planner import build, simulate
 from autoac.planner.memory.schedule import OptimizerStep
-from autoac.profiler import DATASHEETS, CannotProfile, Device, Times, observe, profile
+from autoac.profiler import DATASHEETS, CannotProfile, Loop, Times, observe, profile
 from autoac.profiler.static_memory import optimizer_bytes
 from autoac.profiler.torch_facts.gradients import roots_of
 from benchmarks.models.modules import ConvNet, Transformer
@@ -88,10 +88,6 @@ def test_loss_that_is_not_a_tensor_is_refused() -> None:
         profile(nn.Linear(4, 4), torch.randn(2, 4), loss=lambda _out: None)  # type: ignore[arg-type, return-value]
 
 
-CALLS: list[int] = []
-"""A global variable, since everything that the model refers to is restored after a profile."""
-
-
 def test_cached_times_make_the_second_profile_equal_to_the_first(tmp_path: Path) -> None:
     times = Times(tmp_path / "new" / "times.sqlite3")
     model, x = Transformer(layers=2), torch.randn(2, 8, 32)
@@ -105,21 +101,26 @@ def test_cached_times_make_the_second_profile_equal_to_the_first(tmp_path: Path)
     assert profile(model, x, times=times).ops.runtime_us != first.ops.runtime_us
 
 
-def test_cached_ops_are_not_measured_again(tmp_path: Path) -> None:
-    times = Times(tmp_path / "times.sqlite3")
-    CALLS.clear()
+@pytest.mark.parametrize("cached", [False, True])
+def test_forward_and_backward_run_once(tmp_path: Path, *, cached: bool) -> None:
+    times = Times(tmp_path / "times.sqlite3") if cached else None
+    calls: list[str] = []
 
     class Counts(Transformer):
         def forward(self, x: Tensor) -> Any:
-            CALLS.append(1)
-            return super().forward(x)
+            calls.append("forward")
+            out = super().forward(x)
+            out["logits"].register_hook(lambda _gradient: calls.append("backward"))
+            return out
 
     model, x = Counts(), torch.randn(2, 8, 32)
-    profile(model, x, times=times)
-    assert len(CALLS) > 2  # the warm-up, the step, and at least one more for run times
-    CALLS.clear()
-    profile(model, x, times=times)
-    assert len(CALLS) == 3
+    for _ in range(2):
+        calls.clear()
+        observe(model, (x,), {}, times=times)
+        assert calls == ["forward", "backward"]
+    calls.clear()
+    observe(model, (x,), {}, loop=Loop(3))
+    assert calls == ["forward"] * 3 + ["backward"] * 3
 
 
 def test_environment_variable_names_the_cache_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,17 +202,47 @@ class Stateful(nn.Module):
 
 
 @pytest.mark.parametrize("breaks", ["", "forward", "backward"])
-@pytest.mark.parametrize("on", [None, DATASHEETS["h100"]], ids=["hollow", "fake"])
-def test_step_changes_nothing_even_if_it_raises(on: Device | None, breaks: str) -> None:
+def test_fake_step_changes_nothing_even_if_it_raises(breaks: str) -> None:
     model, x = Stateful(breaks), torch.randn(3, 4)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     attributes = [dict(module.__dict__) for module in model.modules()]
     generators = torch.get_rng_state(), model.own.get_state(), random.getstate(), numpy.random.get_state()
     with pytest.raises(ZeroDivisionError) if breaks else contextlib.nullcontext():
-        profile(model, x, on=on)
+        profile(model, x, on=DATASHEETS["h100"])
     assert [dict(module.__dict__) for module in model.modules()] == attributes
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    check_unchanged(model, before, generators)
     assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
+
+
+@pytest.mark.parametrize("accumulates", [None, False, True])
+@pytest.mark.parametrize("breaks", ["", "forward", "backward"])
+def test_gradients_buffers_and_generators_are_as_before_even_if_a_step_raises(
+    breaks: str, *, accumulates: bool | None
+) -> None:
+    model, x, fired = Stateful(breaks), torch.randn(3, 4, requires_grad=True), list[Tensor]()
+    weight, bias = model.linear.weight, model.linear.bias
+    weight.grad = held = torch.full((4, 4), 2.0)
+    weight.register_post_accumulate_grad_hook(fired.append)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    buffers = dict(model.named_buffers())
+    generators = torch.get_rng_state(), model.own.get_state(), random.getstate(), numpy.random.get_state()
+    with pytest.raises(ZeroDivisionError) if breaks else contextlib.nullcontext():
+        observe(model, (x,), {}, accumulates=accumulates)
+    check_unchanged(model, before, generators)
+    assert weight.grad is held
+    assert torch.equal(held, torch.full((4, 4), 2.0))
+    assert x.grad is bias.grad is None
+    assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not fired
+    if breaks != "backward":
+        model.breaks = ""
+        model(x).sum().backward()
+        assert fired == [weight]
+
+
+def check_unchanged(model: Stateful, before: dict[str, Tensor], generators: tuple[Any, ...]) -> None:
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert torch.equal(model.own.get_state(), generators[1])
     assert random.getstate() == generators[2]
@@ -327,20 +358,3 @@ def test_forward_mode_zeros_without_memory_are_handled() -> None:
     zeros = [i for i, key in enumerate(found.keys()) if "_efficientzerotensor" in key]
     assert zeros
     assert not set(zeros) & set(found.values.op)
-
-
-def test_forward_with_collectives_runs_only_thrice() -> None:
-    """Clocks decide how often forward runs for its times, and ranks must run it equally often."""
-    CALLS.clear()
-
-    class Talks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            CALLS.append(1)
-            return torch.ops._c10d_functional.wait_tensor(self.linear(x).detach()) * self.linear(x)
-
-    profile(Talks(), torch.randn(3, 4))
-    assert len(CALLS) == 3

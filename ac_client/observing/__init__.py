@@ -1,1 +1,0 @@
-"""Profile a training step that runs once, for real, without a plan."""
