@@ -200,7 +200,6 @@ class ObservedStep:
     def end_backward(self) -> None:
         """Note that the first backward through the step is over; later ones are not recorded."""
         self._tape.held.look()
-        self._tape.saved.save_differentiated()
         self._tape.saved.closed = True
         self._end = self._allocations.mark()
 
