@@ -56,7 +56,7 @@ class Forces(Energy):
 
 class ForcesOfDistances(Forces):
     def energy(self, x: Tensor) -> Tensor:
-        near = torch.exp(-((x[:, :1] - torch.linspace(0, 5, WIDTH)) ** 2))
+        near = torch.exp(-((x[:, :1] - torch.linspace(0, 5, WIDTH, device=x.device)) ** 2))
         return self.layers[0](near).pow(2).sum()
 
 
@@ -213,7 +213,7 @@ class HookInsideOfForward(Energy):
 
 @dataclass
 class Trained:
-    """What some steps of training came to."""
+    """Hold the results of some steps of training."""
 
     tensors: list[Tensor]  # losses, gradients and states of the generator
     peak: int  # of the last step; 0: not measured
