@@ -13,6 +13,7 @@ from autoac.planner.errors import InfeasibleBudget, InvalidBudget, InvalidLimit,
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import (
     OFFLOAD,
+    SAVE,
     THE_END,
     MovePoints,
     Policy,
@@ -31,7 +32,7 @@ from autoac.planner.memory.simulate import Timeline, instant_name, peak_of, simu
 from autoac.planner.minimum_peak import WORK_LIMIT as FLOOR_WORK_LIMIT
 from autoac.planner.minimum_peak import search_minimum_peak, search_peak_within
 from autoac.planner.problem.apply_constraints import constrained, with_forward_limit
-from autoac.planner.problem.build import build
+from autoac.planner.problem.build import build, needed_until
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
 from autoac.planner.problem.moves import Move, triggers
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
@@ -451,7 +452,7 @@ def _budget(budget_gb: float | None, budget_bytes: int | None, headroom_bytes: i
 
 
 def decided(profile: Profile, graph: Graph, save_set: SaveSet, moves: Sequence[Move] = ()) -> dict[str, Any]:
-    """Return the fields of a policy that hold decisions: `decisions`, and `use_groups` and `moves` if any.
+    """Return the fields of a policy that hold decisions: `decisions`, and what belongs to them, if any.
 
     Args:
         graph: built from `profile`, perhaps with use groups and moves.
@@ -475,9 +476,15 @@ def decided(profile: Profile, graph: Graph, save_set: SaveSet, moves: Sequence[M
         assert move.fetch is not None
         points[key_of[move.op]] = MovePoints(free=free, fetch=fetches[move.fetch])
         fates[key_of[move.op]] = OFFLOAD
+    needed = {
+        keys[op]: keys[until] if until < len(keys) else THE_END
+        for op, until in sorted(needed_until(profile).items())
+        if fates[keys[op]] not in (SAVE, OFFLOAD)
+    }
     return {
-        "version": version_for(use_groups, points),
+        "version": version_for(use_groups, points, needed),
         "decisions": fates,
         "use_groups": use_groups,
         "moves": points,
+        "needed_until": needed,
     }

@@ -285,7 +285,6 @@ class ObservedStep:
         """Note that the first backward through the step is over; later ones are not recorded."""
         self.take_in()
         self._tape.held.look()
-        self._tape.saved.save_differentiated()
         self._tape.saved.closed = True
         self._end = self._allocations.mark()
         leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]

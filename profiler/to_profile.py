@@ -86,6 +86,8 @@ def assemble(
         for block, storage in zip(blocks, forward.storages, strict=True)
     )
     begins = [at[op.begin_mark] for op in forward.ops] + [s.begin for s in steps]
+    needed_until = _needed_in_forward(step)
+    released = _with_needs(step, released, needed_until)
     temporaries = _block_changes(record, other.positions, late, begins, at[step.backward_end])
     must_save = [op.must_save for op in forward.ops]
     rows = [(position, storage) for position, storage in forward.outputs if blocks[storage] is not None]
@@ -146,6 +148,7 @@ def assemble(
             value=tuple(saved.newest_unchanged(h, until) for h, until in enumerate(dropped)),
             packed=tuple(saved.packed),
             dropped=tuple(dropped),
+            needed_until=needed_until,
         ),
         backward=BackwardSteps(
             name=tuple(nodes.index(s.name or "backward") for s in steps),
@@ -218,6 +221,23 @@ def _unpacked(step: StepRecord, event: SavedEvent) -> AllocatedBlock | None:
     else:
         freed = at[event.freed_mark] if event.freed_mark >= 0 else None
     return AllocatedBlock(block.address, block.nbytes, begin, freed)
+
+
+def _needed_in_forward(step: StepRecord) -> tuple[int, ...]:
+    """Return for each saved tensor the moment until which a backward inside of forward needs it, or 0."""
+    until = [0] * len(step.saved.versions)
+    for event in step.saved.events:
+        until[event.saved] = max(until[event.saved], event.needed_until)
+    return tuple(until)
+
+
+def _with_needs(step: StepRecord, released: Sequence[int], needed_until: Sequence[int]) -> tuple[int, ...]:
+    """Return when each storage is free, if forward holds what a backward inside of it needs."""
+    until = list(released)
+    for version, moment in zip(step.saved.versions, needed_until, strict=True):
+        storage = step.forward.versions[version].storage
+        until[storage] = max(until[storage], moment)
+    return tuple(until)
 
 
 def _returned_as_gradients(

@@ -77,7 +77,7 @@ class LoadedPolicy:
         return tuple(
             ForwardRoute(
                 decisions,
-                Route(decisions, self.policy.use_groups, self.policy.moves),
+                Route(decisions, self.policy.use_groups, self.policy.moves, self.policy.needed_until),
                 PartCalls(decisions, self.policy.moves),
             )
             for decisions in self.policy.forwards

@@ -90,6 +90,7 @@ class Route:
         decisions: Mapping[str, Decision],
         use_groups: Mapping[str, Sequence[str]] | None = None,
         moves: Mapping[str, MovePoints] | None = None,
+        needed_until: Mapping[str, str] | None = None,
     ) -> None:
         self.keys = list(decisions)
         position = {key: i for i, key in enumerate(self.keys)}
@@ -105,6 +106,13 @@ class Route:
             for key, points in (moves or {}).items()
             if key in position
         }
+        # By position of an op: the op before which forward lets go of its outputs, which a backward inside of
+        # forward unpacks.
+        self.needed_until = {
+            position[key]: position.get(until, end)
+            for key, until in (needed_until or {}).items()
+            if key in position
+        }
         self.triggers = frozenset(move.fetch for move in self.moves.values() if move.fetch is not None)
         self._boundaries = sorted({g.latest for groups in self.use_groups.values() for g in groups[1:]})
         parsed = [OpKey.parse(key) for key in self.keys]
@@ -116,6 +124,7 @@ class Route:
         # Ops after the last module may be those of the loss that the profile was taken with.
         self.last_in_module = max((i for i, module in enumerate(self.modules) if module != ROOT), default=-1)
         points = self.triggers | {move.free for move in self.moves.values()}
+        points |= set(self.needed_until.values())
         self._seen = [0]  # number of ops before each position that the runtime must see
         for i, decision in enumerate(self.decisions):
             self._seen.append(self._seen[-1] + (decision != "save" or i in points))
@@ -340,6 +349,16 @@ class Cursor:
     def has_moves(self) -> bool:
         """Return True if the policy moves outputs of ops to the host."""
         return bool(self._route.moves)
+
+    @property
+    def has_needs(self) -> bool:
+        """Return True if a backward inside of forward unpacks outputs of recomputed ops."""
+        return bool(self._route.needed_until)
+
+    @property
+    def needed_until(self) -> int | None:
+        """Return where forward lets go of what the op that started last makes; None: as soon as it likes."""
+        return self._route.needed_until.get(self._position - 1)
 
     @property
     def move(self) -> MoveAt | None:

@@ -291,6 +291,7 @@ class PolicyStack:
         packing: the innermost packing; None if no frame has one.
         grouping: a plan in which ops have use groups, or several checkpoints; None if ops run once.
         moving: a plan that moves outputs of ops to the host; None if there is none.
+        holding: a plan that holds what a backward inside of forward unpacks; None if there is none.
         planned: the plan's decision for the op decided last; None if it has none, or other policies apply.
         saves_all: True if every op is saved.
         recomputes_all: True if every op is recomputed, except those with `OpFacts.must_save`.
@@ -303,6 +304,7 @@ class PolicyStack:
         "forced_by",
         "frames",
         "grouping",
+        "holding",
         "moving",
         "needs_output",
         "packing",
@@ -327,6 +329,7 @@ class PolicyStack:
         cursors = [f.policy.cursor for f in self.frames if isinstance(f.policy, PlannedPolicy)]
         self.grouping: Grouping | None = next((cursor for cursor in cursors if cursor.has_use_groups), None)
         self.moving: Cursor | None = next((cursor for cursor in cursors if cursor.has_moves), None)
+        self.holding: Cursor | None = next((cursor for cursor in cursors if cursor.has_needs), None)
         self.planned: Decision | None = None
         checkpoints = [f.checkpoint for f in self.frames if f.checkpoint is not None]
         if not cursors and len(checkpoints) > 1:

@@ -116,6 +116,8 @@ class RecordedFunction:
             if self._storages.cuts is not None:
                 self._storages.cuts.note_made(tensor.untyped_storage(), version.serial)
             self._storages.note_contents(version, tensor)
+            if self._storages.hold is not None:
+                self._storages.hold(tensor)
         return self._versions[slot]
 
     def end(self, out: Any) -> None:

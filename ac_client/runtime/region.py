@@ -68,9 +68,9 @@ from ac_client.runtime.moves.region_moves import RegionMoves
 from ac_client.runtime.nested_policies import SAVES, PlannedPolicy, PolicyConflict, PolicyFrame, PolicyStack
 from ac_client.runtime.nodes import FixedShapeOp, Node, NodeVersion, UnsupportedTensor, next_order
 from ac_client.runtime.recorded_function import RecordedFunction
-from ac_client.runtime.replay import EventLog, RegionGraph, recording_off
+from ac_client.runtime.replay import EventLog, RegionGraph, nothing_held, recording_off
 from ac_client.runtime.saved_tensor_hooks import RegionHooks
-from ac_client.runtime.tracked_storages import TrackedStorages, move_handles
+from ac_client.runtime.tracked_storages import ForwardHolds, TrackedStorages, move_handles
 from autoac.planner.formats.policy import OFFLOAD
 from autoac.planner.formats.profile import CROSSES
 from autoac.profiler.capture.step_tape import StepTape
@@ -123,6 +123,7 @@ class Region(RecordingMode):
         self._compiled_unseen = False  # nothing was compiled in this process when the region was opened
         self._paused = False
         self._moves: RegionMoves | None = None
+        self._holds: ForwardHolds | None = None
         self._function: RecordedFunction | None = None  # the call of a Function that is running
         self._written: Sequence[Tensor] = ()  # inputs that the compiled code that runs writes
         self.module: Callable[[], str] | None = None
@@ -168,6 +169,8 @@ class Region(RecordingMode):
         self._hooks.exit()
         if self._moves is not None:
             self._moves.close()
+        self._holds = self.storages.hold = None
+        self.graph.held_in_forward = nothing_held
         with nullcontext() if self._tape is None else self._tape.hiding():
             self.storages.close()
         if self._tape is not None:
@@ -190,6 +193,7 @@ class Region(RecordingMode):
             frame.checkpoint.latest = -1 - sum(outer.checkpoint is not None for outer in self._frames)
             if frame.policy.needs_output and not any(type(f.policy) is PlannedPolicy for f in self._frames):
                 self.graph.selective = True
+        self.graph.joins_nested |= type(frame.policy) is PlannedPolicy
         self._frames.append(frame)
         self._resolve()
 
@@ -209,6 +213,9 @@ class Region(RecordingMode):
         self._hooks.grouping = self._grouping = self._policy.grouping
         if self._policy.moving is not None and self._moves is None:
             self._hooks.moves = self._moves = RegionMoves(self._policy.moving, self.storages, self.graph)
+        if self._policy.holding is not None and self._holds is None:
+            self._holds = ForwardHolds(self._policy.holding, self.storages)
+            self.storages.hold, self.graph.held_in_forward = self._holds.hold, self._holds.get
 
     def pause(self) -> bool:
         """Remove the mode while ops run that are all saved; return False if that is impossible now.
@@ -339,6 +346,8 @@ class Region(RecordingMode):
                 saved = policy.saves_all or policy.saves(func, facts, args, kwargs)
             if moves is not None:
                 moves.free_due()
+            if self._holds is not None:
+                self._holds.free_due()
             if not saved and facts.in_place and not self.storages.writes_a_version(facts, args, kwargs):
                 saved = True  # it writes a tensor from outside, whose new contents are from outside too
             if saved or facts.never_recomputed:
@@ -375,6 +384,8 @@ class Region(RecordingMode):
         if tape is not None:
             tape.begin_function(call, args, kwargs)
         decided = self._policy.saves_function(call.facts)
+        if self._holds is not None:
+            self._holds.free_due()
         if self._moves is not None:
             self._moves.free_due()
             self._moves.before_write(call.arguments.tensors)
@@ -566,6 +577,9 @@ class Region(RecordingMode):
                 else None
                 for ref, tensor in zip(node.outs, outs, strict=True)
             )
+        if storages.hold is not None:
+            for tensor in (*outs, *written):
+                storages.hold(tensor)
         return out
 
 

@@ -29,7 +29,7 @@ from ac_client.runtime.nodes import (
     next_order,
     pin_version,
 )
-from ac_client.runtime.split_backward import Split, current_split
+from ac_client.runtime.split_backward import Split, current_split, is_nested_backward
 from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
 from ac_client.runtime.write_guard import StaleError
 from autoac.planner.formats.op_key import name_in_keys
@@ -57,6 +57,7 @@ class Pass:
     def __init__(self, task: int) -> None:
         self.first_task = task  # the graph task in which the pass began; identifies the pass
         self.task = task  # the graph task that is running
+        self.thread = threading.get_ident()
         self.split: Split | None = None
         # What makes compute wait for the copy of a cached version from the host, by serial. It comes before
         # the cache: if an exception ends the pass, compute waits before the memory is freed.
@@ -170,6 +171,11 @@ def handle_of_key(key: int) -> Any:
     return _registries[key >> 32][key & 0xFFFFFFFF]()
 
 
+def nothing_held(_version: NodeVersion) -> Tensor | None:
+    """Stand in for what forward holds while no plan has it hold anything."""
+    return None
+
+
 class RegionGraph:
     """State shared by all that one region recorded: its backward passes in progress, and a lock."""
 
@@ -180,6 +186,10 @@ class RegionGraph:
         self.suspended: Pass | None = None  # between two parts of a split backward
         self.log = log
         self.tape: StepTape | None = None  # of an observed step
+        # While forward runs: returns what a plan holds of a version for a backward inside of forward.
+        self.held_in_forward: Callable[[NodeVersion], Tensor | None] = nothing_held
+        # Graph tasks that hooks of backward run are parts of the pass that they interrupt.
+        self.joins_nested = False
         self.selective = False  # a checkpoint outside of any plan saves what only recomputes read
         self.weights: KeptWeights | None = None  # set where backward compares what it recomputes
         self.code = CheckedCode()  # outside of plans
@@ -211,6 +221,8 @@ class RegionGraph:
         if task == -1:
             return Pass(-1), False
         running = self.passes.get(task)
+        if running is None and self.joins_nested and (outer := self._interrupted()) is not None:
+            return outer, True
         if running is None:
             running, self.suspended = self.suspended, None
             if running is None:
@@ -223,6 +235,14 @@ class RegionGraph:
                 running.task = task
             self._start(running)
         return running, True
+
+    def _interrupted(self) -> Pass | None:
+        """Return the pass that a hook of backward, which runs a graph task of its own, has interrupted."""
+        thread = threading.get_ident()
+        if not is_nested_backward():
+            return None
+        mine = (running for running in self.passes.values() if running.thread == thread)
+        return max(mine, key=lambda running: running.task, default=None)
 
     def restart(self) -> Pass:
         """Start a new pass in place of the running one.
@@ -250,6 +270,8 @@ class RegionGraph:
             if split is not None and split.open and self.passes.get(ended.task) is ended:
                 self.suspended = ended
                 split.graphs.add(self)
+            elif self.joins_nested and is_nested_backward():
+                self.suspended = ended  # the rest of the pass is to come
             else:
                 ended.arriving.clear()
                 ended.cache.clear()

@@ -102,6 +102,8 @@ class RecomputedHandle:
             version = self._version
             recomputed = running.cache.get(version.serial)
             if recomputed is None:
+                recomputed = self.graph.held_in_forward(version)
+            if recomputed is None:
                 recomputed = recompute(version, running, self.graph)
             elif running.handed_out:
                 running.check_handed_out(version, "backward")

@@ -10,6 +10,7 @@ looks the same and must leave nothing behind. So one of these must show it: `spl
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,6 +90,17 @@ def leaves_gradients() -> bool:
     return node is not None and any(
         not _is_requested(following) for following, _ in node.next_functions if following is not None
     )
+
+
+def is_nested_backward() -> bool:
+    """Return True if a hook or a Function of backward runs the graph task."""
+    frame: FrameType | None = sys._getframe(1)
+    # A thread of the engine has no caller: each call of backward on it is nested.
+    calls = int(isinstance(threading.current_thread(), threading._DummyThread))
+    while frame is not None:
+        calls += frame.f_code is private.engine_run_backward.__code__
+        frame = frame.f_back
+    return calls > 1
 
 
 def _declared() -> Split | None:

@@ -5,6 +5,7 @@ See NOTE [ What is tracked ] in nodes.py.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ac_client.runtime.cursor import Cursor
 from ac_client.runtime.cuts import Cuts
 from ac_client.runtime.nodes import (
     Node,
@@ -27,7 +29,7 @@ from ac_client.runtime.nodes import (
 )
 from ac_client.runtime.replay import RegionGraph
 from ac_client.runtime.view_recipes import make_view, recipe_of, window_of_recipe
-from ac_client.runtime.write_guard import WriteGuard
+from ac_client.runtime.write_guard import WriteGuard, detached_alias
 from autoac.profiler.torch_facts.op_facts import OpFacts, written_tensors
 from autoac.profiler.torch_facts.storage_table import StorageTable, Window, disjoint, has_storage
 from autoac.profiler.unseen.fingerprints import (
@@ -60,6 +62,7 @@ class TrackedStorages:
         compares_reads: True if what is read is compared with what a recorded op has written.
         watches_code: True outside of plans: new code and new parameters switch the comparison on.
         cuts: of an observed step; None in other steps.
+        hold: called with each tensor that a recorded op or Function has made or written, if it may be held.
     """
 
     def __init__(self, graph: RegionGraph) -> None:
@@ -72,6 +75,7 @@ class TrackedStorages:
         self.watches_code = False
         self.cuts: Cuts | None = None
         self._saved: StorageTable[list[weakref.ref[WriteGuard]]] = StorageTable()
+        self.hold: Callable[[Tensor], None] | None = None
         self._last_look = LastLook[NodeVersion]()
         self._since_pause: list[weakref.ref[torch.UntypedStorage]] = []  # entered since the last pause
 
@@ -455,3 +459,48 @@ def move_handles(old: NodeVersion, new: NodeVersion, written: Window | None) -> 
         else:
             staying.append(ref)
     old.handles = staying
+
+
+class ForwardHolds:
+    """Hold what a plan recomputes for as long as a backward inside of forward needs it.
+
+    Forces, gradient penalties and the like differentiate in forward. What such a backward unpacks is held
+    until then, as without a plan. The plan says where forward lets go of it: autograd may hold the node for
+    the backward of the step, which recomputes.
+
+    Args:
+        cursor: follows the plan.
+        storages: of the region.
+    """
+
+    def __init__(self, cursor: Cursor, storages: TrackedStorages) -> None:
+        self._cursor, self._storages = cursor, storages
+        self._held: dict[int, tuple[int, Tensor]] = {}  # by serial of the version: until which op, a tensor
+        self._next = math.inf  # the first of these ops
+
+    def hold(self, tensor: Tensor) -> None:
+        """Hold `tensor`, which the op that the cursor is at has just made or written, if the plan says so."""
+        until = self._cursor.needed_until
+        origin = self._storages.origin(tensor) if until is not None else None
+        if until is None or type(origin) is not NodeVersion:
+            return
+        alias = detached_alias(tensor)
+        for version in origin.runs:
+            if version.raw:  # its own tensor may die, and with it the counter that shows writes in a pause
+                version.tensor_ref, version.recipe = weakref.ref(alias), None
+        self._held |= {version.serial: (until, alias) for version in origin.runs}
+        self._next = min(self._next, until)
+
+    def get(self, version: NodeVersion) -> Tensor | None:
+        """Return a tensor that shows `version`; None if it is not held, or was written over since."""
+        _, tensor = self._held.get(version.serial, (0, None))
+        origin = self._storages.origin(tensor) if tensor is not None else None
+        is_current = type(origin) is NodeVersion and any(run is version for run in origin.runs)
+        return tensor if is_current else None
+
+    def free_due(self) -> None:
+        """Let go of what is not needed from the op on that the cursor is at."""
+        position = self._cursor.position
+        if position >= self._next:
+            self._held = {serial: held for serial, held in self._held.items() if held[0] > position}
+            self._next = min((until for until, _ in self._held.values()), default=math.inf)

@@ -24,6 +24,7 @@ FORMAT: Final = "autoac.policy"
 VERSION: Final = 1
 VERSION_WITH_USE_GROUPS: Final = 2
 VERSION_WITH_MOVES: Final = 4  # 3 was another format
+VERSION_WITH_NEEDED: Final = 5
 
 SAVE: Final = "save"
 OFFLOAD: Final = "offload"
@@ -60,7 +61,7 @@ class Policy(FrozenModel):
     """The decisions of a plan, with its predictions, in the format that is stored, sent and carried out."""
 
     format: Literal["autoac.policy"] = FORMAT
-    version: Literal[1, 2, 4] = VERSION  # 2 if there are use groups, 4 if there are moves
+    version: Literal[1, 2, 4, 5] = VERSION  # 2 with use groups, 4 with moves, 5 with needed_until
     model: Name
     fingerprint: Name  # of the profile: the same model, shapes and kind of device
     profile_digest: Name
@@ -79,6 +80,9 @@ class Policy(FrozenModel):
     use_groups: dict[Name, tuple[Name, ...]] = Field(default_factory=dict)
     # By key of an op that moves to the host: NOTE [ Moves ] in problem/moves.py. Left out if nothing moves.
     moves: dict[Name, MovePoints] = Field(default_factory=dict)
+    # By key of a recomputed op whose outputs a backward inside of forward unpacks: the op before which
+    # forward lets go of them, or THE_END. Left out if there are none.
+    needed_until: dict[Name, Name] = Field(default_factory=dict)
     decisions: dict[Name, Decision]  # by op key, in execution order
 
     def to_json(self) -> str:
@@ -88,7 +92,7 @@ class Policy(FrozenModel):
     def data(self) -> dict[str, Any]:
         """Return the published form as a dict, without the fields that do not apply."""
         left_out = {"constraints"} if self.constraints is None else set()
-        optional = ("corrected_by_bytes", "forward_ends", "use_groups", "moves")
+        optional = ("corrected_by_bytes", "forward_ends", "use_groups", "moves", "needed_until")
         left_out |= {name for name in optional if not getattr(self, name)}
         return self.model_dump(mode="json", exclude=left_out)
 
@@ -120,8 +124,10 @@ class Policy(FrozenModel):
 
     @model_validator(mode="after")
     def _use_groups_are_of_decisions(self) -> Self:
-        if self.version != (version := version_for(self.use_groups, self.moves)):
-            raise ValueError(f"version must be {version} for these use_groups and moves, got {self.version}")
+        if self.version != (version := version_for(self.use_groups, self.moves, self.needed_until)):
+            raise ValueError(
+                f"version must be {version} for these use_groups, moves and needed_until, got {self.version}"
+            )
         position = {key: i for i, key in enumerate(self.decisions)}
         for key, latest in self.use_groups.items():
             decided = self.decisions.get(key, "save")
@@ -148,6 +154,16 @@ class Policy(FrozenModel):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _needed_ops_are_recomputed(self) -> Self:
+        position = {key: i for i, key in enumerate(self.decisions)}
+        for key, until in self.needed_until.items():
+            if self.decisions.get(key, SAVE) in (SAVE, OFFLOAD):
+                raise ValueError(f"needed_until must have ops that are recomputed, got {key}")
+            if until != THE_END and not position[key] < position.get(until, -1):
+                raise ValueError(f"{key} must be needed until a later op, got {until}")
+        return self
+
     @classmethod
     def from_json(cls, text: str | bytes) -> Policy:
         """Return the Policy that `text` holds in the published form; text from a stranger is safe to read.
@@ -158,8 +174,12 @@ class Policy(FrozenModel):
         return read(cls, text, MalformedPolicy)
 
 
-def version_for(use_groups: Collection[str], moves: Collection[str] = ()) -> int:
+def version_for(
+    use_groups: Collection[str], moves: Collection[str] = (), needed_until: Collection[str] = ()
+) -> int:
     """Return the oldest format version that has these parts, so that older clients can read the policy."""
+    if needed_until:
+        return VERSION_WITH_NEEDED
     if moves:
         return VERSION_WITH_MOVES
     return VERSION_WITH_USE_GROUPS if use_groups else VERSION

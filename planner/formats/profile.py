@@ -92,6 +92,13 @@ class Table(FrozenModel):
         return next(len(value) for _, value in self)
 
 
+def _with_zeros(data: Any, column: str, like: str) -> Any:
+    """Return a table's data with zeros for `column`, as many as the column `like` has, if it is missing."""
+    if isinstance(data, dict) and column not in data and isinstance(data.get(like), list | tuple):
+        return data | {column: (0,) * len(data[like])}
+    return data
+
+
 class Ragged(FrozenModel):
     """A column of lists, stored flat: row `i` is `items[starts[i]:starts[i + 1]]`."""
 
@@ -177,13 +184,7 @@ class Storages(Table):
     @model_validator(mode="before")
     @classmethod
     def _no_slack_by_default(cls, data: Any) -> Any:
-        if (
-            isinstance(data, dict)
-            and "slack_nbytes" not in data
-            and isinstance(data.get("nbytes"), list | tuple)
-        ):
-            return data | {"slack_nbytes": (0,) * len(data["nbytes"])}
-        return data
+        return _with_zeros(data, "slack_nbytes", "nbytes")
 
     def block_nbytes(self) -> list[int]:
         """Return the device memory of each storage: its size and its slack."""
@@ -223,6 +224,14 @@ class SavedTensors(Table):
     value: tuple[Index, ...]  # row of Values
     packed: tuple[Index, ...]  # the number of ops that had started when autograd packed the tensor
     dropped: tuple[Index, ...]  # first moment at which autograd no longer holds the tensor
+    # Of a tensor that a backward inside of forward unpacks: the first moment at which no such backward
+    # needs it any more. 0 where none unpacks it. If that is all of them, the JSON omits the column.
+    needed_until: Annotated[tuple[Index, ...], Field(exclude_if=lambda column: not any(column))] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unpacked_in_backward_by_default(cls, data: Any) -> Any:
+        return _with_zeros(data, "needed_until", "value")
 
 
 class Outputs(Table):
@@ -321,6 +330,7 @@ class Profile(FrozenModel):
         within("outputs.storage", self.outputs.storage, len(self.storages))
         within("outputs.released", self.outputs.released, end + 1)
         within("saved.dropped", self.saved.dropped, end + 1)
+        within("saved.needed_until", self.saved.needed_until, n + 1)
         within("storages.released", self.storages.released, end + 1)
         within("backward.name", self.backward.name, len(self.nodes))
         within("backward.unpacks", self.backward.unpacks.items, len(self.saved))

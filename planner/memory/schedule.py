@@ -10,6 +10,7 @@ a. *Hold.* A saved version is held from the op that wrote it if autograd packed 
    held for as long as forward itself holds such an unsaved version, which may still be packed. If the model
    runs several forwards in the step, this ends with the forward of the version, except in the last forward.
    Autograd holds the storage, including anything that is written to it later.
+   Saved or not, forward holds what a backward inside of forward unpacks until that backward needs it no more.
 b. *Write over a held version.* An in-place op may write over a saved version that an op of the recompute set
    has read and will read again. A private copy of the old version is made first, and held for that op.
 c. *Burst.* An unpack of an unsaved version that is not cached runs the ops that it needs, in forward order.
@@ -25,7 +26,7 @@ f. *Never unpacked.* If a saved tensor is dropped without having been unpacked, 
 g. *Unpacked again.* A later step may unpack a saved tensor again after its version was freed. If the
    burst contains an op that has consumed its uses, it is a temporary recompute: no use is consumed, in-place
    ops write into copies, and everything but the unpacked version is freed at the end of the burst. The
-   unpacked version is freed at the end of the step.
+   unpacked version is freed at the end of the step. Backwards that a hook of backward runs do so.
 h. *Compiled.* A compiled graph holds a saved version that only its own ops read by uses, as in rule d, and
    not as in rule a: it is freed after the last op of backward that reads it, or at the end of the last step
    that unpacks it. If backward has no use for it, it is freed as soon as forward lets go of it.

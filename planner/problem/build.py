@@ -104,9 +104,17 @@ def build(profile: Profile) -> Graph:
             )
         ),
         saved_tensors=tuple(
-            SavedTensor(SavedTensorId(h), VersionId(v), packed, tuple(unpacked[h]), Moment(dropped))
-            for h, (v, packed, dropped) in enumerate(
-                zip(profile.saved.value, profile.saved.packed, profile.saved.dropped, strict=True)
+            SavedTensor(
+                SavedTensorId(h), VersionId(v), packed, tuple(unpacked[h]), Moment(dropped), Moment(needed)
+            )
+            for h, (v, packed, dropped, needed) in enumerate(
+                zip(
+                    profile.saved.value,
+                    profile.saved.packed,
+                    profile.saved.dropped,
+                    profile.saved.needed_until,
+                    strict=True,
+                )
             )
         ),
         steps=tuple(
@@ -127,6 +135,23 @@ def build(profile: Profile) -> Graph:
     )
     pinned = [OpId(i) for i, flags in enumerate(columns.flags) if flags & OpFlag.MUST_RECOMPUTE]
     return _with_must_recompute(graph, pinned) if pinned else graph
+
+
+def needed_until(profile: Profile) -> dict[OpId, Moment]:
+    """Return the ops whose outputs a backward inside of forward unpacks, and the moment until which it does.
+
+    A saved tensor counts as one of the newest version in which its bytes are unchanged. It may be read off
+    any version since it was packed.
+    """
+    saved, values = profile.saved, profile.values
+    until: dict[OpId, Moment] = {}
+    for v, packed, moment in zip(saved.value, saved.packed, saved.needed_until, strict=True):
+        while moment and v >= 0:
+            op = OpId(values.op[v])
+            if op < moment:
+                until[op] = Moment(max(moment, until.get(op, 0)))
+            v = values.previous[v] if op >= packed else -1
+    return until
 
 
 def _with_must_recompute(graph: Graph, pinned: Sequence[OpId]) -> Graph:

@@ -39,6 +39,7 @@ def distant_uses(graph: Graph, gap: float = GAP) -> UseGroups:
 def _groups(graph: Graph, gap: float, small: list[bool]) -> UseGroups:
     n_steps = len(graph.steps)
     price = _prices(graph)
+    turn = max((h.packed for h in graph.saved_tensors if h.needed_until), default=0)
     groups: dict[OpId, tuple[OpId, ...]] = {}
     runs: list[list[_Use]] = [[] for _ in graph.ops]  # by op: how its runs use what it reads
     always_saved = with_forced_saves(graph, frozenset())
@@ -51,7 +52,8 @@ def _groups(graph: Graph, gap: float, small: list[bool]) -> UseGroups:
         mine = [[uses[0]]]
         for use in uses[1:]:
             distance = use.begin - max(u.end for u in mine[-1])
-            apart = distance > max(gap, price[op.id]) * n_steps
+            turns = use.position < turn <= mine[-1][-1].position  # a backward inside of forward lies between
+            apart = distance > (gap if turns else max(gap, price[op.id])) * n_steps
             if not apart and price[op.id] < CHEAP and not small[op.id]:
                 least = [0 if u.price >= CHEAP else NEAR * n_steps for u in mine[-1] if u.price < DEAR]
                 apart = distance > min(least, default=n_steps)

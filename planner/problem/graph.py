@@ -99,6 +99,7 @@ class SavedTensor:
     packed: int  # the number of ops that had started when autograd packed the tensor
     unpacked: tuple[StepId, ...]
     dropped: Moment  # first moment at which autograd no longer holds the tensor
+    needed_until: Moment = Moment(0)  # of a backward inside of forward: the first moment after it; 0: none
 
 
 @dataclass(frozen=True, slots=True)

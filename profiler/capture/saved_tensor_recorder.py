@@ -43,6 +43,8 @@ class SavedEvent:
     stand_in: RecordedStorage | None = None  # the ones that backward got in place of the activation
     kept: bool | None = None  # the region of an observed step goes on holding what it returned
     freed_mark: int = -1  # in an observed step: mark at which that was freed
+    # Of an unpack by a backward inside of forward: how many ops had begun when its node returned.
+    needed_until: int = 0
 
 
 class SavedTensorRecorder:

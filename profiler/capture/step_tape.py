@@ -30,6 +30,7 @@ from autoac.profiler.capture.op_recorder import (
 )
 from autoac.profiler.capture.saved_tensor_recorder import SavedEvent, SavedTensorRecorder
 from autoac.profiler.timing.op_timer import OpSpans
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.op_facts import OpFacts, facts_of
 from autoac.profiler.torch_facts.storage_table import has_storage
@@ -98,11 +99,18 @@ class StepTape:
         self._packing = -1  # mark at which it began to pack
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id: equal if of one storage
         self._signatures: dict[int, Hashable] = {}  # by order of the node
+        self._node: tuple[int, int] | None = None  # of a backward inside of forward, that has unpacked
+        self._unpacks: list[SavedEvent] = []  # of that node
         self.held = HeldStorages(self._storage_of, self._let_go, self._was_temporary)
 
     def _storage_of(self, tensor: Tensor) -> int | None:
         version = self.recorder.newest.get(tensor)
-        return None if version is None else self.recorder.record.versions[version].storage
+        if version is None:
+            return None
+        storage = self.recorder.record.versions[version].storage
+        # A backward inside of forward may have got other memory, with the same contents.
+        is_original = self.recorder.record.storages[storage].address == tensor.untyped_storage().data_ptr()
+        return storage if is_original else None
 
     def _let_go(self, storage: int) -> None:
         found = self.recorder.record.storages[storage]
@@ -110,7 +118,7 @@ class StepTape:
             found.let_go, found.let_go_before = self._mark(), len(self.recorder.record.ops)
 
     def _was_temporary(self, tensor: Tensor) -> None:
-        if not self.saved.closed:
+        if not self.saved.closed and self.recorder.newest.get(tensor) is None:
             self.temporary.append(RecordedStorage(tensor.untyped_storage().data_ptr(), self._mark()))
 
     @contextmanager
@@ -164,6 +172,7 @@ class StepTape:
         op = self._op = running.op
         if must_save:
             op.force_save(must_save)
+        self._note_node_runs()
         out = self._inside(dispatch, func, args, kwargs)
         recorder.end(running, func, args, kwargs, out)
         self.hidden += [(begin, op.begin_mark), (op.end_mark, self._mark())]
@@ -211,6 +220,7 @@ class StepTape:
         self._began = self._mark()
         call.hiding = self.hiding
         self._op = self.recorder.begin_function(call, args, kwargs)
+        self._note_node_runs()
 
     def end_function(self, call: FunctionCall, out: Any, *, raised: bool) -> None:
         """Record what the call of `begin_function` has returned and written. The region examines it next."""
@@ -331,4 +341,24 @@ class StepTape:
 
         ref = weakref.ref(tensor.untyped_storage(), freed)
         self._refs[id(ref)] = ref
-        return self.saved.note_unpack_in_forward(tensor, saved)
+        if not self.saved.forward_over:
+            self._note_node_runs()
+            self._node = running_node()
+            self._unpacks.append(event)
+            event.needed_until = len(self.recorder.record.ops)
+            if self.recorder.newest.get(tensor) is None:  # it was recomputed
+                self.recorder.newest.set(tensor, self.saved.versions[saved])
+        return tensor
+
+    def _note_node_runs(self) -> None:
+        """Note that what the node of a backward inside of forward has unpacked is needed so far."""
+        if self._unpacks and self._node != running_node():
+            self._unpacks.clear()
+        for event in self._unpacks:
+            event.needed_until = len(self.recorder.record.ops)
+
+
+def running_node() -> tuple[int, int] | None:
+    """Return what tells the running node of autograd from others: its graph task, and its number."""
+    node = private.current_autograd_node()
+    return None if node is None else (private.current_graph_task_id(), node._sequence_nr())

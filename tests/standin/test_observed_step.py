@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from autoac.profiler import profile
 from autoac.profiler.rehearse import rehearse
@@ -16,6 +18,7 @@ from benchmarks.models.tiny import ZOO, ZooModel
 from benchmarks.observed_profile import IN_BACKWARD, differing, peaks
 from standin.test_peaks import SideStream
 from standin.training import Task, train
+from tests.client.observing.test_inner_backwards import Equilibrium, SeveralBackwards
 from tests.client.observing.test_observed_step import SCALARS
 
 pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # of an LSTM
@@ -81,3 +84,28 @@ def test_training_on_two_streams_whose_first_step_is_observed_has_the_plain_numb
     assert planned.same_numbers(plain)
     assert planned.peaks[2:] == [report.predicted_peak_bytes] * 3
     assert (report.corrections, report.off_path) == (0, "")
+
+
+class WithLoss(nn.Module):
+    """Return the loss of a model in a dict. It gets a copy of the batch, which it may differentiate."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.model = make()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.model(x.clone())}
+
+
+@pytest.mark.parametrize(("make", "share"), [(SeveralBackwards, 0.85), (Equilibrium, 0.9)])
+def test_backward_inside_of_a_step_on_a_device_is_planned(
+    gpu: ModuleType, make: Callable[[], nn.Module], share: float
+) -> None:
+    task = Task(lambda: WithLoss(make), lambda: {"x": torch.randn(512, 16)})
+    plain = train(gpu, task, steps=5)
+    planned = train(gpu, task, int(share * max(plain.peaks[2:])), 5, first_step="observed", group=None)
+    assert planned.applied is not None
+    report = planned.applied.report()
+    assert report.recomputed > 0
+    assert planned.same_numbers(plain)
+    assert planned.peaks[2:] == [report.predicted_peak_bytes] * 3

@@ -17,10 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import ac_client
 from ac_client import InfeasibleBudget
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.profiler import observed_step
 from autoac.planner import build
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.profiler import profile
+from autoac.profiler import observed_step, profile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -189,6 +189,43 @@ def test_policy_that_packs_is_of_an_unknown_version() -> None:
         Policy.from_json(json.dumps(older))
 
 
+def differentiating_profile() -> Profile:
+    """Return a profile in which a backward inside of forward unpacks all saved tensors until the last op."""
+    profile = graphs.gpt2(1)
+    needed = (len(profile.ops) - 1,) * len(profile.saved)
+    return profile.model_copy(update={"saved": profile.saved.model_copy(update={"needed_until": needed})})
+
+
+def test_policy_says_until_when_forward_holds_what_a_backward_inside_of_it_unpacks() -> None:
+    profile = differentiating_profile()
+    assert Profile.from_json(profile.to_json()) == profile
+    known = bounds(build(profile))
+    made = plan(profile, budget_bytes=(known.floor + known.ceiling) // 2).policy()
+    assert made.version == 5
+    assert Policy.from_json(made.to_json()) == made
+    keys = profile.keys()
+    saved = {keys[profile.values.op[v]] for v in profile.saved.value}
+    recomputed = {key for key, decision in made.decisions.items() if decision.startswith("recompute")}
+    assert made.needed_until == dict.fromkeys((saved & recomputed) - {keys[-1]}, keys[-1])
+
+
+@pytest.mark.parametrize(
+    ("key", "until", "problem"),
+    [
+        ("saved", "last", "needed_until must have ops that are recomputed"),
+        ("recomputed", "first", "must be needed until a later op"),
+    ],
+)
+def test_policy_that_holds_in_vain_is_rejected(key: str, until: str, problem: str) -> None:
+    policy = json.loads(recomputing_policy().to_json())
+    keys = list(policy["decisions"])
+    decided = {decision: key for key, decision in policy["decisions"].items()}
+    names = {"saved": decided["save"], "recomputed": decided["recompute"], "first": keys[0], "last": keys[-1]}
+    policy |= {"version": 5, "needed_until": {names[key]: names[until]}}
+    with pytest.raises(MalformedPolicy, match=problem):
+        Policy.from_json(json.dumps(policy))
+
+
 def test_error_at_the_limit_on_work_names_no_seconds() -> None:
     assert "within the limit on work, and" in str(SolverOutOfTime(10, None, 5, 20))
 

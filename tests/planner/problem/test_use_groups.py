@@ -161,3 +161,12 @@ def test_plan_without_work_solves_nothing_for_use_groups_either() -> None:
     made = plan(graph, budget_bytes=start.found + 2, work_limit=0, start=[start.save_set])
     assert made.peak <= start.found + 2
     assert made.solver_s == 0
+
+
+def test_dear_ops_may_have_groups_where_a_backward_inside_of_forward_lies_between_its_uses() -> None:
+    graph = skip(12)
+    ops = tuple(replace(op, runtime_us=400.0) if op.id == 1 else op for op in graph.ops)
+    dear = replace(graph, ops=ops)
+    assert not distant_uses(dear)
+    saved = tuple(replace(h, needed_until=Moment(8)) if h.version == 7 else h for h in graph.saved_tensors)
+    assert distant_uses(replace(dear, saved_tensors=saved))
