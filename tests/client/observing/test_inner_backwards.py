@@ -222,7 +222,7 @@ class Trained:
 def train(model: nn.Module, budget: int | None = None, *, measured: bool = True) -> Trained:
     """Train `model` for some steps, within `budget` bytes if that is given."""
     if budget is not None:
-        ac_client.apply(model, budget_gb=budget / GIB, first_step="observed")
+        ac_client.apply(model, budget_gb=budget / GIB)
     tensors: list[Tensor] = []
     for step in range(STEPS):
         torch.manual_seed(step)
