@@ -36,6 +36,7 @@ from autoac.profiler.checkpoints.own_checkpoints import (
 from autoac.profiler.distributed.ddp import wrapper_paths
 from autoac.profiler.distributed.fsdp import gathered_nbytes, parameters_of, shards_of
 from autoac.profiler.distributed.process_groups import noting_groups
+from autoac.profiler.distributed.wrapped_tensors import below
 from autoac.profiler.environment import describe_leaf, environment_of_device
 from autoac.profiler.errors import NothingToProfile
 from autoac.profiler.observe import profile_of
@@ -194,7 +195,9 @@ class ObservedStep:
         tape.saved.forward_over = True
         self.has_checkpoints |= calls_left_to_torch() > self._left_calls
         storages = {
-            root.untyped_storage()._cdata: root.untyped_storage().nbytes() for root in roots_of(output)
+            inner.untyped_storage()._cdata: inner.untyped_storage().nbytes()
+            for root in roots_of(output)
+            for inner in below(root)
         }
         self._kept_nbytes = sum(storages.values())
         if self.has_checkpoints:

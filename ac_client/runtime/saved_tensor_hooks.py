@@ -25,6 +25,7 @@ from ac_client.runtime.tracked_storages import TrackedStorages
 from ac_client.runtime.view_recipes import recipe_of
 from autoac.profiler.capture.step_tape import StepTape
 from autoac.profiler.checkpoints.own_checkpoints import running_call
+from autoac.profiler.distributed.wrapped_tensors import WrapperHandle, wraps_others
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.storage_table import has_storage
 from autoac.profiler.torch_facts.streams import streams_seen
@@ -79,12 +80,14 @@ class RegionHooks:
 
     def pack(self, tensor: Tensor) -> Any:
         """Return the handle that autograd holds in place of `tensor`."""
+        kind = type(tensor)
+        if kind is not Tensor and kind is not Parameter and wraps_others(kind):
+            return WrapperHandle(tensor, self.pack, unpack)
         tape = self.tape
         saved = tape.pack(tensor) if tape is not None else None
         if self.pack_in_call is not None and (packed := self.pack_in_call(tensor)) is not None:
             return packed if tape is None else taped(packed, saved, tape)
         handle: RecomputedHandle | SavedHandle | None = None
-        kind = type(tensor)
         if ((kind is Tensor or kind is Parameter) and tensor.layout is _STRIDED) or has_storage(tensor):
             version = tensor.untyped_storage().__dict__.get(self._key)
             if (
