@@ -377,7 +377,7 @@ class ObservedStep:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return list({tensor.untyped_storage().data_ptr() for tensor in tensors})
+    return list({inner.untyped_storage().data_ptr() for one in tensors for inner in below(one)})
 
 
 class BackwardListener:
