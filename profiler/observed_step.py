@@ -37,6 +37,7 @@ from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.distributed.ddp import buckets_of, wrapper_paths
 from autoac.profiler.distributed.fsdp import gathered_nbytes, shards_of
 from autoac.profiler.distributed.process_groups import noting_groups
+from autoac.profiler.distributed.wrapped_tensors import below
 from autoac.profiler.environment import describe_leaf, environment_of_device
 from autoac.profiler.errors import NothingToProfile
 from autoac.profiler.joint_graph.interpreted_part import TapedParts
@@ -220,7 +221,9 @@ class ObservedStep:
             return
         self._tape.recorder.end_forward(output)
         storages = {
-            root.untyped_storage()._cdata: root.untyped_storage().nbytes() for root in roots_of(output)
+            inner.untyped_storage()._cdata: inner.untyped_storage().nbytes()
+            for root in roots_of(output)
+            for inner in below(root)
         }
         self._kept_nbytes = sum(storages.values())
         self._close_forward()
@@ -498,7 +501,8 @@ def _own_batch(batch: Any, leaves: dict[int, Tensor]) -> Any:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return list({tensor.untyped_storage().data_ptr() for tensor in tensors if has_storage(tensor)})
+    inside = (inner for tensor in tensors for inner in below(tensor))
+    return list({inner.untyped_storage().data_ptr() for inner in inside if has_storage(inner)})
 
 
 class BackwardListener:

@@ -75,6 +75,7 @@ from autoac.planner.formats.policy import OFFLOAD
 from autoac.planner.formats.profile import CROSSES
 from autoac.profiler.capture.step_tape import StepTape
 from autoac.profiler.distributed.fsdp import watch_sharding
+from autoac.profiler.distributed.wrapped_tensors import below, note_meshes, wraps_others
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import RecordingMode, anything_compiled, watch_compiled
 from autoac.profiler.torch_facts.op_facts import (
@@ -278,6 +279,7 @@ class Region(RecordingMode):
 
     def hold(self, tensors: Iterable[Tensor], reason: str = CROSSES) -> None:
         """Hold tensors that cross from one FSDP unit or compiled graph to another."""
+        tensors = [inner for tensor in tensors for inner in below(tensor)]
         for tensor in tensors:
             self.storages.pin(tensor)
         if self._tape is not None:
@@ -310,6 +312,9 @@ class Region(RecordingMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and any(map(wraps_others, types)):
+            note_meshes(args)
+            return NotImplemented  # the ops on the tensors inside come here
         facts = known_facts.get(id(func)) or facts_of(func)
         if facts.view or recording_off.depth:
             return facts.call(*args, **kwargs) if kwargs else facts.call(*args)

@@ -26,6 +26,7 @@ from ac_client.runtime.view_recipes import recipe_of
 from ac_client.runtime.write_guard import detached_alias
 from autoac.profiler.capture.step_tape import STAND_IN, StepTape
 from autoac.profiler.checkpoints.own_checkpoints import running_call
+from autoac.profiler.distributed.wrapped_tensors import WrapperHandle, wraps_others
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import keep_dynamo_out
 from autoac.profiler.torch_facts.storage_table import has_storage
@@ -81,6 +82,9 @@ class RegionHooks:
 
     def pack(self, tensor: Tensor) -> Any:
         """Return the handle that autograd holds in place of `tensor`."""
+        kind = type(tensor)
+        if kind is not Tensor and kind is not Parameter and wraps_others(kind):
+            return WrapperHandle(tensor, self.pack, unpack)
         tape = self.tape
         if tape is not None and hasattr(tensor, STAND_IN):
             return tensor
@@ -93,7 +97,6 @@ class RegionHooks:
     def handle_of(self, tensor: Tensor) -> RecomputedHandle | SavedHandle | OuterHookHandle:
         """Return a handle for `tensor`, which no running Function has made."""
         handle: RecomputedHandle | SavedHandle | None = None
-        kind = type(tensor)
         if ((kind is Tensor or kind is Parameter) and tensor.layout is _STRIDED) or has_storage(tensor):
             version = tensor.untyped_storage().__dict__.get(self._key)
             if (

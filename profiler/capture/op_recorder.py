@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from autoac.planner.formats.profile import ANOTHER_GRAPH, CROSSES, DECIDES, OVERWRITTEN, PINNED, UNSEEN
 from autoac.profiler.checkpoints.own_checkpoints import need_checkpoints, running_call
 from autoac.profiler.distributed.process_groups import note_groups, note_mesh
+from autoac.profiler.distributed.wrapped_tensors import below
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
@@ -412,7 +414,7 @@ class OpRecorder(RecordingMode):
             if (tensor := ref()) is not None and tensor.untyped_storage()._cdata != address:
                 self._need_checkpoints()
         others = []
-        for position, tensor in enumerate(batch_tensors([output])):
+        for position, tensor in enumerate(chain.from_iterable(map(below, batch_tensors([output])))):
             version = self.newest.get(tensor) if self.has_storage(tensor) else None
             if version is None:
                 others.append(tensor)

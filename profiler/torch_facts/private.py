@@ -61,6 +61,7 @@ CHECKPOINTS = "taking over the checkpoints of a model's own code"
 DROP_IN = "ac_client.checkpoint"
 SPLIT = "split_backward"
 FSDP = "fully_shard"
+SHARDED_OPS = "DTensor"
 DDP = "DistributedDataParallel"
 REPLICATE = "replicate"
 GROUPS = "a functional collective"
@@ -103,6 +104,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
             f"torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.{name}"
             for name in ("is_unsharded", "_to_sharded", "_to_unsharded")
         ),
+    ),
+    SHARDED_OPS: tuple(
+        f"torch.distributed.tensor._sharding_prop:ShardingPropagator{name}"
+        for name in ("", "._propagate_tensor_meta_non_cached", ".propagate_op_sharding_non_cached")
     ),
     REPLICATE: (
         "torch.distributed._composable.contract:STATE_KEY",
@@ -513,6 +518,11 @@ def fsdp_param_group_class() -> Any:
 def fsdp_state_class() -> Any:
     """Return the class of the state of an FSDP unit. Imports FSDP."""
     return require(FSDP)[3]
+
+
+def sharding_propagator() -> Any:
+    """Return the class that finds out how an op on DTensors shards its outputs. Imports DTensor."""
+    return require(SHARDED_OPS)[0]
 
 
 def fsdp_idle() -> Any:
