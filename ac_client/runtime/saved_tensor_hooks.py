@@ -97,6 +97,7 @@ class RegionHooks:
     def handle_of(self, tensor: Tensor) -> RecomputedHandle | SavedHandle | OuterHookHandle:
         """Return a handle for `tensor`, which no running Function has made."""
         handle: RecomputedHandle | SavedHandle | None = None
+        kind = type(tensor)
         if ((kind is Tensor or kind is Parameter) and tensor.layout is _STRIDED) or has_storage(tensor):
             version = tensor.untyped_storage().__dict__.get(self._key)
             if (
