@@ -31,7 +31,6 @@ from torch import nn
 from autoac.planner import Profile, build
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import profile
-from autoac.profiler.rehearse import rehearse
 from autoac.profiler.steps.training_loop import TrainingStep
 from benchmarks.models.batches import Batch
 from benchmarks.observed_step import SIZES, cases
