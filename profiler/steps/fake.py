@@ -210,7 +210,6 @@ def _forward(
     that holds them is derived from that (`Profile.with_dropped_outputs`).
     """
     loss, loop, path = step.loss, step.loop, [recorder.module]
-    recorder.originals = step.call.originals
     recorder.pins = pins_of(step.model)
 
     def enter(name: str) -> None:
