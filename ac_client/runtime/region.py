@@ -472,6 +472,9 @@ class Region(RecordingMode):
     def _run_opaque(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a higher-order op; version counters show afterwards which of its operands it wrote."""
         operands = tensor_versions((args, kwargs))
+        if self._tape is not None:  # no plan has saved what reads them, so the old contents are kept
+            buffers = [tensor for tensor, _ in operands if not isinstance(tensor, torch.nn.Parameter)]
+            self.storages.before_write(buffers, untrack=False)
         out = func(*args, **kwargs) if self._tape is None else self._tape.call(func, args, kwargs)
         for tensor, counter in operands:
             if tensor._version != counter:
