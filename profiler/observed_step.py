@@ -280,6 +280,8 @@ class ObservedStep:
         """Note that backward begins. Calls of it are noted without this."""
         self._tape.held.look()
         self._begin = self._allocations.mark()
+        if self._shards is not None:
+            self._shards.gather(self._tape.kept_units)
 
     def unwatch_calls(self) -> None:
         """Leave it to the caller to say where backward begins and ends."""

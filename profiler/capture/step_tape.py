@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autoac.planner.formats.profile import OVERWRITTEN, UNSEEN
+from autoac.planner.formats.profile import CROSSES, OVERWRITTEN, UNSEEN
 from autoac.profiler.capture.allocations import AllocatedBlock, AllocationRecord
 from autoac.profiler.capture.op_recorder import (
     OUTSIDE_OF_MODEL,
@@ -78,6 +78,7 @@ class StepTape:
         replays: as passed.
         wrappers: paths of modules whose own ops are in no plan, such as DDP's.
         unit_of: returns the FSDP unit of a module, if the model is sharded.
+        kept_units: units of which others read a tensor that is no output, such as a loss in an attribute.
         region: that runs the forward, for its compiled graphs.
     """
 
@@ -91,6 +92,7 @@ class StepTape:
         self.replays = replays
         self.wrappers: Set[str] = frozenset()
         self.unit_of: Callable[[str], Any] | None = None
+        self.kept_units: list[Any] = []
         self.region: RegionOfGraphs | None = None
         self._mark = mark
         self._op: RecordedOp | None = None  # whose kernel has not run yet
@@ -193,7 +195,10 @@ class StepTape:
             version = recorder.newest.get(tensor) if has_storage(tensor) else None
             if version is not None:
                 writer = recorder.record.ops[recorder.record.versions[version].op]
-                if unit_of(writer.module) is not unit_of(recorder.module):
+                unit = unit_of(writer.module)
+                if unit is not unit_of(recorder.module):
+                    if unit is not None and writer.must_save != CROSSES and unit not in self.kept_units:
+                        self.kept_units.append(unit)
                     yield tensor
 
     @property

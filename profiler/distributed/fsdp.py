@@ -17,7 +17,7 @@ FullyShardedDataParallel (FSDP1) is refused: it swaps flat parameters in every f
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from inspect import unwrap
 from typing import Any
@@ -116,7 +116,7 @@ def _states_of(model: nn.Module) -> dict[str, Any]:
     return states
 
 
-_OF_STATE = ("_is_root", "_state_ctx", "_comm_ctx")
+_OF_STATE = ("_is_root", "_state_ctx", "_comm_ctx", "_training_state")
 _OF_GROUP = (
     *("fsdp_params", "mesh_info", "offload_policy", "_all_gather_comm", "_reduce_scatter_comm"),
     *("_all_reduce_hook", "_partial_reduce_output", "_reshard_after_forward"),
@@ -246,6 +246,7 @@ class Shards:
 
     def __init__(self, states: dict[str, Any]) -> None:
         self._states = states
+        self._early: list[Any] = []  # units that `gather` has gathered before backward has reached them
 
     def unit_of(self, path: str) -> Any:
         """Return the innermost unit around the module at `path`; None outside all units."""
@@ -258,7 +259,21 @@ class Shards:
     def is_gathered(self, path: str) -> bool:
         """Return True if the parameters of the unit around `path` are gathered."""
         state = self.unit_of(path)
-        return state is None or all(group.is_unsharded for group in _groups_of(state))
+        if state is None:
+            return True
+        reached = state not in self._early or state._training_state.name.endswith("BACKWARD")
+        return reached and all(group.is_unsharded for group in _groups_of(state))
+
+    def gather(self, units: Sequence[Any]) -> None:
+        """Gather units whose tensors other units have kept, so that backward can recompute them at once.
+
+        Plans save what `is_gathered` then says cannot run. Every rank gathers the same units.
+        """
+        self._early = list(units)
+        for state in units:
+            for group in _groups_of(state):
+                group.unshard()
+                group.wait_for_unshard()
 
 
 def shards_of(model: nn.Module) -> Shards | None:
