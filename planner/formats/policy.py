@@ -80,8 +80,8 @@ class Policy(FrozenModel):
     use_groups: dict[Name, tuple[Name, ...]] = Field(default_factory=dict)
     # By key of an op that moves to the host: NOTE [ Moves ] in problem/moves.py. Left out if nothing moves.
     moves: dict[Name, MovePoints] = Field(default_factory=dict)
-    # By key of a recomputed or moved op whose outputs a backward inside of forward unpacks: the op before which
-    # forward lets go of them, or THE_END. Left out if there are none.
+    # By key of a recomputed or moved op whose outputs a backward inside of forward unpacks: the op before
+    # which forward lets go of them, or THE_END. Left out if there are none.
     needed_until: dict[Name, Name] = Field(default_factory=dict)
     decisions: dict[Name, Decision]  # by op key, in execution order
 
