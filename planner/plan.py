@@ -479,7 +479,7 @@ def decided(profile: Profile, graph: Graph, save_set: SaveSet, moves: Sequence[M
     needed = {
         keys[op]: keys[until] if until < len(keys) else THE_END
         for op, until in sorted(needed_until(profile).items())
-        if fates[keys[op]] not in (SAVE, OFFLOAD)
+        if fates[keys[op]] != SAVE
     }
     return {
         "version": version_for(use_groups, points, needed),

@@ -75,6 +75,12 @@ def recorded_step() -> ObservedStep | None:
     return step if step is not None and step.recording and not step.in_forward else None
 
 
+def is_recorded_elsewhere() -> bool:
+    """Return True if a step is recorded now on another thread: torch has one profiler for all threads."""
+    steps = (ref() for ref in _recorded)
+    return any(step and step.recording and step.thread != threading.get_ident() for step in steps)
+
+
 class ObservedStep:
     """One step of a model, while it runs and afterwards.
 
@@ -87,6 +93,7 @@ class ObservedStep:
 
     Attributes:
         model: that runs the step.
+        thread: that runs its forwards.
         recording: True from the first forward until the end of the first backward through the step.
         retains: the first backward through the step has retained its graph.
         groups: in the collectives of the latest forward.
@@ -107,6 +114,7 @@ class ObservedStep:
         # Where gradients are views of buckets, which exist: else those that exist are counted, and no others.
         self._accumulates = buckets_of(model, None).holds_gradients
         self.model = weakref.ref(model)
+        self.thread = threading.get_ident()
         self.recording = False
         self.needs_checkpoints = False
         self.retains = False

@@ -6,7 +6,6 @@ docs/budget.md explains the buckets, and docs/integrations.md says what several 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -121,13 +120,21 @@ class PolicyChooser:
             PlannerError, RemoteError, ProfilerError: planning failed.
         """
         step = observation.step
-        if threading.get_ident() != observation.thread and (step.recording or step.in_forward):
+        if observation.runs_elsewhere:
             return True  # a forward of another thread runs unplanned until then
         if step.recording and waiting and not step.has_backward:
             step.begin_forward()
             observation.forwards += 1
             return True
-        self._planner.observation = None
+        with self._planner.lock:
+            if self._planner.observation is observation:
+                self._planner.observation = None
+                self._end_observation(observation, call)
+        return False
+
+    def _end_observation(self, observation: Observation, call: ModelCall) -> None:
+        """Plan the step of `observation`, which is over; the caller holds the lock of the planner."""
+        step = observation.step
         if observation.meets and self.ranks is None and step.groups is not None:
             self.ranks = self._ranks_of(step.groups, call)
         again, ranks = not step.has_backward, self.ranks if observation.meets else None
@@ -135,21 +142,20 @@ class PolicyChooser:
         if ranks.any(again) if ranks is not None else again:
             step.discard()
         elif ranks is not None:
-            with self._planner.lock:
-                need, profile = self._need_of(
-                    observation.shape, lambda: self._planner.observed(call, observation)
-                )
-                loop = Loop(observation.forwards)
-                if profile is not None:
-                    loop, profile = _as_shown(observation, profile)
-                self._meet_or_give_up(observation.shape, call, loop, need, profile)
-                for bucket in self._store.buckets.all:
-                    if bucket.profile is profile is not None:
-                        self._note(observation, bucket, profile)
-                if self._options.shapes == "first":
-                    buckets = self._store.buckets
-                    covering = buckets.covering(observation.key, call.args, call.kwargs)
-                    buckets.serve_all(covering or largest(buckets.all))
+            need, profile = self._need_of(
+                observation.shape, lambda: self._planner.observed(call, observation)
+            )
+            loop = Loop(observation.forwards)
+            if profile is not None:
+                loop, profile = _as_shown(observation, profile)
+            self._meet_or_give_up(observation.shape, call, loop, need, profile)
+            for bucket in self._store.buckets.all:
+                if bucket.profile is profile is not None:
+                    self._note(observation, bucket, profile)
+            if self._options.shapes == "first":
+                buckets = self._store.buckets
+                covering = buckets.covering(observation.key, call.args, call.kwargs)
+                buckets.serve_all(covering or largest(buckets.all))
         else:
             self._to_meet = self._to_meet and not observation.meets
             try:
@@ -158,7 +164,6 @@ class PolicyChooser:
                 if not self._store.all:
                     self._give_up()
                 raise
-        return False
 
     def settle(self, model: nn.Module) -> None:
         """Plan the observed step now, if it is over. What cannot be planned raises in the next forward."""
@@ -235,6 +240,9 @@ class PolicyChooser:
                     raise ShapeNotPlanned(shape, shapes, not without_budget)
                 if planned and (without_budget or planned >= MOST_BUCKETS):
                     return self._beyond(shape, key)
+                observation = self._planner.observation
+                if observation is not None and observation.runs_elsewhere:
+                    return None  # it began while this thread waited
                 return self._observe(call, key)
             if buckets.single_policy is None:
                 buckets.remember(key, bucket)

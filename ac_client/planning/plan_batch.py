@@ -48,7 +48,7 @@ from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, link_of, observe
 from autoac.profiler.checkpoints.own_checkpoints import UNPLANNED
-from autoac.profiler.observed_step import ObservedStep, recorded_step
+from autoac.profiler.observed_step import ObservedStep, is_recorded_elsewhere, recorded_step
 from autoac.profiler.static_memory import ONLY_PRESENT_STATE
 from autoac.profiler.torch_facts.streams import is_capturing
 
@@ -70,6 +70,9 @@ def plan(profile: Profile, **terms: Any) -> Plan:
         return plan_profile(profile, work_limit=WORK_LIMIT, **terms)
     except SolverOutOfTime:
         return plan_profile(profile, **terms)
+
+
+_beginning = threading.RLock()  # held while a step begins to be recorded: one at a time
 
 
 class AnotherIsObserved(ProfilerBusy):
@@ -97,6 +100,11 @@ class Observation:
     meets: bool = False  # the ranks, when the next step begins
     forwards: int = 1
     state_nbytes: int = 0  # of the optimizers, as the step began
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Return True while the step runs on another thread."""
+        return threading.get_ident() != self.thread and (self.step.recording or self.step.in_forward)
 
 
 class BatchPlanner:
@@ -219,25 +227,26 @@ class BatchPlanner:
         Raises:
             ProfilerBusy: torch.profiler runs on this thread, or a CUDA graph is being captured.
         """
-        if recorded:
-            _check_idle()
-            if recorded_step() is not None:
-                raise AnotherIsObserved
-            log.info("%s: observing one step", self.name)
-        self.called.clear()
-        device = device_of(call.model, call.args, call.kwargs)
-        step, state = (
-            ObservedStep(
-                call.model,
-                call.args,
-                call.kwargs,
-                device,
-                leave_checkpoints=not self.options.take_over_checkpoints,
-                needs_checkpoints=self.needs_checkpoints,
-            ),
-            self._optimizers.state_nbytes(device),
-        )
-        step.begin_forward(recorded=recorded)
+        with _beginning:
+            if recorded:
+                _check_idle()
+                if recorded_step() is not None or is_recorded_elsewhere():
+                    raise AnotherIsObserved
+                log.info("%s: observing one step", self.name)
+            self.called.clear()
+            device = device_of(call.model, call.args, call.kwargs)
+            step, state = (
+                ObservedStep(
+                    call.model,
+                    call.args,
+                    call.kwargs,
+                    device,
+                    leave_checkpoints=not self.options.take_over_checkpoints,
+                    needs_checkpoints=self.needs_checkpoints,
+                ),
+                self._optimizers.state_nbytes(device),
+            )
+            step.begin_forward(recorded=recorded)
         thread = threading.get_ident()
         self.observation = Observation(step, call.shape, key, thread, then, meets, state_nbytes=state)
 

@@ -71,6 +71,7 @@ from ac_client.runtime.recorded_function import RecordedFunction
 from ac_client.runtime.replay import EventLog, RegionGraph, nothing_held, recording_off
 from ac_client.runtime.saved_tensor_hooks import RegionHooks
 from ac_client.runtime.tracked_storages import ForwardHolds, TrackedStorages, move_handles
+from ac_client.runtime.write_guard import note_wrappers
 from autoac.planner.formats.policy import OFFLOAD
 from autoac.planner.formats.profile import CROSSES
 from autoac.profiler.capture.step_tape import StepTape
@@ -314,6 +315,8 @@ class Region(RecordingMode):
     ) -> Any:
         if types and any(map(wraps_others, types)):
             note_meshes(args)
+            note_wrappers(tensors_in(args, kwargs or {}))
+            self.storages.writes += 1  # no pause here: it would hide the wrappers that are made in it
             return NotImplemented  # the ops on the tensors inside come here
         facts = known_facts.get(id(func)) or facts_of(func)
         if facts.view or recording_off.depth:
@@ -377,6 +380,7 @@ class Region(RecordingMode):
         if recording_off.depth or self._function is not None:
             return apply(*args, **kwargs)
         call = FunctionCall(cls, args, kwargs)
+        note_wrappers(call.arguments.tensors)
         if self._has_streams and streams_seen.several:
             self._save_crossing(call.arguments.tensors)
             for tensor in call.arguments.tensors:

@@ -23,7 +23,7 @@ from ac_client.runtime.saved_handles import (
 )
 from ac_client.runtime.tracked_storages import TrackedStorages
 from ac_client.runtime.view_recipes import recipe_of
-from ac_client.runtime.write_guard import detached_alias
+from ac_client.runtime.write_guard import detached_alias, note_wrappers
 from autoac.profiler.capture.step_tape import STAND_IN, StepTape
 from autoac.profiler.checkpoints.own_checkpoints import running_call
 from autoac.profiler.distributed.wrapped_tensors import WrapperHandle, wraps_others
@@ -84,6 +84,7 @@ class RegionHooks:
         """Return the handle that autograd holds in place of `tensor`."""
         kind = type(tensor)
         if kind is not Tensor and kind is not Parameter and wraps_others(kind):
+            note_wrappers((tensor,))
             return WrapperHandle(tensor, self.pack, unpack)
         tape = self.tape
         if tape is not None and hasattr(tensor, STAND_IN):

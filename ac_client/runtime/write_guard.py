@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
+
 from torch import Tensor
 from torch.nn import Parameter
 
 from autoac.planner.errors import PickledError
+from autoac.profiler.distributed.wrapped_tensors import below, wraps_others
 from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.storage_table import is_wrapper
+from autoac.profiler.torch_facts.storage_table import StorageTable, has_storage, is_wrapper
 from autoac.profiler.unseen.held_storages import recorded
 
 
@@ -42,12 +46,68 @@ class ContentsDiffer(PickledError, RuntimeError):
         )
 
 
+class WrapperWrites:
+    """Count the writes to a storage through tensors that wrap it, such as DTensors.
+
+    A write to a wrapper advances the counter of the wrapper, and of no tensor inside.
+    """
+
+    __slots__ = ("_past", "_wrappers")
+
+    def __init__(self) -> None:
+        self._past = 0  # writes through wrappers that are gone
+        self._wrappers: list[
+            tuple[weakref.ref[Tensor], Tensor, int]
+        ] = []  # with an alias and its first count
+
+    def add(self, wrapper: Tensor) -> None:
+        """Count the writes through `wrapper` and its views from here on."""
+        base = wrapper._base if wrapper._base is not None else wrapper  # they share a counter
+        live = []
+        for ref, alias, first in self._wrappers:
+            known = ref()
+            if known is base:
+                return
+            if known is not None:
+                live.append((ref, alias, first))
+            else:
+                self._past += alias._version - first
+        unseen = private.DisableTorchDispatch()  # the alias has the counter of the wrapper, and no memory
+        alias = _detach_with_counter(base)
+        del unseen
+        self._wrappers = [*live, (weakref.ref(base), alias, alias._version)]
+
+    def count(self) -> int:
+        """Return the number of writes."""
+        return self._past + sum(alias._version - first for _, alias, first in self._wrappers)
+
+
+_wrapper_writes: StorageTable[WrapperWrites] = StorageTable()
+
+
+def note_wrappers(tensors: Iterable[Tensor]) -> None:
+    """Have `version_counter` of what wrappers among `tensors` wrap include the writes to these wrappers."""
+    for tensor in tensors:
+        if wraps_others(type(tensor)) and not tensor.is_inference():  # which counts no writes
+            for inner in filter(has_storage, below(tensor)):
+                writes = _wrapper_writes.get(inner)
+                if writes is None:
+                    _wrapper_writes.set(inner, writes := WrapperWrites())
+                writes.add(tensor)
+
+
 def version_counter(tensor: Tensor) -> int:
-    """Return the version counter of `tensor`, or -1 if it has none because it is an inference tensor."""
+    """Return the version counter of `tensor`, or -1 if it has none because it is an inference tensor.
+
+    Add the writes through wrappers of its storage: `note_wrappers`.
+    """
     try:
-        return tensor._version
+        counter = tensor._version
     except RuntimeError:
         return -1
+    if _wrapper_writes and has_storage(tensor) and (writes := _wrapper_writes.get(tensor)) is not None:
+        counter += writes.count()
+    return counter
 
 
 def without_history(tensor: Tensor, *, saved: bool = False) -> Tensor:
@@ -110,11 +170,11 @@ class WriteGuard:
     def renew(self) -> None:
         """Accept the version counter as it is now, because the region saw every write so far."""
         if self._counter >= 0 and not self._failed:
-            self._counter = self.tensor._version
+            self._counter = version_counter(self.tensor)
 
     def reject_writes(self) -> None:
         """Make every later `check` fail if the tensor was written since the last `renew`."""
-        self._failed = 0 <= self._counter != self.tensor._version
+        self._failed = 0 <= self._counter != version_counter(self.tensor)
 
     def check(self, reader: str) -> None:
         """Check that the tensor was not written since the last `renew`.
@@ -123,11 +183,11 @@ class WriteGuard:
             StaleError: the tensor was written; the message names `reader`, the op that needs it.
         """
         tensor = self.tensor
-        if self._counter < 0 or tensor._version == self._counter:
+        if self._counter < 0 or (counter := version_counter(tensor)) == self._counter:
             return
         raise StaleError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{tensor.dtype} {list(tensor.shape)}], which {reader} reads in forward and again in backward, "
-            f"is at version {tensor._version}; expected version {self._counter} instead, as in forward. "
+            f"is at version {counter}; expected version {self._counter} instead, as in forward. "
             "Write to the tensor after backward, or write to a clone() of the tensor"
         )

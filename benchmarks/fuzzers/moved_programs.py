@@ -144,7 +144,7 @@ def tried(seed: int) -> Tried:
         fields = decided(found, with_moves(graph, moves, ANY), save_set, moves)
         items, ends = list(fields["decisions"].items()), (*found.forward_ends[:-1], len(graph.ops))
         routes = [
-            Route(dict(items[begin:end]), fields["use_groups"], fields["moves"])
+            Route(dict(items[begin:end]), fields["use_groups"], fields["moves"], fields["needed_until"])
             for begin, end in pairwise((0, *ends))
         ]
         nbytes = sum(graph.nbytes(w) for move in moves for w in graph.ops[move.op].writes)

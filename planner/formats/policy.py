@@ -80,8 +80,8 @@ class Policy(FrozenModel):
     use_groups: dict[Name, tuple[Name, ...]] = Field(default_factory=dict)
     # By key of an op that moves to the host: NOTE [ Moves ] in problem/moves.py. Left out if nothing moves.
     moves: dict[Name, MovePoints] = Field(default_factory=dict)
-    # By key of a recomputed op whose outputs a backward inside of forward unpacks: the op before which
-    # forward lets go of them, or THE_END. Left out if there are none.
+    # By key of a recomputed or moved op whose outputs a backward inside of forward unpacks: the op before
+    # which forward lets go of them, or THE_END. Left out if there are none.
     needed_until: dict[Name, Name] = Field(default_factory=dict)
     decisions: dict[Name, Decision]  # by op key, in execution order
 
@@ -158,8 +158,8 @@ class Policy(FrozenModel):
     def _needed_ops_are_recomputed(self) -> Self:
         position = {key: i for i, key in enumerate(self.decisions)}
         for key, until in self.needed_until.items():
-            if self.decisions.get(key, SAVE) in (SAVE, OFFLOAD):
-                raise ValueError(f"needed_until must have ops that are recomputed, got {key}")
+            if self.decisions.get(key, SAVE) == SAVE:
+                raise ValueError(f"needed_until must have ops that are recomputed or moved, got {key}")
             if until != THE_END and not position[key] < position.get(until, -1):
                 raise ValueError(f"{key} must be needed until a later op, got {until}")
         return self

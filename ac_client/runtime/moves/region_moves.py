@@ -73,6 +73,7 @@ class RegionMoves:
         self._next_free = math.inf
         self._triggers: dict[int, FetchTrigger] = {}  # by position of the op
         self._made_by: StorageTable[FetchTrigger] = StorageTable()
+        self._fetches: list[tuple[int, weakref.ref[NodeVersion]]] = []  # from the end of forward on
 
     def free_due(self) -> None:
         """Free what is to be freed before the op that the cursor is at."""
@@ -88,6 +89,9 @@ class RegionMoves:
     def close(self) -> None:
         """Free what is still to be freed: forward is over."""
         self._finish(list(self._departures.values()))
+        for position, ref in self._fetches:
+            self._trigger(position).add(ref)
+        self._fetches.clear()
         self._made_by.clear()
 
     def leave(self, facts: OpFacts, out: Any, stay: Sequence[Tensor], stream: int) -> None:
@@ -118,7 +122,9 @@ class RegionMoves:
             self._next_free = min(self._next_free, move.free)
             copies.append(departure.copy)
             if move.fetch is not None:
-                self._trigger(move.fetch).add(ref)
+                self._fetches.append((move.fetch, ref))
+            if self._storages.hold is not None:
+                self._storages.hold(tensor)
         node.outs, node.copies = tuple(refs), tuple(copies)
 
     def mark(self, out: Any) -> None:

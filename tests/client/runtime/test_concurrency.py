@@ -116,7 +116,8 @@ def test_forwards_of_one_planned_model_on_several_threads(given: str) -> None:
         ac_client.apply(model, policy=made.model_copy(update={"decisions": decisions}))
         model.inside = threading.Barrier(3, timeout=30).wait
     else:
-        ac_client.apply(model, 1.0)  # the first thread plans, and the others wait for it
+        ac_client.apply(model, 1.0)
+        gradients_of(model, torch.ones(4, 8), dropout=False)  # the first thread plans, and the others wait
 
     def run(_: int) -> bool:
         found = [gradients_of(model, torch.ones(4, 8), dropout=False) for _ in range(5)]
@@ -127,6 +128,32 @@ def test_forwards_of_one_planned_model_on_several_threads(given: str) -> None:
     report = ac_client.applied(model).report()
     assert (report.steps, report.off_path) == (15, "")
     assert (report.recomputed > 0) == (given == "policy")
+
+
+@pytest.mark.parametrize("models", [1, 3])
+def test_first_steps_on_several_threads_are_observed_one_at_a_time(
+    models: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Torch has one profiler for all threads: with two sessions at once, it complains or crashes."""
+    torch.manual_seed(0)
+    made = [WithoutDropout() for _ in range(models)]
+    want = [gradients_of(model, torch.ones(4, 8), dropout=False) for model in made]
+    meet = threading.Barrier(3, timeout=30)
+    for model in made:
+        ac_client.apply(model, 1.0)
+
+    def run(i: int) -> bool:
+        meet.wait()
+        found = [gradients_of(made[i % models], torch.ones(4, 8), dropout=False) for _ in range(5)]
+        return all(torch.equal(a, b) for one in found for a, b in zip(one, want[i % models], strict=True))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(run, range(3)))
+    assert "no active profiling session" not in capfd.readouterr().err
+    for model in made:
+        gradients_of(model, torch.ones(4, 8), dropout=False)
+        gradients_of(model, torch.ones(4, 8), dropout=False)
+        assert ac_client.applied(model).report().steps > 0
 
 
 def test_backward_on_one_thread_while_forward_runs_on_another() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,14 +19,13 @@ from ac_client.runtime.moves.host_memory import host_memory
 from ac_client.runtime.policy_context import save_recompute_policy
 from ac_client.runtime.replay import EventLog
 from autoac.planner import plan
-from autoac.planner.formats.policy import decisions
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.schedule import Recompute, recompute_us, schedule
 from autoac.planner.memory.simulate import peak_bytes, simulate
 from autoac.planner.plan import decided
 from autoac.planner.problem.build import build
-from autoac.planner.problem.graph import OpId, SaveSet
-from autoac.planner.problem.moves import with_moves
+from autoac.planner.problem.graph import Graph, OpId, SaveSet
+from autoac.planner.problem.moves import Move, with_moves
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import observe, profile
 from autoac.profiler.torch_facts.module_paths import watch_modules
@@ -175,6 +174,12 @@ def profiled(case: str, autocast: bool) -> tuple[Make, torch.Tensor, Profile]:
         return make, batch, profile(seeded(make), batch, loss=scalar)
 
 
+def route_of(found: Profile, graph: Graph, save_set: SaveSet, moves: Sequence[Move] = ()) -> Route:
+    """Return what the policy of a save set tells the runtime."""
+    fields = decided(found, graph, save_set, moves)
+    return Route(fields["decisions"], fields["use_groups"], fields["moves"], fields["needed_until"])
+
+
 def save_sets(found: Profile, n: int) -> list[SaveSet]:
     graph = build(found)
     chance = random.Random(7)
@@ -191,7 +196,8 @@ def test_predicted_peak_equals_the_measured_peak(case: str, autocast: bool) -> N
     make, batch, found = profiled(case, autocast)
     graph = build(found)
     for save_set in save_sets(found, 12):
-        peak, log, _ = measured(make, batch, Route(decisions(found, save_set)), found.static.total, autocast)
+        route = route_of(found, graph, save_set)
+        peak, log, _ = measured(make, batch, route, found.static.total, autocast)
         predicted = simulate(graph, save_set).peak.live_bytes
         assert log.events == expected_log(graph, save_set)
         assert peak == predicted
@@ -205,8 +211,7 @@ def test_moves_to_the_host_have_the_predicted_peaks_and_plain_gradients(case: st
     for share in (1.0, 0.5, 0.2, 0.7):
         save_set, moves = random_moves(graph, rng, share)
         moving = with_moves(graph, moves, ANY)
-        fields = decided(found, moving, save_set, moves)
-        route = Route(fields["decisions"], fields["use_groups"], fields["moves"])
+        route = route_of(found, moving, save_set, moves)
         host_memory.peak = 0
         peak, log, gradients = measured(make, batch, route, found.static.total, autocast)
         assert log.events == expected_log(moving, save_set)
@@ -277,7 +282,7 @@ def test_tensors_unpacked_in_two_steps_are_recomputed_as_often_as_predicted() ->
     graph = build(found)
     twice = 0
     for save_set in save_sets(found, 20):
-        peak, log, _ = measured(Twice, batch, Route(decisions(found, save_set)), found.static.total)
+        peak, log, _ = measured(Twice, batch, route_of(found, graph, save_set), found.static.total)
         assert log.events == expected_log(graph, save_set)
         assert peak == peak_bytes(graph, save_set)
         runs = [event.op for event in schedule(graph, save_set) if isinstance(event, Recompute)]

@@ -101,7 +101,8 @@ def test_planned_step_with_pins_has_the_plain_gradients() -> None:
     planned.load_state_dict(plain.state_dict())
     pin(planned[4], "must_recompute")
     ac_client.apply(planned, budget_gb=1.0)
-    for net in (plain, planned):
+    for net in (plain, planned, planned):
+        net.zero_grad()
         net(x).square().sum().backward()
     report = ac_client.applied(planned).report()
     assert report.recomputed > 0
@@ -122,7 +123,8 @@ def test_pin_on_an_in_place_module_also_pins_what_it_overwrites() -> None:
     planned.load_state_dict(plain.state_dict())
     pin(planned[1], "must_recompute")
     ac_client.apply(planned, budget_gb=1.0)
-    for net in (plain, planned):
+    for net in (plain, planned, planned):
+        net.zero_grad()
         net(x).square().sum().backward()
     applied = ac_client.applied(planned)
     assert applied.report().recomputed == 2
@@ -139,6 +141,8 @@ def test_recomputing_pin_that_overwrites_a_pinned_save_is_an_error_that_names_bo
     pin(net[0], "must_save")
     pin(net[1], "must_recompute")
     ac_client.apply(net, budget_gb=1.0)
+    net(torch.randn(4, 16)).sum().backward()
+    net.zero_grad()
     with pytest.raises(
         ConflictingPins, match=r"1/aten.relu_.default#0.*must_recompute; pinned \(of 0/aten.addmm"
     ):

@@ -212,7 +212,7 @@ def test_policy_says_until_when_forward_holds_what_a_backward_inside_of_it_unpac
 @pytest.mark.parametrize(
     ("key", "until", "problem"),
     [
-        ("saved", "last", "needed_until must have ops that are recomputed"),
+        ("saved", "last", "needed_until must have ops that are recomputed or moved"),
         ("recomputed", "first", "must be needed until a later op"),
     ],
 )
