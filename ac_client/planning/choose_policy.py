@@ -50,7 +50,7 @@ from autoac.planner.formats.policy_set import Shape, shape_in_words
 from autoac.profiler import Loop, ProfilerBusy
 from autoac.profiler.distributed.fsdp import process_group_of
 from autoac.profiler.distributed.process_groups import Groups
-from autoac.profiler.errors import ProfilerError
+from autoac.profiler.errors import CannotProfile, ProfilerError
 from autoac.profiler.torch_facts.torch_trace import profiler_is_running
 
 log = logging.getLogger("ac_client")
@@ -246,6 +246,10 @@ class PolicyChooser:
             self._planner.observe(call, key, meets=meets)
         except ProfilerBusy as busy:
             return self._unplanned_now(busy, call, meets=meets)
+        except CannotProfile:
+            if not self._store.all:
+                self._give_up()
+            raise
         return None
 
     def _give_up(self) -> None:
