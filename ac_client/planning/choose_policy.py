@@ -166,7 +166,8 @@ class PolicyChooser:
         if observation is None or observation.meets or not observation.step.has_backward:
             return
         try:
-            self._plan_observed(observation, ModelCall(model, (), {}))
+            batch = tuple(tensor for ref in observation.batch if (tensor := ref()) is not None)
+            self._plan_observed(observation, ModelCall(model, batch, {}))
             self._planner.observation = None
         except (ProfilerError, PlannerError, RemoteError) as error:
             log.info("%s: %s", self._planner.name, first_line(error))

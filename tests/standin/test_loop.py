@@ -169,6 +169,26 @@ def test_what_has_left_the_device_counts_no_longer(gpu: ModuleType) -> None:
     assert on_device.others_nbytes() < 4096
 
 
+def test_outputs_that_names_of_the_observed_step_hold_are_not_counted_as_other_tensors(
+    gpu: ModuleType,
+) -> None:
+    """A loop at the top of a script: `out` lives until the next forward has returned."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1024)).to("cuda")
+    x = torch.ones(512, 64, device="cuda")
+    at = ac_client.applied(ac_client.apply(model, 1.0))
+    peaks = []
+    for _ in range(4):
+        torch.cuda.reset_peak_memory_stats()
+        out = model(x)
+        out.square().mean().backward()
+        model.zero_grad()
+        peaks.append(gpu.peak(0))
+    bucket = at._planning.store.current
+    assert bucket is not None
+    assert bucket.planned_for.others_nbytes == at._planning.watch.on_device.others_nbytes() == 0
+    assert at.report().predicted_peak_bytes == peaks[-1]
+
+
 def test_workspaces_count_for_a_neighbor_without_products(gpu: ModuleType) -> None:
     """They are in the profile of the other model, so they are none of its other tensors."""
     gpu.set_workspace(EXTRA)
