@@ -49,7 +49,7 @@ from autoac.planner.formats.policy_set import Shape, shape_in_words
 from autoac.profiler import Loop, ProfilerBusy
 from autoac.profiler.distributed.fsdp import process_group_of
 from autoac.profiler.distributed.process_groups import Groups
-from autoac.profiler.errors import ProfilerError
+from autoac.profiler.errors import CannotProfile, ProfilerError
 from autoac.profiler.torch_facts.torch_trace import profiler_is_running
 
 log = logging.getLogger("ac_client")
@@ -171,7 +171,8 @@ class PolicyChooser:
         if observation is None or observation.meets or not observation.step.has_backward:
             return
         try:
-            self._plan_observed(observation, ModelCall(model, (), {}))
+            batch = tuple(tensor for ref in observation.batch if (tensor := ref()) is not None)
+            self._plan_observed(observation, ModelCall(model, batch, {}))
             self._planner.observation = None
         except (ProfilerError, PlannerError, RemoteError) as error:
             log.info("%s: %s", self._planner.name, first_line(error))
@@ -254,6 +255,10 @@ class PolicyChooser:
             self._planner.observe(call, key, meets=meets)
         except ProfilerBusy as busy:
             return self._unplanned_now(busy, call, meets=meets)
+        except CannotProfile:
+            if not self._store.all:
+                self._give_up()
+            raise
         return None
 
     def _give_up(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,8 +49,10 @@ from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, link_of, observe
 from autoac.profiler.checkpoints.own_checkpoints import UNPLANNED
+from autoac.profiler.model_device import device_of_step
 from autoac.profiler.observed_step import ObservedStep, is_recorded_elsewhere, recorded_step
 from autoac.profiler.static_memory import ONLY_PRESENT_STATE
+from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
@@ -100,6 +103,7 @@ class Observation:
     meets: bool = False  # the ranks, when the next step begins
     forwards: int = 1
     state_nbytes: int = 0  # of the optimizers, as the step began
+    batch: Sequence[weakref.ref[Tensor]] = ()  # of its first forward
 
     @property
     def runs_elsewhere(self) -> bool:
@@ -226,7 +230,9 @@ class BatchPlanner:
 
         Raises:
             ProfilerBusy: torch.profiler runs on this thread, or a CUDA graph is being captured.
+            CannotProfile: model and batch are on several devices, on meta, or do not exist yet.
         """
+        device = device_of_step(call.model, call.args, call.kwargs)
         with _beginning:
             if recorded:
                 _check_idle()
@@ -234,7 +240,6 @@ class BatchPlanner:
                     raise AnotherIsObserved
                 log.info("%s: observing one step", self.name)
             self.called.clear()
-            device = device_of(call.model, call.args, call.kwargs)
             step, state = (
                 ObservedStep(
                     call.model,
@@ -248,7 +253,10 @@ class BatchPlanner:
             )
             step.begin_forward(recorded=recorded)
         thread = threading.get_ident()
-        self.observation = Observation(step, call.shape, key, thread, then, meets, state_nbytes=state)
+        batch = [weakref.ref(tensor) for tensor in batch_tensors((*call.args, *call.kwargs.values()))]
+        self.observation = Observation(
+            step, call.shape, key, thread, then, meets, state_nbytes=state, batch=batch
+        )
 
     def observed(self, call: ModelCall, observation: Observation) -> Profile:
         """Return the profile of an observed step that is over; `call` is the one that begins.
@@ -402,7 +410,7 @@ class BatchPlanner:
         Raises:
             PlannerError, RemoteError: the step could not be planned.
         """
-        self._on_device.measure_uncounted(call.args, call.kwargs)
+        self._on_device.measure_uncounted(call.args, call.kwargs, self._on_device.kept_nbytes(profile))
         others, limit = self._on_device.others_nbytes(), self.limit_of(profile)
         try:
             made, profile, loop = self.plan_first(profile, loop, others, limit)

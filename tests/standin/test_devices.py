@@ -89,7 +89,7 @@ def test_scalars_tables_and_batches_on_the_cpu_are_planned_with_the_plain_number
     known = bounds(build(found))
     others = found.static.total  # of the plain model, which is on the device too
     ac_client.apply(model, ((known.floor + known.ceiling) // 2 + others) / GIB)
-    for _ in range(2):
+    for _ in range(3):
         model.zero_grad()
         plain.zero_grad()
         gpu.reset_peak(0)

@@ -144,7 +144,7 @@ def test_tensors_that_are_never_unpacked_leave_nothing(gpu: ModuleType) -> None:
 
 
 def losses_and_peaks(
-    gpu: ModuleType, steps: int = 3, *, forwards: int = 1, **options: Any
+    gpu: ModuleType, steps: int = 4, *, forwards: int = 1, **options: Any
 ) -> tuple[list[float], list[int], nn.Module]:
     """Train with so many forwards before each backward.
 
@@ -179,7 +179,7 @@ def test_host_budget_of_apply_is_measured_planned_and_kept(gpu: ModuleType) -> N
     assert losses == expected
     report = ac_client.applied(model).report()
     assert report.predicted_peak_bytes is not None
-    assert max(peaks[1:]) <= report.predicted_peak_bytes <= plain[-1] * 0.5
+    assert max(peaks[2:]) <= report.predicted_peak_bytes <= plain[-1] * 0.5
     assert host_memory.peak - host_memory.used == report.moved_bytes
     planned = ac_client.applied(model).plan
     assert planned is not None
@@ -190,16 +190,16 @@ def test_host_budget_of_apply_is_measured_planned_and_kept(gpu: ModuleType) -> N
 
 def test_moves_with_two_forwards_before_a_backward(gpu: ModuleType) -> None:
     """Each forward moves what it makes, and backward fetches it in that forward's own part."""
-    expected, plain, _ = losses_and_peaks(gpu, 2, forwards=2)
+    expected, plain, _ = losses_and_peaks(gpu, 4, forwards=2)
     options = {"budget_gb": plain[-1] * 0.4 / GIB, "host_budget_gb": 1, "forwards_in_flight": 2}
-    losses, peaks, model = losses_and_peaks(gpu, 2, forwards=2, **options)
+    losses, peaks, model = losses_and_peaks(gpu, 4, forwards=2, **options)
     assert losses == expected
     found = ac_client.applied(model).plan
     assert found is not None
     end, n = found.graph.forward_ends
     assert {move.op < end for move in found.moves} == {True, False}
     assert all(move.free <= (end if move.op < end else n) for move in found.moves)
-    assert max(peaks) <= found.peak <= plain[-1] * 0.4
+    assert max(peaks[2:]) <= found.peak <= plain[-1] * 0.4
     assert host_memory.used == 0
 
 
@@ -207,14 +207,14 @@ def test_stalls_that_were_not_foreseen_lower_the_rates_that_the_next_plan_counts
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A link that carries much less than its measurement said: each wait for a copy takes 5 ms."""
-    expected, plain, _ = losses_and_peaks(gpu, 6)
+    expected, plain, _ = losses_and_peaks(gpu, 7)
     said = LinkRates(out_bytes_per_us=1e6, in_bytes_per_us=1e6, latency_us=0.0)
     monkeypatch.setattr(plan_batch, "link_of", lambda _: said)
     wait = "        stream.wait_event(event)\n        stream.record_event(end)\n"
     made = mutated(monkeypatch, (wait, f"        __import__('time').sleep(5e-3)\n{wait}"))
     monkeypatch.setattr(peak_watch, "stalls", made["stalls"])
     with caplog.at_level(logging.WARNING, "ac_client"):
-        losses, _, model = losses_and_peaks(gpu, 6, budget_gb=plain[-1] * 0.7 / GIB, host_budget_gb=1)
+        losses, _, model = losses_and_peaks(gpu, 7, budget_gb=plain[-1] * 0.7 / GIB, host_budget_gb=1)
     assert losses == expected
     assert "compute waits" in caplog.text
     planned = ac_client.applied(model).plan

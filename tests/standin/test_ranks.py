@@ -68,7 +68,7 @@ def train(way, budget=None):
     if budget is not None:
         ac_client.apply(model, budget / GIB, optimizer=optimizer)
     peaks, numbers = [], []
-    for i in range(4):
+    for i in range(5):
         torch.manual_seed(10 * i + rank)
         gpu.reset_peak(rank)
         loss = model(x)
@@ -166,8 +166,8 @@ def test_planned_ranks_have_the_plain_numbers_and_the_predicted_peak(way: str) -
         assert found["recomputed"] > 0
         assert (found["corrections"], found["off_path"]) == (0, "")
         assert found["predicted"] <= found["measured"][-1] <= found["predicted"] + unpredicted
-        assert found["measured"][0] <= found["budget"] + COMPARING
-        assert max(found["measured"][1:]) == found["measured"][-1] <= found["budget"]
+        assert found["measured"][1] <= found["budget"] + COMPARING  # the first step is observed
+        assert max(found["measured"][2:]) == found["measured"][-1] <= found["budget"]
         assert found["save_all"] <= found["plain"][-1] <= found["save_all"] + unpredicted
     first, second = (rank[way] for rank in ranks())
     assert first["policy"] == second["policy"]

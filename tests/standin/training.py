@@ -70,8 +70,11 @@ class Training:
         return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
 
 
-def train(gpu: ModuleType, task: Task, budget: int | None = None, steps: int = 3, **options: Any) -> Training:
-    """Train `task` for some steps, planned with `options` of `apply` if there is a budget in bytes."""
+def train(gpu: ModuleType, task: Task, budget: int | None = None, steps: int = 4, **options: Any) -> Training:
+    """Train `task` for some steps, planned with `options` of `apply` if there is a budget in bytes.
+
+    The first step is observed, and the second one, the first that is planned, also compares contents.
+    """
     model, optimizer, batch = task.made()
     if budget is not None:
         ac_client.apply(model, budget / GIB, **{"optimizer": optimizer, **options})

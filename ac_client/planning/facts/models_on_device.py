@@ -14,16 +14,17 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ac_client.planning.facts.forwards_in_flight import ForwardsInFlight
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.next_action import StepFacts, next_action
-from autoac.planner.formats.profile import StaticBytes
+from autoac.planner.formats.profile import Profile, StaticBytes
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.profiler.distributed.fsdp import gathered_nbytes, unreduced_nbytes
@@ -43,16 +44,16 @@ class ModelOnDevice:
         model: the planned model; not kept alive.
         name: of the model, in messages.
         optimizers: whose state counts.
-        waiting: returns how many of the model's forwards wait for their backward.
+        in_flight: the model's forwards.
     """
 
     def __init__(
-        self, model: nn.Module, name: str, optimizers: ModelOptimizers, waiting: Callable[[], int]
+        self, model: nn.Module, name: str, optimizers: ModelOptimizers, in_flight: ForwardsInFlight
     ) -> None:
         self._model = weakref.ref(model)
         self._name = name
         self._optimizers = optimizers
-        self._waiting = waiting
+        self._in_flight = in_flight
         self._bucket: PlannedBucket | None = None  # of the last forward
         self._planned_at = next(_turns)
         self._forward_at = 0  # turn at which the last planned forward began
@@ -95,7 +96,7 @@ class ModelOnDevice:
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        kept: int = 0,
+        kept: int,
         *,
         counts: StaticBytes | None = None,
     ) -> None:
@@ -130,6 +131,10 @@ class ModelOnDevice:
         if self._idle or self._uncounted > before:
             gc.collect()  # garbage is not held
             self._uncounted = more_than_held()
+
+    def kept_nbytes(self, profile: Profile) -> int:
+        """Return the bytes that variables keep of the last step, whose profile this is."""
+        return self._in_flight.kept_nbytes(profile.kept_nbytes) or 0
 
     def others_nbytes(self) -> int:
         """Return the bytes on the device that the model does not hold, and those of unreduced gradients."""
@@ -183,13 +188,13 @@ class ModelOnDevice:
         static = bucket.profile.static
         held = static.total - static.inputs - static.workspaces  # which models share
         held += 0 if static.gradients else bucket.profile.gradient_nbytes
-        if waiting := self._waiting():
+        if waiting := self._in_flight.waiting():
             held += waiting * bucket.loaded.waiting_nbytes // len(bucket.loaded.forwards)
         return held
 
     def _warn_if_lacking_room(self) -> None:
         """Warn if the running step goes over the budget because of the bytes that the neighbors hold."""
-        bucket, waiting = self._bucket, self._waiting()
+        bucket, waiting = self._bucket, self._in_flight.waiting()
         if bucket is None or not waiting:
             return  # between steps: the next forward counts it
         facts = StepFacts(waiting=waiting, others_nbytes=self.others_nbytes())

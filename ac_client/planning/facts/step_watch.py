@@ -44,7 +44,7 @@ class StepWatch:
         self._stepped_at = 0  # steps of the optimizers when the last backward began
         self._adopted = 0  # optimizers that were adopted when their state was last compared with a plan's
         self.optimizers = ModelOptimizers(model, optimizer)
-        self.on_device = ModelOnDevice(model, type(model).__name__, self.optimizers, self.waiting)
+        self.on_device = ModelOnDevice(model, type(model).__name__, self.optimizers, self._in_flight)
         self.peaks = PeakWatch(model, options, self.optimizers)
 
     def waiting(self) -> int:
