@@ -151,7 +151,6 @@ def _observed(subject: TrainingStep, device: torch.device, **checkpoints: bool) 
     """Run a step of `subject`, and put gradients, buffers and generators back."""
     model, args, kwargs = subject.compiled, subject.args, subject.kwargs
     build_replicating(model)
-    check_sharded(model, fake=False)
     check_reduced(model)
     in_buckets = buckets_of(model, None).holds_gradients
     with (

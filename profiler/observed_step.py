@@ -35,7 +35,7 @@ from autoac.profiler.checkpoints.own_checkpoints import (
 )
 from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.distributed.ddp import buckets_of, wrapper_paths
-from autoac.profiler.distributed.fsdp import gathered_nbytes, shards_of
+from autoac.profiler.distributed.fsdp import check_sharded, gathered_nbytes, shards_of
 from autoac.profiler.distributed.process_groups import noting_groups
 from autoac.profiler.distributed.wrapped_tensors import below
 from autoac.profiler.environment import describe_leaf, environment_of_device
@@ -43,7 +43,7 @@ from autoac.profiler.errors import NothingToProfile
 from autoac.profiler.joint_graph.interpreted_part import TapedParts
 from autoac.profiler.static_memory import static_bytes
 from autoac.profiler.step_profile import profile_of, with_cached_backward
-from autoac.profiler.steps.hollow import StepRecord, force_saves_of_units
+from autoac.profiler.steps.step_record import StepRecord, force_saves_of_units
 from autoac.profiler.steps.training_loop import Loop, TrainingStep, check_roots, loss_of
 from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.cache import Times, machine
@@ -103,6 +103,7 @@ class ObservedStep:
         leave_checkpoints: bool = False,
         needs_checkpoints: bool = False,
     ) -> None:
+        check_sharded(model, fake=False)
         # Where gradients are views of buckets, which exist: else those that exist are counted, and no others.
         self._accumulates = buckets_of(model, None).holds_gradients
         self.model = weakref.ref(model)

@@ -10,7 +10,7 @@ import torch
 from autoac.planner.formats.profile import Environment, Profile, StaticBytes
 from autoac.profiler.capture.garbage_collection import no_garbage_collection
 from autoac.profiler.static_memory import optimizer_bytes, static_bytes, workspace_bytes
-from autoac.profiler.steps.hollow import StepRecord
+from autoac.profiler.steps.step_record import StepRecord
 from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.profiler.timing.cache import Times
 from autoac.profiler.timing.roofline import Device

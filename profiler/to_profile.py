@@ -24,8 +24,7 @@ from autoac.planner.units import rounded_bytes
 from autoac.profiler.capture.allocations import AllocatedBlock, Allocations
 from autoac.profiler.capture.op_recorder import RecordedStorage
 from autoac.profiler.capture.saved_tensor_recorder import SavedEvent
-from autoac.profiler.steps.hollow import StepRecord
-from autoac.profiler.timing.op_timer import BETWEEN_OPS
+from autoac.profiler.steps.step_record import StepRecord
 
 
 def assemble(
@@ -94,7 +93,6 @@ def assemble(
     modules = _Names(["."])
     overloads, nodes, reasons = _Names(), _Names(), _Names()
     op_times = [step.op_times[op.signature] for op in forward.ops]
-    between_us = step.op_times[BETWEEN_OPS][0] if BETWEEN_OPS in step.op_times else 0.0
     flags = [
         OpFlag.RANDOM * op.random
         | OpFlag.MUTATES * op.facts.mutates
@@ -119,7 +117,7 @@ def assemble(
             overload=tuple(overloads.index(op.facts.name) for op in forward.ops),
             reads=Ragged.of([op.reads for op in forward.ops]),
             runtime_us=tuple(
-                round((runtime + between_us) * op.time_share, 3)
+                round(runtime * op.time_share, 3)
                 for op, (runtime, _, _) in zip(forward.ops, op_times, strict=True)
             ),
             spread_us=tuple(spread for _, spread, _ in op_times),

@@ -43,7 +43,6 @@ from autoac.profiler.torch_facts.storage_table import (
     window_of,
 )
 from autoac.profiler.torch_facts.streams import has_streams
-from autoac.profiler.unseen.contents import Contents
 from autoac.profiler.unseen.function_calls import Apply, FunctionCall
 
 CROSSES_FORWARDS = "another forward reads it"
@@ -140,7 +139,6 @@ class OpRecorder(RecordingMode):
         originals: keeps the contents of external storages that forward writes.
         generators: the generators that forward drew from.
         compiled: True if torch.compile runs the model as a whole.
-        contents: compares what ops read with what ops wrote, if set.
         function: the call of a Function that is running.
         follows: True if a region runs the ops, which notes what happens inside of Functions.
         needs_checkpoints: True if checkpoints must not run as plain calls: NOTE [ Needed checkpoints ].
@@ -163,7 +161,6 @@ class OpRecorder(RecordingMode):
         self.originals: Originals | None = None
         self.generators = UsedGenerators()
         self.compiled = False
-        self.contents: Contents | None = None
         self.function: FunctionCall | None = None
         self.follows = False
         self.needs_checkpoints = False
@@ -290,23 +287,15 @@ class OpRecorder(RecordingMode):
                     self.force_save(version, ANOTHER_GRAPH)
                 self.note_stream(version)
                 if tensor is not described:
-                    self.note_contents(version, tensor)
+                    self.note_contents(version)
             elif not any(tensor is other for other in unread):
                 self._note_reader(tensor, op)
-                if self.contents is not None and tensor is not described:
-                    self.contents.note_read_outside(tensor, op)
         return tuple(reads)
 
-    def note_contents(self, version: int, tensor: Tensor) -> None:
+    def note_contents(self, version: int) -> None:
         """Note that `version` is read, and have its op saved if an unseen kernel has written it since."""
         if self.record.versions[version].blank:
             self.force_save(version, UNSEEN)
-        if self.contents is not None and not self._arrives_later(version):
-            self.contents.note_read(version, tensor, len(self.record.ops))
-
-    def _arrives_later(self, version: int) -> bool:
-        """Return True if the contents may arrive after the op that writes them has returned."""
-        return self.record.ops[self.record.versions[version].op].facts.collective
 
     def run_function(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any], apply: Apply) -> Any:
         """Run a Function and record it as one op."""
@@ -487,8 +476,6 @@ class OpRecorder(RecordingMode):
         previous = self.newest.get(tensor)
         if previous is None:
             self._note_overwrite(tensor, by=op)
-            if self.contents is not None:
-                self.contents.forget(tensor)
             return
         if self.record.versions[previous].op == op:
             return  # two views of one storage
@@ -520,8 +507,6 @@ class OpRecorder(RecordingMode):
         if previous >= 0:
             self.record.versions[previous].next = len(self.record.versions)
         self.record.versions.append(RecordedVersion(op, storage, previous))
-        if self.contents is not None and not self.record.ops[op].facts.collective:
-            self.contents.note_written(len(self.record.versions) - 1, tensor)
 
     def _note_read_in_call(self, tensor: Tensor) -> None:
         address = tensor.untyped_storage()._cdata

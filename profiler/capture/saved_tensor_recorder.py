@@ -104,7 +104,7 @@ class SavedTensorRecorder:
         version = recorder.newest.get(tensor)
         assert version is not None
         recorder.note_stream(version)
-        recorder.note_contents(version, tensor)
+        recorder.note_contents(version)
         self.versions.append(version)
         self.packed.append(len(recorder.record.ops))
         self._windows.append(window_of(tensor))
@@ -180,8 +180,6 @@ class SavedTensorRecorder:
         event.end_mark = self._mark()
         event.stand_in = RecordedStorage(recorder.locate(ones.untyped_storage()), event.end_mark)
         self.copies.append(event.stand_in)
-        if recorder.contents is not None:
-            recorder.contents.note_made_up(ones)
         ones = private.neg_view(ones) if packed.negative else ones
         return self.note_unpack_in_forward(ones.conj() if packed.conjugate else ones, packed.index)
 

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from autoac.planner.formats.profile import ANOTHER_GRAPH
 from autoac.profiler.compiler import private_compiler
 from autoac.profiler.compiler.compile_context import CompileContext
-from autoac.profiler.compiler.graph_notes import read_notes, source_digest, write_notes
+from autoac.profiler.compiler.graph_notes import read_notes, source_digest
 from autoac.profiler.torch_facts.inductor import (
     backend_of_plans,
     opaque_region,
@@ -281,11 +281,6 @@ class CompiledPart:
         if not (self.key and stored_as) or info is None:
             return None
         return dataclasses.replace(info, cache_key=self.key + stored_as)
-
-    def keep_notes(self) -> None:
-        """Store the notes for later processes."""
-        if self.key:
-            write_notes(_notes_path(self.key), self.notes)
 
     def _after_joint_passes(self, partition: Partition, module: Any) -> Partition:
         """Return `partition` with the passes that the user's backend runs before its own cut.

@@ -52,19 +52,6 @@ class BackwardHooks:
         return hook if _module_of(hook).startswith(_PARTS_OF_THE_STEP) else _SilenceableHook(hook, self)
 
 
-def silenced_modules(model: nn.Module) -> list[str]:
-    """Return the paths of the modules in `model` whose backward hooks a profiled step does not call."""
-    return [
-        path or "."
-        for path, module in model.named_modules()
-        if any(
-            not _module_of(hook).startswith(_PARTS_OF_THE_STEP) and not _differentiates(hook)
-            for table in (module._backward_hooks, module._backward_pre_hooks, *private.HOOKS_OF_ALL_MODULES)
-            for hook in table.values()
-        )
-    ]
-
-
 class _SilenceableHook:
     """Call a hook unless its step is silent."""
 

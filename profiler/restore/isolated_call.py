@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +26,10 @@ class Call:
     entry: Callable[..., Any]  # the model, or what torch.compile made of it
     batch: Batch
     originals: Originals
-    before: Callable[[], None]
     hooks: BackwardHooks
     unplanned: dict[str, None]  # messages about code that decides itself what autograd holds
 
     def __call__(self) -> Any:
-        self.before()
         self.originals.restore()
         clear_parametrization_cache()
         args, kwargs = self.batch.arguments()
@@ -41,23 +39,17 @@ class Call:
             return call_as_compiled(self.entry, args, kwargs)
 
 
-def _clone(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
 @contextmanager
 def isolated_call(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    of_parameter: Callable[[Tensor], Tensor] = Tensor.detach,
-    of_buffer: Callable[[Tensor], Tensor] = _clone,
-    of_input: Callable[[Tensor], Tensor] = Tensor.detach,
+    of_parameter: Callable[[Tensor], Tensor],
+    of_buffer: Callable[[Tensor], Tensor],
+    of_input: Callable[[Tensor], Tensor],
     *,
     accumulates: bool,
     entry: Callable[..., Any] | None = None,
-    excluded: Set[Tensor] = frozenset(),
-    before: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Call, list[Tensor]]]:
     """Yield a call of the model on aliases, and the leaves to which its backward may give gradients.
 
@@ -70,15 +62,11 @@ def isolated_call(
         of_parameter, of_buffer, of_input: return the alias of a tensor of the model or the batch; the alias
             need not require a gradient.
         accumulates: True if gradients are added to existing ones.
-        excluded: parameters that the caller replaces itself.
-        before: called before each call of the model.
     """
     leaves: list[Tensor] = []
     aliases: dict[str, Tensor] = {}
     originals = Originals()
     for name, parameter in model.named_parameters():
-        if parameter in excluded:
-            continue
         aliases[name] = nn.Parameter(of_parameter(parameter), requires_grad=parameter.requires_grad)
         vars(aliases[name]).update(vars(parameter))  # attributes, such as the scales of a quantized weight
         originals.share(parameter, aliases[name])
@@ -99,7 +87,7 @@ def isolated_call(
         private.compiled_autograd_off(),  # it would trace what autograd holds in place of saved tensors
     ):
         try:
-            yield Call(model if entry is None else entry, batch, originals, before, hooks, {}), leaves
+            yield Call(model if entry is None else entry, batch, originals, hooks, {}), leaves
         finally:
             batch.release()
             originals.restore()

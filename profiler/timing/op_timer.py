@@ -1,7 +1,7 @@
 """Measure how long each kind of op takes on the device.
 
-Times come from the profiled step itself and from further forwards, which save nothing (`OpTimer`). A forward
-runs each kind of op once per block, so a few forwards give many samples of most kinds.
+Times come from the ops of an observed step and from what its backward recomputes, which is warm. A step runs
+each kind of op once per block, so there are several samples of most kinds.
 """
 
 from __future__ import annotations
@@ -13,35 +13,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from autoac.profiler.restore.isolated_call import Call
-from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.timing.backlog import Backlog, record_event
 from autoac.profiler.timing.cache import OpTime
-from autoac.profiler.torch_facts.inductor import keep_dynamo_out
-from autoac.profiler.torch_facts.op_facts import facts_of
-from autoac.profiler.torch_facts.op_signature import signature_of
-from autoac.profiler.torch_facts.private import TorchDispatchMode
-from autoac.profiler.torch_facts.rng import UsedGenerators
-from autoac.profiler.torch_facts.storage_table import has_storage
-from autoac.profiler.unseen.function_calls import Apply, facts_of_function, watch_functions
 
-SAMPLES = 5  # enough for one kind of op; also the most further forwards
-LEAST_SAMPLES = 3  # of further forwards, with which those of the profiled step are not used
-MOST_STEPS = 1.75  # time that a profile may take, in steps, further forwards included; or
-EXTRA_S = 0.1  # time that further forwards may take, in seconds, if steps are short
+SAMPLES = 5  # enough for one kind of op
+LEAST_SAMPLES = 3  # of replays, with which those of forward are not used
 CLOCK_READ_EVERY = 8  # stops of the clock
-RARE = 0.1  # part of forward's time that may be in kinds of op with too few samples
 
 Samples = dict[Hashable, list[float]]
 """Run times in microseconds, by signature."""
-
-BETWEEN_OPS = ("between ops",)
-"""A pseudo-signature: the time from the end of one op to the beginning of the next (`OpTimer`).
-
-Only on devices without a backlog: with one, the host's time between ops is not the device's.
-"""
 
 
 def host_clock(device: torch.device) -> Callable[[], int]:
@@ -183,155 +164,12 @@ class OpSpans:
                 found.setdefault(signature, []).append(self._us(began, ended))
         return found
 
-    def gaps_us(self) -> list[float]:
-        """Return the times between ops if no work can be queued, for then they are not the host's alone.
-
-        Call `samples` first, which waits for the device.
-        """
-        if self._backlog.can_queue:
-            return []
-        return [self._us(ended, began) for (_, _, ended), (_, began, _) in itertools.pairwise(self._spans)]
-
     def note(self) -> str:
         """Return a sentence on times that may include time of the host; "" if none does."""
         return self._backlog.note()
 
     def _us(self, began: Any, ended: Any) -> float:
         return float((ended - began) / 1e3 if self._on_cpu else began.elapsed_time(ended) * 1e3)
-
-
-class OpTimer(TorchDispatchMode):
-    """Time the ops of a forward: by the clock on the CPU, by events of the device's stream elsewhere.
-
-    On a GPU, work is queued ahead of each op (backlog.py). If no work can be queued, also time the gaps
-    between ops: Python, the dispatcher, freeing memory, a device that waits for its host. A recomputed op
-    takes the time of its gap again.
-
-    Attributes:
-        generators: the generators that the forward drew from.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, device: torch.device, originals: Originals, backlog: Backlog | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._originals = originals
-        self.generators = UsedGenerators()
-        self._spans = OpSpans(device, backlog or Backlog(device))
-        self._in_function = False
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        facts = facts_of(func)
-        if facts.view:
-            return facts.call(*args, **kwargs)
-        if facts.draws(args, kwargs):
-            self.generators.note(args, kwargs)
-        self._originals.keep(facts, args, kwargs)
-        call = facts.call
-        out = call(*args, **kwargs) if self._in_function else self._time(facts.name, call, args, kwargs)
-        self._originals.note_outputs(args, kwargs, out)
-        return out
-
-    def run_function(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any], apply: Apply) -> Any:
-        """Time a call of a Function as one op."""
-        if self._in_function:
-            return apply(*args, **kwargs)
-        self._in_function = True
-        try:
-            return self._time(facts_of_function(cls).name, apply, args, kwargs)
-        finally:
-            self._in_function = False
-
-    def _time(self, name: str, run: Apply, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        signature = signature_of(name, args, kwargs)
-        began = self._spans.begin()
-        out = run(*args, **kwargs)
-        self._spans.end(signature, began)
-        return out
-
-    def samples(self) -> Samples:
-        """Return the run times. Waits for a device with a stream."""
-        found = self._spans.samples()
-        if gaps := self._spans.gaps_us():
-            found[BETWEEN_OPS] = gaps
-        return found
-
-
-def timed_forward(call: Call, device: torch.device, backlog: Backlog | None = None) -> Samples:
-    """Run and time a forward for which autograd saves only descriptions.
-
-    Explicit generators are restored; the default generators are not.
-    """
-    watch_functions()
-    timer = OpTimer(device, call.originals, backlog)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(_describe, _ones), torch.enable_grad(), timer:
-            call()
-    finally:
-        torch.clear_autocast_cache()
-        timer.generators.restore()
-    return timer.samples()
-
-
-def sample_forwards(
-    call: Call,
-    device: torch.device,
-    total_us: Mapping[Hashable, float],
-    forward_s: float,
-    left_s: float,
-    backlog: Backlog | None = None,
-) -> Samples:
-    """Run forward until the kinds of op in `total_us` have enough samples.
-
-    Kinds of op that together take a small part of the time (`RARE`) may have fewer.
-
-    Args:
-        call: runs forward.
-        device: the device of the model.
-        total_us: by kind of op, the run time of all its calls in one forward.
-        forward_s: estimated time of one forward.
-        left_s: time that all forwards together may take.
-        backlog: of the device.
-    """
-    samples: Samples = {}
-    now_ns = host_clock(device)
-    spent, last = 0.0, forward_s
-    for _ in range(SAMPLES):
-        lacking = sum(us for key, us in total_us.items() if len(samples.get(key, ())) < SAMPLES)
-        if spent + last > left_s or (samples and lacking <= RARE * sum(total_us.values())):
-            break
-        begin = now_ns()
-        found = timed_forward(call, device, backlog)
-        for key in total_us.keys() & found.keys():
-            samples.setdefault(key, []).extend(found[key])
-        last = (now_ns() - begin) / 1e9
-        spent += last
-    return samples
-
-
-def _describe(tensor: Tensor) -> Any:
-    if not has_storage(tensor):  # sparse, nested: they have no strides
-        return tensor.detach()
-    return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
-
-
-def _ones(packed: Any) -> Tensor:
-    """Return ones for a model that differentiates inside its forward."""
-    if isinstance(packed, Tensor):
-        return packed
-    size, stride, dtype, device = packed
-    return torch.empty_strided(size, stride, dtype=dtype, device=device).fill_(1)
-
-
-for _function in (_describe, _ones):
-    keep_dynamo_out(_function, "it times a forward", recursively=True)
 
 
 def median_and_spread(
@@ -342,7 +180,7 @@ def median_and_spread(
     If `more` has enough samples of a kind, those of the profiled step are not used: recording the allocations
     makes each op a little slower.
     """
-    samples: Samples = {BETWEEN_OPS: []} if more.get(BETWEEN_OPS) else {}
+    samples: Samples = {}
     for runtime, signature in zip(in_step_us, signatures, strict=True):
         samples.setdefault(signature, []).append(runtime)
     found: dict[Hashable, OpTime] = {}

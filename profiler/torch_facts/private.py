@@ -89,9 +89,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "torch._C:_remove_obj_from_tls torch._C:_stash_obj_in_tls",  # 2.13; before it, None is stashed
     ),
     FSDP: (
-        "torch.distributed.fsdp._fully_shard._fsdp_common:FSDPMeshInfo",
-        "torch.distributed.fsdp._fully_shard._fsdp_common:HSDPMeshInfo",
-        "torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState.IDLE",
         "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
         "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init",
         "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
@@ -102,7 +99,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         ),
         *(
             f"torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.{name}"
-            for name in ("is_unsharded", "_to_sharded", "_to_unsharded")
+            for name in ("is_unsharded",)
         ),
     ),
     SHARDED_OPS: tuple(
@@ -517,22 +514,12 @@ def fsdp_param_group_class() -> Any:
 
 def fsdp_state_class() -> Any:
     """Return the class of the state of an FSDP unit. Imports FSDP."""
-    return require(FSDP)[3]
+    return require(FSDP)[0]
 
 
 def sharding_propagator() -> Any:
     """Return the class that finds out how an op on DTensors shards its outputs. Imports DTensor."""
     return require(SHARDED_OPS)[0]
-
-
-def fsdp_idle() -> Any:
-    """Return the state of an FSDP unit that runs neither forward nor backward. Imports FSDP."""
-    return require(FSDP)[2]
-
-
-def fsdp_mesh_classes() -> tuple[Any, Any]:
-    """Return the classes of a mesh over which FSDP shards, and of one that also replicates. Imports FSDP."""
-    return require(FSDP)[:2]
 
 
 def _check_attributes() -> None:

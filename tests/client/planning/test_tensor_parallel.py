@@ -145,7 +145,7 @@ def of(sequence=False, loss=False, p=0.0, sharded=False):
     planned = made()
     everyone = torch.tensor([smallest])
     dist.all_reduce(everyone, dist.ReduceOp.MAX)
-    ac_client.apply(planned, 1.02 * int(everyone) / GIB)
+    ac_client.apply(planned, 1.1 * int(everyone) / GIB)
     ours, peak = train(planned)
     report, predicted = ac_client.applied(planned).report(), ac_client.applied(planned).policy.predicted
     ac_client.applied(planned).remove()
