@@ -216,7 +216,7 @@ def _planned(case: Case) -> Callable[[], None]:
 
 
 def check_capture(case: Case) -> Findings:
-    """Capture a first step into a CUDA graph, which must be refused: it is observed, which waits for the device."""
+    """Capture a first step into a CUDA graph, which must be refused: observing it waits for the device."""
     step = _planned(case)
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):

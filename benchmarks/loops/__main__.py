@@ -130,7 +130,11 @@ class Messages(logging.Handler):
         before = [text for n, texts in self.warnings.items() for text in texts if n < step]
         lasts = ("cannot be kept", "later steps")
         observed = any("an observed step" in text for text in self.warnings.get(step + 1, ()))
-        return observed or bool(self.warnings.get(step)) or any(words in text for text in before for words in lasts)
+        return (
+            observed
+            or bool(self.warnings.get(step))
+            or any(words in text for text in before for words in lasts)
+        )
 
     def claims(self, measured: Collection[int]) -> list[str]:
         """Return the warnings of `measured` steps that say more than what may happen, or what is assumed."""
