@@ -142,12 +142,12 @@ def apply(
             `apply` cannot see yet: a model that is compiled later.
         CannotProfile: the model lies on several devices, or partly on the CPU. From a training forward: the
             model is traced, or for one of the reasons in docs/profiling.md.
-        InvalidConstraints: a pattern matches nothing, or constraints contradict each other. From the second
-            training forward, which leaves the model without a plan; from `apply` if a policy is given as well.
+        InvalidConstraints: a pattern matches nothing, or constraints contradict each other. From the
+            second training forward, which leaves the model without a plan; from `apply` if a policy is given.
         InfeasibleBudget: no plan fits. From `apply` if a policy is given, otherwise from the second training
             forward, which leaves the model without a plan.
         SolverOutOfTime: the planner used up its work limit and neither found a plan nor ruled one out. The
-            error names the smallest budget for which it found one. From the second training forward, as above.
+            error names the smallest budget for which it found one. From the second forward, as above.
     """
     check_model(model)
     check_torch()
