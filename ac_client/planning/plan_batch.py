@@ -48,6 +48,7 @@ from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, link_of, observe
 from autoac.profiler.checkpoints.own_checkpoints import UNPLANNED
+from autoac.profiler.model_device import device_of_step
 from autoac.profiler.observed_step import ObservedStep, recorded_step
 from autoac.profiler.static_memory import ONLY_PRESENT_STATE
 from autoac.profiler.torch_facts.streams import is_capturing
@@ -218,6 +219,7 @@ class BatchPlanner:
 
         Raises:
             ProfilerBusy: torch.profiler runs on this thread, or a CUDA graph is being captured.
+            CannotProfile: the model or the batch is on meta or on several devices, or has lazy layers.
         """
         if recorded:
             _check_idle()
@@ -225,7 +227,7 @@ class BatchPlanner:
                 raise AnotherIsObserved
             log.info("%s: observing one step", self.name)
         self.called.clear()
-        device = device_of(call.model, call.args, call.kwargs)
+        device = device_of_step(call.model, call.args, call.kwargs)
         step, state = (
             ObservedStep(
                 call.model,
