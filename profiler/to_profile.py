@@ -245,7 +245,7 @@ def _returned_as_gradients(
 
     A Function may return a saved tensor as a gradient, as Liger's fused cross-entropy does. In training the
     storage then lives on as the gradient after autograd has dropped the saved tensor, whether it was saved or
-    recomputed. In the hollow step its stand-in does.
+    recomputed. In a fake step its stand-in does.
     """
     versions = step.forward.versions
     dropped = {h: end for backward_step, end in zip(steps, ends, strict=True) for h in backward_step.drops}

@@ -19,7 +19,6 @@ from autoac.planner.formats.profile import ANOTHER_GRAPH, CROSSES, DECIDES, OVER
 from autoac.profiler.checkpoints.own_checkpoints import need_checkpoints, running_call
 from autoac.profiler.distributed.process_groups import note_groups, note_mesh
 from autoac.profiler.distributed.wrapped_tensors import below
-from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.inductor import RecordingMode, keep_dynamo_out
@@ -136,7 +135,6 @@ class OpRecorder(RecordingMode):
         paused: True while the profiler runs ops of its own, which are not recorded.
         module: path of the module that is running.
         pins: the pins of the user, by module path.
-        originals: keeps the contents of external storages that forward writes.
         generators: the generators that forward drew from.
         compiled: True if torch.compile runs the model as a whole.
         function: the call of a Function that is running.
@@ -158,7 +156,6 @@ class OpRecorder(RecordingMode):
         self.paused = False
         self.module = ROOT
         self.pins: Mapping[str, str] = {}
-        self.originals: Originals | None = None
         self.generators = UsedGenerators()
         self.compiled = False
         self.function: FunctionCall | None = None
@@ -240,8 +237,6 @@ class OpRecorder(RecordingMode):
         self._graph_begins = False
         self.record.ops.append(op)
         operands = tensor_versions((args, kwargs)) if facts.opaque else []
-        if self.originals is not None:
-            self.originals.keep(facts, args, kwargs)
         return RunningOp(op, index, written, operands, pinned=pin is not None)
 
     def end(
@@ -342,10 +337,6 @@ class OpRecorder(RecordingMode):
             self._stream(),
         )
         self.record.ops.append(op)
-        if self.originals is not None:
-            for tensor in tensors if call.examined else call.written:
-                if self.has_storage(tensor) and not isinstance(tensor, torch.nn.Parameter):
-                    self.originals.keep_storage(tensor)
         self.function = call
         return op
 
@@ -366,8 +357,6 @@ class OpRecorder(RecordingMode):
         if facts.draws(args, kwargs):
             self.generators.note(args, kwargs)
             self.record.ops[-1].random = True
-        if self.originals is not None:
-            self.originals.keep(facts, args, kwargs)
 
     def end_inside(
         self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
@@ -437,8 +426,6 @@ class OpRecorder(RecordingMode):
         """Stop recording: the ops of compiled code are in no plan, and what they write becomes external."""
         for tensor in written:
             if self.has_storage(tensor):
-                if self.originals is not None:
-                    self.originals.keep_storage(tensor)
                 self._note_overwrite(tensor, by=-1)
                 self.newest.drop(tensor)
         self._compiled_depth += 1

@@ -83,7 +83,7 @@ class SavedTensorRecorder:
         index = self.add_tensor(tensor)
         version = self.versions[index]
         floats = tensor.is_floating_point() or tensor.is_complex() or self._encodes_floats(tensor, version)
-        return _HollowHandle(index, tensor, None if floats else self.copy_of(tensor), weakref.ref(self))
+        return _Description(index, tensor, None if floats else self.copy_of(tensor), weakref.ref(self))
 
     def sees(self, tensor: Tensor, depth: int) -> bool:
         """Return True if `tensor`, which autograd packs, is one that forward made.
@@ -165,7 +165,7 @@ class SavedTensorRecorder:
 
     def unpack(self, packed: Any) -> Tensor:
         """Return what a node of backward gets: the tensor, its copy, or ones of its description."""
-        if not isinstance(packed, _HollowHandle):
+        if not isinstance(packed, _Description):
             tensor: Tensor = packed
             return tensor
         event = self.begin_unpack(packed.index)
@@ -252,7 +252,7 @@ class SavedTensorRecorder:
             self.events.append(SavedEvent("drop", index, self._mark(), ""))
 
 
-class _HollowHandle:
+class _Description:
     """Stand in for a saved tensor in autograd's graph. Deleting the handle is the drop."""
 
     __slots__ = ("conjugate", "content", "device", "dtype", "index", "negative", "owner", "size", "stride")
@@ -271,7 +271,7 @@ class _HollowHandle:
             owner.note_drop(self.index)
 
 
-for _function in (SavedTensorRecorder.pack, SavedTensorRecorder.unpack, _HollowHandle.__del__):
+for _function in (SavedTensorRecorder.pack, SavedTensorRecorder.unpack, _Description.__del__):
     keep_dynamo_out(_function, "it records a step", recursively=True)
 
 

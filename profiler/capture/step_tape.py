@@ -1,7 +1,7 @@
 """Record a real training step while a region of `ac_client` runs it.
 
 Such a step, an *observed* step, holds little: its backward recomputes. So the record differs in three ways
-from that of a hollow step, and all three are undone here:
+from that of a step that saves everything, and all three are undone here:
 
 1. What the region copies, compares or recomputes takes memory that no plan needs. It is allocated between two
    marks, which are `hidden`.

@@ -1,4 +1,4 @@
-"""Profile a compiled graph: run its joint graph node by node, in an observed step or in a hollow one.
+"""Profile a compiled graph: run its joint graph node by node, in an observed step or in a fake one.
 
 AOTAutograd builds its usual function around two halves that this file supplies in place of compiled ones, so
 that everything around the halves is as in training. The halves run the nodes of a cut that saves everything,
@@ -9,7 +9,7 @@ the node reads right before it, and drops it after it.
 
 - In an observed step (`TapedParts`) the region runs the ops of forward, and gives a handle for each read, as
   it does for what autograd saves. Unpacking a handle recomputes the activation.
-- In a hollow step (`HollowParts`) unpacking makes ones of the right description.
+- In a fake step (`FakeParts`) unpacking makes ones of the right description.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ keep_dynamo_out(SavedTensorRecorder.pack, "it runs while eager ops do", recursiv
 _INTERPRETED = "interpreted"  # key of the compiled halves
 
 
-class HollowParts:
+class FakeParts:
     """Run the compiled graphs of a forward node by node. With a recorder, record them."""
 
     def __init__(
@@ -107,7 +107,7 @@ def _as_call(interpreted: BoxedCall, call: _Run | _TapedRun) -> BoxedCall:
 
 
 @dataclass(slots=True)
-class _Hollow:
+class _Described:
     """Describe a tensor that forward saved, for backward."""
 
     size: Sequence[int]
@@ -125,11 +125,11 @@ class _Hollow:
 
 @dataclass(slots=True)
 class _Run:
-    """One call of a compiled graph in a hollow step."""
+    """One call of a compiled graph in a fake step."""
 
     recorder: OpRecorder | None
     saved: SavedTensorRecorder | None
-    hollow: dict[str, _Hollow] = field(default_factory=dict)  # by name of the node
+    described: dict[str, _Described] = field(default_factory=dict)  # by name of the node
     handles: dict[tuple[str, str], int] = field(default_factory=dict)  # saved tensor, by reader and storage
 
     def run(self, func: Any, args: Any, kwargs: Any, _must_save: str) -> Any:
@@ -146,28 +146,28 @@ class _Run:
             made: the graph has made the tensor. Otherwise, the model may have.
             channels_last: of this layout in compiled code.
         """
-        hollow = _described(tensor, self, channels_last=channels_last)
-        if made or hollow.version is not None:
-            self.hollow[name] = hollow
+        described = _described(tensor, self, channels_last=channels_last)
+        if made or described.version is not None:
+            self.described[name] = described
 
     def end_forward(self, reads: Sequence[tuple[str, str]]) -> None:
         """Record what was saved, by reader and storage."""
         if self.saved is None:
             return
         for reader, storage in reads:
-            if (hollow := self.hollow.get(storage)) is not None and hollow.version is not None:
-                self.handles[reader, storage] = self.saved.add(hollow.version)
+            if (described := self.described.get(storage)) is not None and described.version is not None:
+                self.handles[reader, storage] = self.saved.add(described.version)
 
     def device_of(self, name: str) -> torch.device | None:
         """Return the device of the tensor of this name; None if `save` has not noted it."""
-        return self.hollow[name].device if name in self.hollow else None
+        return self.described[name].device if name in self.described else None
 
     def unpack(self, reader: str, storage: str, label: str) -> Tensor:
         """Return a saved tensor for the node `reader`, whose name in the profile is `label`."""
-        hollow, handle = self.hollow[storage], self.handles.get((reader, storage))
+        described, handle = self.described[storage], self.handles.get((reader, storage))
         if self.saved is None or handle is None:
-            return hollow.tensor()
-        return self.saved.unpack_as(handle, hollow.tensor, label, made=hollow.content is None)
+            return described.tensor()
+        return self.saved.unpack_as(handle, described.tensor, label, made=described.content is None)
 
     def drop(self, reader: str, storages: Sequence[str]) -> None:
         """Note that the node `reader` has run, and frees what it unpacked."""
@@ -476,17 +476,17 @@ def _placed(module: fx.GraphModule, args: Sequence[Any]) -> dict[fx.Node, Any]:
     return dict(zip(module.graph.find_nodes(op="placeholder"), args, strict=True))
 
 
-def _described(tensor: Tensor, call: _Run, *, channels_last: bool = False) -> _Hollow:
+def _described(tensor: Tensor, call: _Run, *, channels_last: bool = False) -> _Described:
     like = tensor
     if channels_last:
         like = torch.empty_like(tensor, device="meta", memory_format=torch.channels_last)
-    hollow = _Hollow(tensor.size(), like.stride(), tensor.dtype, tensor.device)
+    described = _Described(tensor.size(), like.stride(), tensor.dtype, tensor.device)
     recorder, saved = call.recorder, call.saved
     if recorder is not None:
-        hollow.version = recorder.newest.get(tensor)
+        described.version = recorder.newest.get(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        hollow.content = tensor.clone() if saved is None else saved.copy_of(tensor)
-    return hollow
+        described.content = tensor.clone() if saved is None else saved.copy_of(tensor)
+    return described
 
 
 @dataclass(frozen=True, slots=True)

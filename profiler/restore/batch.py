@@ -4,7 +4,7 @@ unchanged.
 A step is profiled by several forwards. A forward may write over its inputs (`ids[ids < 0] = 0`), pop from a
 dictionary of the batch, set an attribute of a dataclass, or add to a cache of keys and values. So each
 forward gets new containers. Other objects it gets as they are, at any depth, with their attributes
-restored. Tensors are restored by `Originals` (written_tensors.py).
+restored. Tensors are fake, or copies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts.batch_contents import content_of, reached_items
 from autoac.profiler.torch_facts.gradients import output_of_leaf
 from autoac.profiler.torch_facts.private import tree_map
@@ -48,7 +47,6 @@ class Batch:
     Args:
         args, kwargs: as the user passes them.
         of_input: returns the alias of a tensor; the alias need not require a gradient.
-        originals: notes the tensors whose memory the model works on.
 
     Attributes:
         leaves: aliases of the tensors that require a gradient; the same in each forward.
@@ -59,7 +57,6 @@ class Batch:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         of_input: Callable[[Tensor], Tensor],
-        originals: Originals,
     ) -> None:
         self._user_arguments = tuple(args), dict(kwargs)
         self._of_input = of_input
@@ -67,13 +64,11 @@ class Batch:
         self._aliases: dict[int, Tensor] = {}  # by id of the user's tensor
         self._latest: Any = None  # arguments of the latest forward: a user holds those through the step
         self._objects: list[tuple[Any, dict[Any, Any]]] = []  # objects of the user's, each with its content
-        shared: set[int] = set()
         for item in reached_items((*args, *kwargs.values())):
             if not isinstance(item, Tensor):
                 self._objects.append((item, dict(content_of(item))))
-            elif originals.share(item, self._alias_of(item)):
-                shared.add(item.untyped_storage()._cdata)
-        self._shared = frozenset(shared)  # storages of the user's that the model works on
+            else:
+                self._alias_of(item)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments for a forward, which may change them."""
@@ -107,12 +102,7 @@ class Batch:
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         alias = self._alias_of(tensor)
-        if tensor.requires_grad:
-            return alias if tensor.is_leaf else output_of_leaf(alias)
-        if not has_storage(tensor) or tensor.untyped_storage()._cdata not in self._shared:
-            return alias
-        alias = alias.detach()  # an op of an earlier forward may have given it a history
-        return alias.view_as(alias) if tensor._is_view() else alias
+        return output_of_leaf(alias) if tensor.requires_grad and not tensor.is_leaf else alias
 
     def _alias_of(self, tensor: Tensor) -> Tensor:
         alias = self._aliases.get(id(tensor))

@@ -13,7 +13,6 @@ from autoac.profiler.checkpoints.own_checkpoints import plain_checkpoints
 from autoac.profiler.restore.backward_hooks import BackwardHooks, backward_hooks
 from autoac.profiler.restore.batch import Batch
 from autoac.profiler.restore.module_state import clear_parametrization_cache, parametrization_cache_restored
-from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.gradients import free_gradient_when_accumulated
 from autoac.profiler.torch_facts.inductor import call_as_compiled, is_called_compiled
@@ -25,12 +24,10 @@ class Call:
 
     entry: Callable[..., Any]  # the model, or what torch.compile made of it
     batch: Batch
-    originals: Originals
     hooks: BackwardHooks
     unplanned: dict[str, None]  # messages about code that decides itself what autograd holds
 
     def __call__(self) -> Any:
-        self.originals.restore()
         clear_parametrization_cache()
         args, kwargs = self.batch.arguments()
         if is_called_compiled(self.entry):  # torch.compile handles checkpoints itself
@@ -65,17 +62,14 @@ def isolated_call(
     """
     leaves: list[Tensor] = []
     aliases: dict[str, Tensor] = {}
-    originals = Originals()
     for name, parameter in model.named_parameters():
         aliases[name] = nn.Parameter(of_parameter(parameter), requires_grad=parameter.requires_grad)
         vars(aliases[name]).update(vars(parameter))  # attributes, such as the scales of a quantized weight
-        originals.share(parameter, aliases[name])
         if parameter.requires_grad:
             leaves.append(aliases[name])
     for name, buffer in model.named_buffers():
         aliases[name] = of_buffer(buffer)
-        originals.share(buffer, aliases[name])
-    batch = Batch(args, kwargs, of_input, originals)
+    batch = Batch(args, kwargs, of_input)
     leaves += batch.leaves
     if accumulates:
         for leaf in leaves:
@@ -87,7 +81,6 @@ def isolated_call(
         private.compiled_autograd_off(),  # it would trace what autograd holds in place of saved tensors
     ):
         try:
-            yield Call(model if entry is None else entry, batch, originals, hooks, {}), leaves
+            yield Call(model if entry is None else entry, batch, hooks, {}), leaves
         finally:
             batch.release()
-            originals.restore()

@@ -8,8 +8,7 @@ NOTE [ What is restored ]
 The walk starts at the modules and follows every reference: attributes, slots, items of containers,
 closures, defaults of functions, bound methods, hooks, and the attributes of the user's own classes. For
 each object it keeps the references, not copies (object_holders.py). It copies only the numbers of numpy
-arrays and the states of random generators. Tensors written in place are restored by `Originals`
-(written_tensors.py).
+arrays and the states of random generators. Tensors are fake, or copies.
 
 The walk does not follow Python modules, objects of the standard library and of torch (locks, queues,
 optimizers), and objects that hold a running thread, since another thread's changes must not be undone.

@@ -1,1 +1,1 @@
-"""Run one training step for the profiler: hollow or fake."""
+"""Run one fake training step for the profiler, and describe a step: its batch, its loss and its loop."""

@@ -34,7 +34,7 @@ from autoac.profiler.errors import CannotFake, CannotProfile
 from autoac.profiler.gpu_dispatch.gpu_autocast import gpu_autocast
 from autoac.profiler.gpu_dispatch.gpu_fake_kernels import GPU_FAKE_KERNELS
 from autoac.profiler.gpu_dispatch.gpu_kernels import gpu_kernels
-from autoac.profiler.joint_graph.interpreted_part import HollowParts
+from autoac.profiler.joint_graph.interpreted_part import FakeParts
 from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
 from autoac.profiler.steps.step_record import StepRecord
@@ -108,7 +108,7 @@ def run(
             accumulates=accumulates,
             entry=compiled,
         ) as (call, leaves),
-        carried_by(HollowParts()) if runs_compiled(compiled) else nullcontext(),
+        carried_by(FakeParts()) if runs_compiled(compiled) else nullcontext(),
     ):
         step = PreparedStep(model, call, leaves, subject.loss, subject.loop)
         try:
@@ -210,7 +210,6 @@ def _forward(
     that holds them is derived from that (`Profile.with_dropped_outputs`).
     """
     loss, loop, path = step.loss, step.loop, [recorder.module]
-    recorder.originals = step.call.originals
     recorder.pins = pins_of(step.model)
 
     def enter(name: str) -> None:
@@ -228,7 +227,7 @@ def _forward(
     try:
         with (
             torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack),
-            carried_by(HollowParts(recorder, saved)) if runs_compiled(step.call.entry) else nullcontext(),
+            carried_by(FakeParts(recorder, saved)) if runs_compiled(step.call.entry) else nullcontext(),
             recorder,
         ):
             held: list[Any] = []

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint as torchs
-from stepping import seed
+from stepping import PLAIN, seed
 from torch import Tensor, nn
 
 import ac_client
 from ac_client.runtime.write_guard import ContentsDiffer, StaleError
 from autoac.planner import Policy, plan
-from autoac.profiler.rehearse import rehearse
-from autoac.profiler.steps.training_loop import TrainingStep
+from autoac.profiler import profile
 
 WIDTH, LAYERS = 32, 4
 Call = Callable[[Any, Tensor], Tensor]
@@ -150,14 +149,17 @@ def test_needed_checkpoints_are_left_to_torch_under_a_plan_that_recomputes() -> 
     assert all(map(torch.equal, planned, gradients(made(ThroughAlias))))
 
 
-def policy_of_plain_calls(kind: type[Net], share: float = 0.95) -> Policy:
+FAKEABLE = [kind for kind in KINDS if kind is not Swapped]
+
+
+def policy_of_plain_calls(kind: type[Net]) -> Policy:
     plain = made(kind, lambda function, x: function(x))  # which fails in a real backward
-    found = rehearse(TrainingStep(plain, (batch(0),), {}))
+    found = profile(plain, batch(0), on=PLAIN)
     peak = plan(found, budget_bytes=1 << 40).policy().predicted.peak_bytes
-    return plan(found, budget_bytes=int(peak * share)).policy()
+    return plan(found, budget_bytes=int(peak * 0.95)).policy()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", FAKEABLE, ids=lambda kind: kind.__name__)
 def test_policy_that_takes_a_needed_checkpoint_over_is_an_error(kind: type[Net]) -> None:
     model = ac_client.apply(made(kind), policy=policy_of_plain_calls(kind))
     with pytest.raises((ContentsDiffer, StaleError), match=r"clone\(\)|take_over_checkpoints"):
@@ -168,14 +170,6 @@ def test_policy_that_takes_a_needed_checkpoint_over_is_an_error(kind: type[Net])
 def test_checkpoint_of_a_part_with_shared_memory_is_an_error(kind: type[Net]) -> None:
     with pytest.raises((ContentsDiffer, StaleError)):
         gradients(made(kind, ours), 1)
-
-
-@pytest.mark.parametrize("call", [in_torch, ours], ids=["torchs", "ours"])
-def test_unseen_write_between_checkpoints_is_an_error_if_nothing_is_recomputed(call: Call) -> None:
-    model = ac_client.apply(made(ThroughNumpy, call), policy=policy_of_plain_calls(ThroughNumpy, share=1))
-    with pytest.raises(ContentsDiffer, match="take_over_checkpoints"):
-        gradients(model, 1)
-    assert ac_client.applied(model).report().recomputed == 0
 
 
 @pytest.mark.parametrize("call", [in_torch, ours], ids=["torchs", "ours"])

@@ -10,11 +10,6 @@ from autoac.profiler.torch_facts import libraries
 from autoac.profiler.torch_facts.op_facts import facts_of
 
 
-def test_first_backward_is_special_only_on_a_gpu() -> None:
-    assert libraries.is_first_backward_special(torch.device("cuda", 0))
-    assert not libraries.is_first_backward_special(torch.device("cpu"))
-
-
 def test_call_in_backward_runs_once_inside_the_engine() -> None:
     tasks: list[int] = []
     with torch.no_grad():

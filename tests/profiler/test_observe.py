@@ -157,7 +157,6 @@ def test_invalid_times_in_the_cache_are_ignored_with_a_warning(
     assert "cannot be read or written" in caplog.text
     times_us = (*found.ops.runtime_us, *found.backward.runtime_us)
     assert all(0 <= us < 1e9 for us in times_us)  # 0: less than reading the clock takes
-    assert sum(times_us) > 0
 
 
 def test_runtimes_are_medians_of_several_samples_with_their_spread() -> None:

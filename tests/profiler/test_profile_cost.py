@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from autoac.profiler import observe
 from autoac.profiler import static_memory as static
 from autoac.profiler.capture.garbage_collection import frozen_heap, no_garbage_collection
-from autoac.profiler.restore.isolated_call import Call
 from autoac.profiler.static_memory import optimizer_bytes
-from autoac.profiler.timing import op_timer as timing
 
 CPU = torch.device("cpu")
 
@@ -98,24 +96,3 @@ def test_optimizer_of_many_equal_parameters_runs_on_a_few_of_them(
     assert few == each
     assert few.state > 0
     assert ran_few < ran_each / 2
-
-
-def test_sampling_forwards_ends_when_expensive_ops_have_enough_samples(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ran = 0
-
-    def forward(_call: Any, _device: Any, _backlog: Any) -> dict[str, list[float]]:
-        nonlocal ran
-        ran += 1
-        return {"matmul": [9.0] * timing.SAMPLES, "embedding": [1.0]}
-
-    monkeypatch.setattr(timing, "timed_forward", forward)
-    call: Call = None  # type: ignore[assignment]
-    took = {"matmul": 95.0, "embedding": 5.0}
-    found = timing.sample_forwards(call, CPU, took, 0.0, 10.0)
-    assert ran == 1
-    assert found["embedding"] == [1.0]
-    ran = 0
-    timing.sample_forwards(call, CPU, took | {"embedding": 50.0}, 0.0, 10.0)
-    assert ran == timing.SAMPLES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from itertools import accumulate
 from types import ModuleType
 
@@ -13,11 +12,9 @@ from stepping import SeenOps
 from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import Profile, bounds, build
+from autoac.planner import bounds, build
 from autoac.profiler import CannotProfile, profile
 from autoac.profiler.capture.allocations import AllocationRecord
-from autoac.profiler.rehearse import rehearse
-from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, TorchTrace
 from benchmarks.models.modules import Transformer
 
@@ -102,29 +99,23 @@ class Forking(nn.Module):
         return self.last(self.forked(self.first(x)))
 
 
-def rehearsed(model: nn.Module, x: Tensor) -> Profile:
-    return rehearse(TrainingStep(model, (x,), {}))
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize("profiled", [profile, rehearsed])
-def test_trace_that_lacks_allocations_is_refused(gpu: ModuleType, profiled: Callable[..., Profile]) -> None:
+def test_trace_that_lacks_allocations_is_refused(gpu: ModuleType) -> None:
     """Their bytes would be missing from every plan."""
     model, x = Forking().cuda(), torch.randn(4, 8, device="cuda")
     with pytest.raises(CannotProfile, match="on threads that") as caught:
-        profiled(model, x)
+        profile(model, x)
     assert caught.value.where == "Forking"
     with pytest.raises(CannotProfile, match="this block"), AllocatorTimeline("cuda"):
         model(x)
 
 
-@pytest.mark.parametrize("profiled", [profile, rehearsed])
-def test_allocator_that_reports_nothing_is_refused(gpu: ModuleType, profiled: Callable[..., Profile]) -> None:
+def test_allocator_that_reports_nothing_is_refused(gpu: ModuleType) -> None:
     """CUDA's `cudaMallocAsync` and pluggable allocators report nothing to torch.profiler."""
     model, x = small()
     gpu.set_reports(False)
     with pytest.raises(CannotProfile, match="reports nothing"):
-        profiled(model, x)
+        profile(model, x)
 
 
 def test_larger_blocks_count_in_the_plan_but_not_in_the_fingerprint(gpu: ModuleType) -> None:
@@ -183,12 +174,3 @@ class Wide(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.layers(self.table(ids)).square().mean()
-
-
-def test_hollow_step_needs_no_more_memory_than_the_tightest_plan(gpu: ModuleType) -> None:
-    model, ids = Wide().cuda(), torch.arange(256, device="cuda")
-    gpu.reset_peak(0)
-    before = gpu.live(0)
-    found = rehearse(TrainingStep(model, (ids,), {}))
-    held = gpu.peak(0) - before + found.static.total
-    assert held <= bounds(build(found)).floor

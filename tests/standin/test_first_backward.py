@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from autoac.profiler import profile
-from autoac.profiler.rehearse import rehearse
-from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.profiler.torch_facts import libraries
 from benchmarks.models.modules import Transformer
 
@@ -122,22 +120,3 @@ class Trying(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return Tries.apply(self.inner(x)["logits"])
-
-
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_memory_needed_only_in_a_first_backward_is_not_in_a_hollow_profile(
-    gpu: ModuleType, accumulates: bool
-) -> None:
-    model, x = Trying().cuda(), torch.randn(2, 8, 32, device="cuda")
-    Tries.tried = True
-    subject = TrainingStep(model, (x,), {}, accumulates=accumulates)
-    usual = rehearse(subject)
-    state = torch.cuda.get_rng_state()
-    Tries.tried = False
-    found = rehearse(subject)
-    assert Tries.tried
-    assert found.fingerprint == usual.fingerprint
-    assert found.backward.peak_nbytes == usual.backward.peak_nbytes
-    assert found.backward.other_nbytes == usual.backward.other_nbytes
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""Test that an observed step on a device, whose backward has a thread of its own, has the hollow profile."""
+"""Test training whose first step is observed on a device, where backward has a thread of its own."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from autoac.profiler import profile
-from autoac.profiler.rehearse import rehearse
-from autoac.profiler.steps.training_loop import TrainingStep
 from benchmarks.models.tiny import ZOO, ZooModel
-from benchmarks.observed_profile import IN_BACKWARD, differing, peaks
+from benchmarks.observed_profile import peaks
 from standin.test_peaks import SideStream
 from standin.training import Task, train
 from tests.client.observing.test_inner_backwards import Equilibrium, SeveralBackwards
-from tests.client.observing.test_observed_step import SCALARS
 
 pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # of an LSTM
 
@@ -36,42 +32,6 @@ def on_device(value: Any) -> Any:
 
 def batch_of(entry: ZooModel) -> dict[str, Any]:
     return {name: on_device(value) for name, value in entry.batch().items()}
-
-
-@pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.name)
-def test_observed_step_on_a_device_has_the_profile_of_a_hollow_step(gpu: ModuleType, entry: ZooModel) -> None:
-    model, batch = entry.make().train().to(DEVICE), batch_of(entry)
-    hollow = rehearse(TrainingStep(model, (), batch))
-    observed = profile(model, **batch)
-    scalars = SCALARS.get(entry.name, 0)
-    assert not differing(observed, hollow, *IN_BACKWARD)
-    assert peaks(observed) == pytest.approx(peaks(hollow), abs=scalars)
-
-
-@pytest.mark.parametrize("workspace", [1 << 20, 3 << 20])
-def test_workspaces_of_cublas_count_for_both_threads(gpu: ModuleType, workspace: int) -> None:
-    entry = next(entry for entry in ZOO if entry.name == "GPT-2")
-    gpu.set_workspace(workspace)
-    model, batch = entry.make().train().to(DEVICE), batch_of(entry)
-    hollow = rehearse(TrainingStep(model, (), batch))
-    observed = profile(model, **batch)
-    assert observed.static == hollow.static
-    assert not differing(observed, hollow, *IN_BACKWARD)
-    assert peaks(observed) == peaks(hollow)
-
-
-@pytest.mark.parametrize("workspace", [0, 1 << 20])
-def test_observed_step_on_two_streams_has_the_profile_of_a_hollow_step(
-    gpu: ModuleType, workspace: int
-) -> None:
-    gpu.set_workspace(workspace)
-    torch.manual_seed(0)
-    model, x = SideStream().cuda(), torch.randn(2, 8, 32, device=DEVICE)
-    model.stream = torch.cuda.Stream()
-    hollow = rehearse(TrainingStep(model, (x,), {}))
-    observed = profile(model, x)
-    assert not differing(observed, hollow, *IN_BACKWARD)
-    assert peaks(observed) == peaks(hollow)
 
 
 def test_training_on_two_streams_whose_first_step_is_observed_has_the_plain_numbers(gpu: ModuleType) -> None:

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from stepping import PLAIN
 from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.profiler import CannotProfile, Loop, observe, profile
-from autoac.profiler.rehearse import rehearse
-from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.profiler.torch_facts.gradients import roots_of
 from benchmarks.models.modules import Transformer
-from benchmarks.models.tiny import IRREGULAR, ZOO, ZooModel
+from benchmarks.models.tiny import ZOO, ZooModel
 from benchmarks.observed_profile import IN_BACKWARD, differing, peaks
 from tests.programs import COLUMNS, ROWS, Program
 
@@ -22,6 +21,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SCALARS = {"T5": 8, "Whisper": 8}
 """Bytes of a number that becomes a tensor, as in `x[0] = 1`, which may count for one op less."""
+
+
+NOT_FAKED = (*IN_BACKWARD, "environment.", "ops.workspace_nbytes")
 
 
 class Run(nn.Module):
@@ -33,16 +35,6 @@ class Run(nn.Module):
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         return self.program.run(list(inputs))
-
-
-@pytest.mark.parametrize("entry", [*ZOO, *IRREGULAR], ids=lambda entry: entry.name)
-def test_observed_step_has_the_profile_of_a_hollow_step(entry: ZooModel) -> None:
-    model = entry.make().train()
-    hollow = rehearse(TrainingStep(model, (), entry.batch()))
-    observed = profile(model, **entry.batch())
-    scalars = SCALARS.get(entry.name, 0)
-    assert not differing(observed, hollow, *IN_BACKWARD)
-    assert peaks(observed) == pytest.approx(peaks(hollow), abs=scalars)
 
 
 @pytest.mark.parametrize("entry", ZOO[:8], ids=lambda entry: entry.name)
@@ -73,19 +65,18 @@ def test_observed_step_of_a_random_program_has_its_profile(first: int) -> None:
         batch.append(torch.randn(ROWS, COLUMNS))
         try:
             torch.manual_seed(seed)
-            hollow = rehearse(TrainingStep(model, batch, {}))
+            fake = profile(model, *batch, on=PLAIN)
         except (RuntimeError, CannotProfile):
             continue  # autograd refuses the program
         torch.manual_seed(seed)
         observed = profile(model, *batch)
-        assert not differing(observed, hollow, *IN_BACKWARD), seed
-        assert peaks(observed) == peaks(hollow), seed
+        assert not differing(observed, fake, *NOT_FAKED), seed
         compared += 1
     assert compared > 25
 
 
 def loss_of_logits(out: dict[str, Tensor]) -> Tensor:
-    return nn.functional.mse_loss(out["logits"].tanh(), torch.ones(2, 8, 32))
+    return (out["logits"].tanh() - 1).square().mean()
 
 
 def loss_of_all(outs: list[dict[str, Tensor]]) -> Tensor:
@@ -104,24 +95,10 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("casts", [False, True])
 @pytest.mark.parametrize("name", LOOPS)
-def test_observed_step_of_a_loop_has_the_profile_of_a_hollow_one(name: str, *, casts: bool) -> None:
+def test_observed_step_of_a_loop_has_the_profile_of_a_fake_one(name: str, *, casts: bool) -> None:
     model, x, terms = Transformer(), torch.randn(2, 8, 32), LOOPS[name]
     with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-        hollow = rehearse(TrainingStep(model, (x,), {}, **terms))
+        fake = observe(model, (x,), {}, on=PLAIN, **terms)
         observed = observe(model, (x,), {}, **terms)
-    assert not differing(observed, hollow, *IN_BACKWARD)
-    assert peaks(observed) == peaks(hollow)
-    assert observed.loss_begins == hollow.loss_begins
-
-
-def test_gradients_that_exist_count_in_an_observed_step_and_are_then_as_before() -> None:
-    model, x = Transformer(), torch.randn(2, 8, 32)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 3.0)
-    before = [parameter.grad for parameter in model.parameters()]
-    hollow, observed = rehearse(TrainingStep(model, (x,), {})), profile(model, x)
-    assert not differing(observed, hollow, *IN_BACKWARD)
-    assert peaks(observed) == peaks(hollow)
-    for parameter, gradient in zip(model.parameters(), before, strict=True):
-        assert parameter.grad is gradient
-        assert bool((gradient == 3.0).all())
+    assert not differing(observed, fake, *NOT_FAKED)
+    assert observed.loss_begins == fake.loss_begins

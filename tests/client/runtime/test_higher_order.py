@@ -19,10 +19,7 @@ from torch.nn.attention import flex_attention as flex
 from ac_client.runtime.policy_context import save_recompute_policy
 from ac_client.runtime.write_guard import StaleError
 from autoac.planner import plan
-from autoac.planner.problem.build import build
 from autoac.profiler import profile
-from autoac.profiler.rehearse import rehearse
-from autoac.profiler.steps.training_loop import TrainingStep
 
 pytestmark = [
     # Warnings of torch itself when Dynamo is loaded, and about an input that is not a leaf.
@@ -231,25 +228,3 @@ def test_input_written_by_a_higher_order_op_after_a_read_is_an_error(op: str) ->
     assert torch.equal(torch.autograd.grad(late.sum(), x)[0], (x + given).cos().detach())
     with pytest.raises(StaleError):
         early.sum().backward()
-
-
-def test_plan_saves_readers_of_an_input_that_a_higher_order_op_writes() -> None:
-    class Writes(Net):
-        def __init__(self) -> None:
-            super().__init__(loop)
-            self.register_buffer("given", torch.ones(4, 4))
-
-        def forward(self, x: Tensor) -> Any:
-            y = (x.exp() + self.given).sin()
-            cond_that_writes(self.given)
-            return (y @ self.weight + self.given).exp().sin()
-
-    x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
-    found = rehearse(TrainingStep(Writes(), (x,), {}))
-    musts = {op.name: op.must_save for op in build(found).ops}
-    assert musts["./aten.add.Tensor#0"] == "reads what is overwritten later"
-    policy = plan(found, budget_bytes=1 << 30).policy()
-    decisions = {name: "save" if musts.get(name) else "recompute" for name in policy.decisions}
-    planned = step(Writes, x, policy=policy.model_copy(update={"decisions": decisions}))
-    assert_same(step(Writes, x), planned)
-    assert "aten.exp.default" in planned.recomputed()

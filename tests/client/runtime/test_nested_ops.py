@@ -160,19 +160,3 @@ def test_kernel_that_autograd_records_keeps_the_predicted_peak(monkeypatch: pyte
         policy = plan(profiled, budget_bytes=budget, gap=0.5).policy()
         outcome = step(lambda: Net(tracked), x, policy=policy, standing=graph.static_bytes)
         assert outcome.peak == policy.predicted.peak_bytes
-
-
-def test_timed_forward_computes_what_plain_computes() -> None:
-    seen: list[torch.dtype] = []
-
-    def noted(x: Tensor, y: Tensor) -> Tensor:
-        out = scores(x, y)
-        seen.append(out.dtype)
-        return out
-
-    x = batch()
-    with bf16():
-        Net(noted)(x)
-        plain = set(seen)
-        profile(Net(noted), x)
-    assert set(seen) == plain == {torch.bfloat16}

@@ -20,11 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import bounds, build, plan
+from autoac.planner import bounds, build
 from autoac.profiler import DATASHEETS, CannotProfile, ShardsInUse, observe, profile
 from autoac.profiler.distributed.ddp import buckets_of
-from autoac.profiler.rehearse import rehearse
-from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.profiler.torch_facts.rng import generators_restored
 from benchmarks.models.modules import ConvNet
 
@@ -191,44 +189,6 @@ class KeepsLoss(nn.Module):
         out = self.second(y)
         self.loss = y.exp().square().mean()
         return out
-
-
-class WithItsLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.head = KeepsLoss(), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.head(self.block(x).relu()).sum()
-        return out + self.block.loss
-
-
-def test_tensors_unpacked_while_their_unit_is_freed_are_saved() -> None:
-    def sharded_with_its_loss() -> nn.Module:
-        torch.manual_seed(0)
-        model = WithItsLoss()
-        mesh = init_device_mesh("cpu", (1,))
-        fully_shard(model.block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-
-    plain, planned, x = sharded_with_its_loss(), sharded_with_its_loss(), torch.ones(3, 4)
-    found = rehearse(TrainingStep(planned, (x,), {}))
-    saved = {
-        key: found.reasons[why]
-        for key, why in zip(found.keys(), found.ops.must_save, strict=True)
-        if why >= 0
-    }
-    assert saved["block/aten.exp.default#0"] == "its FSDP unit is freed when backward asks for it"
-    assert "block/aten.tanh.default#0" not in saved
-    policy = plan(found, budget_bytes=bounds(build(found)).ceiling).policy()
-    decisions = {key: "save" if key in saved else "recompute" for key in policy.decisions}
-    ac_client.apply(planned, policy=policy.model_copy(update={"decisions": decisions}))
-    plain(x).backward()
-    planned(x).backward()
-    for a, b in zip(plain.parameters(), planned.parameters(), strict=True):
-        assert isinstance(a.grad, DTensor)
-        assert isinstance(b.grad, DTensor)
-        assert torch.equal(a.grad.to_local(), b.grad.to_local())
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {

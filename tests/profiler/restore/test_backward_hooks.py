@@ -162,7 +162,8 @@ def test_what_a_hook_differentiates_is_saved(make: Any, calls: bool, mode: Any) 
     CALLS.clear()
     found = profile(model, X, on=DATASHEETS["h100"] if mode == "fake" else None)
     assert bool(CALLS) is (calls or mode == "real")
-    assert (DIFFERENTIATED in found.reasons) is calls
+    # Under a plan, what a hook differentiates in a real step is recomputed.
+    assert (DIFFERENTIATED in found.reasons) is (calls and mode == "fake")
     CALLS.clear()
 
 

@@ -7,21 +7,14 @@ import time
 
 import pytest
 import torch
-from torch import nn
 
 from autoac.profiler.capture.allocations import AllocationRecord
-from autoac.profiler.restore.backward_hooks import BackwardHooks
-from autoac.profiler.restore.batch import Batch
-from autoac.profiler.restore.isolated_call import Call
-from autoac.profiler.restore.written_tensors import Originals
-from autoac.profiler.timing.on_device import seconds
 from autoac.profiler.timing.op_timer import (
     CLOCK_READ_EVERY,
     DeviceClock,
     HostClock,
     clock_of,
     host_clock,
-    timed_forward,
 )
 
 CPU = torch.device("cpu")
@@ -125,19 +118,6 @@ def test_time_of_a_device_never_runs_back(monkeypatch: pytest.MonkeyPatch) -> No
         for _ in range(4):
             record.mark()
     assert record.times_ns == [0, 0, 0, 2_000_000]
-
-
-def test_op_on_a_device_is_timed_by_events_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Stream()
-    monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: stream)
-    second = torch.device("cuda", 1)
-    assert seconds(lambda: None, second) == pytest.approx(1.5e-6)
-    originals = Originals()
-    batch = Batch((torch.ones(2),), {}, torch.Tensor.detach, originals)
-    samples = timed_forward(Call(nn.Tanh(), batch, originals, lambda: None, BackwardHooks(), {}), second)
-    assert [value for found in samples.values() for value in found] == pytest.approx([1.5])
-    assert stream.synchronized
 
 
 def test_clock_without_marks_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
