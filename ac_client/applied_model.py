@@ -68,7 +68,7 @@ class Applied:
 
     @property
     def policy(self) -> Policy | None:
-        """The policy of the last training forward; None before the first, unless one was given."""
+        """The policy of the last training forward; None until the first step is over, or that given."""
         return bucket.policy if (bucket := self._latest) is not None else None
 
     @property
@@ -80,10 +80,7 @@ class Applied:
 
     @property
     def planning(self) -> bool:
-        """True while the forward on this thread is only profiled.
-
-        Such a forward runs several times for one batch, so what it logs or counts belongs to no step.
-        """
+        """True while the forward on this thread is that of `plan_for`, whose logs belong to no step."""
         return self._planning.planner.profiling
 
     @property
@@ -211,7 +208,7 @@ class Applied:
         model = self._model()
         if model is None or self.policy is None:
             raise RuntimeError(
-                "run one training step first: the model is planned in its first training forward"
+                "run one training step first, on several ranks two: the first is observed, and then planned"
             )
         store, watch = self._store, self._planning.watch
         watch.peaks.discard()  # the counter is about to be reset

@@ -69,10 +69,11 @@ def apply(
 ) -> Model:
     """Make `model`'s training steps fit in `budget_gb`, at the least extra time, with the same gradients.
 
-    Changes the model in place and returns it. The first training forward is profiled on its real batch and
-    planned, and already runs under its plan. A forward under `no_grad` is left alone, and so is a forward in
-    `eval()` unless optimizer steps show that it trains. A batch of a shape that no earlier plan covers is
-    planned in its first forward. Each phase logs one line at INFO on the logger "ac_client".
+    Changes the model in place and returns it. The first training step is observed: it runs for real, without
+    a plan, with about the memory of a checkpoint around each block. The second training forward is planned,
+    and runs under its plan. The first step of a batch that no earlier plan covers is observed, too. A forward
+    under `no_grad` is left alone, and so is a forward in `eval()` unless optimizer steps show that it trains.
+    Each phase logs one line at INFO on the logger "ac_client".
 
     Args:
         model: the model, as it will be trained, or torch.compile of it.
@@ -99,18 +100,18 @@ def apply(
         constraints: what must hold for the plan in addition to the budget: pins by module path or op, FSDP
             units, a budget for forward, ... (docs/constraints.md).
         strict: raise LeftThePath if the ops that run are not those of the policy, instead of saving what is
-            unknown; and ShapeNotPlanned for a batch that no plan covers, instead of planning it. The first
-            batch is always planned.
+            unknown; and ShapeNotPlanned for a batch that no plan covers, instead of observing it. The first
+            batch is always observed.
         shapes: "bucket": one policy for each shape of batch that no earlier policy covers (docs/budget.md).
             "first": every batch runs under the policy of the first one.
         group: the torch.distributed ProcessGroup whose ranks run each forward together: they meet in the
-            first one, and get the same policy, which keeps the budget on each of them (docs/integrations.md).
+            second one, and get the same policy, which keeps the budget on each (docs/integrations.md).
             "auto": that of the model's DistributedDataParallel or `fully_shard`, and for other models that of
             the collectives in its first forward, if they show one; a warning says if they do not.
             None: each rank plans for itself.
-        loss: function from the model's output to the scalar that backward starts from, if the model's forward
-            does not compute it. It is called while a step is profiled, and the plan counts what it needs;
-            nothing of it is recomputed. With `forwards_in_flight` above 1 it takes a list of all outputs.
+        loss: function from the model's output to the scalar that backward starts from, for `plan_for`, if the
+            model's forward does not compute it. Observed steps have the loop's own. Nothing of it is
+            recomputed. With `forwards_in_flight` above 1 it takes a list of all outputs.
         forwards_in_flight: training forwards that run before one backward (2 for a siamese or contrastive
             loss, 4 for DPO). By default one; more are planned for once they occur (docs/budget.md).
         verify: compare what backward recomputes with what forward saved in every `verify`-th step, and not
@@ -130,8 +131,8 @@ def apply(
             `alias` cannot be a name, or comes with `policy`; or `alias` or `require_service` come without
             `service`.
         ServiceUnavailable: the service is away, and `require_service` was passed or `budget_gb` was
-            not. From `apply` for an alias, otherwise from the first training forward, which leaves the
-            model as it was.
+            not. From `apply` for an alias, otherwise from the second training forward, which leaves the
+            model without a plan.
         ServiceRefused: the service refused the request: a wrong key, no such alias.
         AlreadyApplied: the model, a part of it, or a model that it is part of is planned already.
         MalformedPolicy: `policy` is the path of a file without a policy.
@@ -141,12 +142,12 @@ def apply(
             `apply` cannot see yet: a model that is compiled later.
         CannotProfile: the model lies on several devices, or partly on the CPU. From a training forward: the
             model is traced, or for one of the reasons in docs/profiling.md.
-        InvalidConstraints: a pattern matches nothing, or constraints contradict each other. From the first
-            training forward, which leaves the model as it was; from `apply` if a policy is given as well.
-        InfeasibleBudget: no plan fits. From `apply` if a policy is given, otherwise from the first training
-            forward, which leaves the model as it was.
+        InvalidConstraints: a pattern matches nothing, or constraints contradict each other. From the
+            second training forward, which leaves the model without a plan; from `apply` if a policy is given.
+        InfeasibleBudget: no plan fits. From `apply` if a policy is given, otherwise from the second training
+            forward, which leaves the model without a plan.
         SolverOutOfTime: the planner used up its work limit and neither found a plan nor ruled one out. The
-            error names the smallest budget for which it found one. From the first training forward, as above.
+            error names the smallest budget for which it found one. From the second forward, as above.
     """
     check_model(model)
     check_torch()

@@ -205,8 +205,8 @@ class ObservedStep:
         with ExitStack() as stack:
             self.groups = stack.enter_context(noting_groups())
             if not self._tape.recorder.compiled:  # torch.compile handles checkpoints itself
-                stack.enter_context(plain_checkpoints(self._unplanned))
                 stack.enter_context(self._checkpoints)
+                stack.enter_context(plain_checkpoints(self._unplanned))
             if self._parts is not None:
                 stack.enter_context(carried_by(self._parts))
             stack.enter_context(save_recompute_policy("recompute_all", cuts=self._cuts, tape=self._tape))

@@ -2,8 +2,8 @@
 
 A row is measured in three parts:
 
-1. *first step* (ours only): `ac_client.apply` on a new model. Its first step is profiled, planned, and runs
-   under the plan.
+1. *first steps* (ours only): `ac_client.apply` on a new model. The first step is observed: it runs without a
+   plan, and its record is the profile. The second is planned, and runs under the plan.
 2. *memory*: a new model under the allocator's own report, which starts before the model is built, so that
    it counts every byte. Ours runs under the policy of part 1, since only one torch profiler can be active.
 3. *time*: a plain copy takes the same steps from the same seeds, then both take steps in turn.
@@ -31,6 +31,7 @@ from ac_client.measure.memory_timeline import AllocatorTimeline, LiveBytes
 from autoac.planner import Policy, Profile
 from autoac.planner.report.align_measured import thin_out
 
+FIRST_STEPS = 2
 MEMORY_STEPS = 2  # a warm-up step and the measured one
 TIMELINE_POINTS = 700
 
@@ -50,7 +51,7 @@ class Measured:
     """Peaks and times that were measured for one row. Times are medians in seconds, sizes are in bytes."""
 
     peak_bytes: int  # from the second step on
-    first_step_s: float | None  # of ours: profile, plan, and the step itself
+    first_steps_s: tuple[float, float] | None  # of ours: the observed step; the plan, and the step under it
     step_s: float
     slowdown: float  # median over the pairs of step / plain step
     gradients_equal: bool  # loss and gradients equal those of plain bit for bit at every step
@@ -108,7 +109,8 @@ def measure(row: Row, setting: Setting, wrappers: Wrappers | None = None) -> Mea
     if row.method == "ours":
         first = Trainee(setting)
         _apply(first, row)
-        first.step()
+        for _ in range(FIRST_STEPS):
+            first.step()
         plan = ac_client.applied(first.model).plan
         assert plan is not None
         policy, profile = plan.policy(), plan.profile
@@ -136,11 +138,13 @@ def measure(row: Row, setting: Setting, wrappers: Wrappers | None = None) -> Mea
             trainee.step()
     ran, ran_plain = mine.seconds[MEMORY_STEPS:], plain.seconds[MEMORY_STEPS:]
     compared = [] if mine is plain else list(zip(mine.results, plain.results, strict=True))
+    first_steps_s = None
     if first is not None:
-        compared.append((first.results[0], plain.results[0]))
+        first_steps_s = first.seconds[0], first.seconds[1]
+        compared += zip(first.results, plain.results[:FIRST_STEPS], strict=True)
     return Measured(
         peak_bytes=timeline.peak_since("step 2"),
-        first_step_s=None if first is None else first.seconds[0],
+        first_steps_s=first_steps_s,
         step_s=median(ran),
         slowdown=median(a / b for a, b in zip(ran, ran_plain, strict=True)),
         gradients_equal=all(a == b for a, b in compared),

@@ -40,9 +40,10 @@ def render(comparison: DemoComparison) -> RenderableType:
 
 def facts(comparison: DemoComparison) -> str:
     """Say in one line what the rows do not show."""
-    first_steps = [line.measured.first_step_s for line in comparison.lines if line.measured.first_step_s]
+    first_steps = [line.measured.first_steps_s for line in comparison.lines if line.measured.first_steps_s]
+    observed, planned = (max(seconds) for seconds in zip(*first_steps, strict=True))
     return (
-        f"first step of autoac, with profile and plan: {max(first_steps):.1f} s; "
+        f"first step of autoac, observed: {observed:.1f} s; second step, with its plan: {planned:.1f} s; "
         f"plain step: {comparison.lines[0].measured.step_s:.2f} s; all rows: {comparison.seconds:.0f} s"
     )
 

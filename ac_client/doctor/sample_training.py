@@ -20,7 +20,7 @@ from autoac.profiler import Device, observe
 from autoac.profiler.timing.on_device import seconds
 
 PRECISIONS = ("fp32", "bf16")
-STEPS = 3  # the peak is that of the last: optimizer state and workspaces exist
+STEPS = 3  # the first is observed, the second planned; the peak is that of the last
 TIMED = 3
 
 

@@ -6,8 +6,7 @@
 NOTE [ The step as a module ] A plan is carried out around the call of a module, but Lightning calls the
 method `training_step`. So during `fit` that method calls a module whose forward is the original method: then
 the loss, computed outside of any module, is planned too. Log calls of the step are collected and made right
-after it. A step that is only profiled runs several times: its log calls are dropped, and the profiler puts
-the state of metrics back.
+after it; those of a step that `plan_for` runs are dropped.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -15,8 +14,6 @@ from ac_client.integrations.options import ApplyArguments
 from ac_client.integrations.saved_policies import usable
 from ac_client.planning.options import Budget
 from autoac.planner import PolicySet
-
-log = logging.getLogger("ac_client")
 
 STEPS_BEFORE_MEASURING = 2
 
@@ -38,7 +35,6 @@ class PlannedTrainings:
         self._report: Report | None = None
         self._policies: PolicySet | None = None
         self._measuring: AbstractContextManager[None] | None = None
-        self._name = ""  # class of the model in training
         self._to_measure = False
         self._ended = 0  # steps of the running training
 
@@ -90,7 +86,7 @@ class PlannedTrainings:
         several = [*optimizers, *(given if isinstance(given, Sequence) else (given,))]
         options["optimizer"] = several[0] if len(several) == 1 else several or None
         apply(model, self._budget_gb, **options)
-        self._applied, self._name = applied(model), type(model).__name__
+        self._applied = applied(model)
         self._to_measure, self._ended = self._measure, 0
 
     def _step_begins(self) -> None:
@@ -107,9 +103,3 @@ class PlannedTrainings:
         measuring, self._measuring = self._measuring, None
         if measuring is not None:
             measuring.__exit__(None, None, None)
-        if self._ended == 1 and self._applied is not None and self._applied.policy is None:
-            log.warning(
-                "%s was not called in the first step, so nothing is planned: call the model itself, as "
-                "model(batch), not a part or a copy of it",
-                self._name,
-            )

@@ -44,8 +44,8 @@ class AutoACCallback(PlannedTrainings, TrainerCallback):
     """Plan the Trainer's model for the duration of `train()`.
 
     The budget is applied when training begins: by then the optimizer exists, a checkpoint to resume from is
-    loaded, and accelerate has prepared the model. The first training forward is profiled and planned. The
-    training logs contain the report's `metrics()` in addition to the loss.
+    loaded, and accelerate has prepared the model. The first training step is observed, the second planned.
+    The training logs contain the report's `metrics()` in addition to the loss.
 
     The Trainer does not notify callbacks of an exception. If training raised, the model stays planned, which
     changes no number, until the next `train()` or `remove()`; `planned(trainer)` removes the plan at once.

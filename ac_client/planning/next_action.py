@@ -392,7 +392,7 @@ def _loop(planned: PlannedFor, facts: StepFacts) -> Action | None:
         warning = _may_go_over(
             planned,
             f"{in_flight} forwards wait for one backward, and the plan is for {planned.loop.forwards}",
-            "pass forwards_in_flight=N with the budget to have the first step planned for N",
+            "pass forwards_in_flight=N with the budget to have each step planned for N",
             again=in_flight <= MOST_FORWARDS,
         )
     profiles = replace(loop, drops=planned.loop.drops) != planned.loop

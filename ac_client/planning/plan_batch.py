@@ -230,7 +230,7 @@ class BatchPlanner:
 
         Raises:
             ProfilerBusy: torch.profiler runs on this thread, or a CUDA graph is being captured.
-            CannotProfile: model and batch are on several devices, on meta, or do not exist yet.
+            CannotProfile: the model or the batch is on meta or on several devices, or has lazy layers.
         """
         device = device_of_step(call.model, call.args, call.kwargs)
         with _beginning:

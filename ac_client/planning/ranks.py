@@ -1,7 +1,7 @@
 """Agree with the other ranks of a training on the first plan: docs/integrations.md.
 
-NOTE [ Where ranks meet ] A collective entered by only one rank deadlocks. So ranks meet once, in the first
-training forward of a model that is known to be run by all of them together: in DistributedDataParallel, under
+NOTE [ Where ranks meet ] A collective entered by only one rank deadlocks. So ranks meet once, when the second
+training forward begins of a model that is known to be run by all together: in DistributedDataParallel, under
 `fully_shard`, because the user named the group, or because of NOTE [ Ranks of collectives ]. Later plans (for
 a new shape, for gradients that exist, for a correction) are made by each rank alone; policies that differ
 between ranks change no gradient and no collective.
@@ -9,8 +9,8 @@ between ranks change no gradient and no collective.
 Ranks send each other JSON, as bytes in a tensor. Nothing is pickled.
 
 NOTE [ Ranks of collectives ] Under tensor, expert and context parallelism no wrapper names the ranks. But a
-profiled forward communicates as every forward does, and all ranks of a collective's group enter it. So they
-are all in their first forward, and can meet after their profiles.
+observed forward communicates as every forward does, and all ranks of a collective's group enter it. So they
+all observe the same step, and can meet when the next one begins.
 
 A group inside of another one does not count. All members of a group agree on that, because they all enter the
 collectives of the larger one. If only this group counts on each of its members, the members meet in it. On a

@@ -1,4 +1,4 @@
-"""Train inside other libraries, plainly and planned, and compare: weights, peaks, warnings, profiles.
+"""Train inside other libraries, plainly and planned, and compare: weights, peaks, warnings, observed steps.
 
     python -m benchmarks.clients [--only NAME ...] [--share 0.6] [--out FILE]
 
@@ -8,7 +8,7 @@ takes. Reported:
 
 - *weights*: equal to plain's after five steps, bit for bit;
 - *peak*: of a step of the last two, from the allocator's record, and the budget, in MiB;
-- *profiles*: steps in which one was made; *warnings* of the planned run.
+- *observed*: the steps that were; *warnings* of the planned run.
 
 Models come from configurations, so nothing is downloaded. A library that is not installed gives a row that
 says so.
@@ -33,7 +33,7 @@ HEAD = (
     "predicted",
     "measured",
     "recomputed",
-    "profiles in steps",
+    "observed steps",
     "warnings",
 )
 
@@ -72,7 +72,7 @@ class Messages(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if "profiling one step" in message:
+        if "observing one step" in message:
             self.profiled.append(self.step + 1)
         if record.levelno >= logging.WARNING:
             self.warnings.append(message)

@@ -37,7 +37,7 @@ from autoac.planner.errors import InfeasibleBudget, SolverOutOfTime
 from autoac.profiler import profile
 
 ROWS = WIDTH = 8  # ROWS is a multiple of each number of ranks
-STEPS = 2  # the second runs modules without the mode of which everything is saved
+STEPS = 3  # an observed one, a planned one, one without the mode in modules that save everything
 
 
 def _size() -> int:

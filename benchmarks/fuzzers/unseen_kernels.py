@@ -38,7 +38,7 @@ from autoac.profiler import ProfilerError, profile
 from benchmarks.unseen_kernels.layers import KINDS, WIDTH, Unseen
 from benchmarks.unseen_kernels.library import seed_noise
 
-STEPS = 2
+STEPS = 3  # under `apply`, the first is observed
 CHANCE_UNSEEN = 0.45
 COMPILED_OF = 8  # one network in so many has compiled blocks
 OURS = (
@@ -165,10 +165,10 @@ def loss_of(y: Tensor) -> Tensor:
     return (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum()
 
 
-def steps(program: Network, model: nn.Module, run: Run, *, first: int = 0) -> list[Tensor]:
-    """Return outputs and gradients of the steps from number `first` to `STEPS`, exclusively."""
+def steps(program: Network, model: nn.Module, run: Run) -> list[Tensor]:
+    """Return outputs and gradients of each step."""
     found: list[Tensor] = []
-    for number in range(first, STEPS):
+    for number in range(STEPS):
         model.zero_grad()
         torch.default_generator.manual_seed(number)
         seed_noise(number)
@@ -228,10 +228,6 @@ def tried(program: Network, plain: list[Tensor], way: str, torch_is_equal: bool)
     log = EventLog()
     try:
         model, run, recomputed = _prepared(program, way, log)
-        # The forward that is profiled draws from a generator of which no profile knows.
-        draws = any("own noise" in kinds for kinds in program.blocks) and way.startswith("apply")
-        if draws:
-            steps(program, model, run)
         ours = steps(program, model, run)
     except OURS as error:
         # A plan has other choices than to refuse where torch is right; checkpoint has none.

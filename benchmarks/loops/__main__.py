@@ -11,7 +11,7 @@ allocator's record. Reported for each run:
 
 - *weights*: equal to plain's after five steps, bit for bit;
 - *over*: steps above the budget, with a warning in that step (said) or without one (not said);
-- *warnings* of measured steps, which are false where no step was over; *profiles* after the third step.
+- *warnings* of measured steps, which are false where no step was over; *observed* steps after the third.
 
 Contents are not compared: that takes up to 2 MiB in the first step of each plan, half of what these models
 hold.
@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve()
 class OnCpu:
     """Peaks of steps on a CPU, from the allocator's record above what is alive when the step begins.
 
-    No other record may run while a step is profiled, so only steps after the third are measured.
+    No other record may run while a step is observed, so only steps after the third are measured.
     """
 
     device = "cpu"
@@ -122,14 +122,19 @@ class Messages(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.warnings: dict[int, list[str]] = {}
-        self.profiles: list[int] = []
+        self.observed: list[int] = []
         self.step = -1
 
     def said_by(self, step: int) -> bool:
         """Return True if a warning of this step, or an earlier one that lasts, says that it may be over."""
         before = [text for n, texts in self.warnings.items() for text in texts if n < step]
         lasts = ("cannot be kept", "later steps")
-        return bool(self.warnings.get(step)) or any(words in text for text in before for words in lasts)
+        observed = any("an observed step" in text for text in self.warnings.get(step + 1, ()))
+        return (
+            observed
+            or bool(self.warnings.get(step))
+            or any(words in text for text in before for words in lasts)
+        )
 
     def claims(self, measured: Collection[int]) -> list[str]:
         """Return the warnings of `measured` steps that say more than what may happen, or what is assumed."""
@@ -141,8 +146,8 @@ class Messages(logging.Handler):
         text = record.getMessage()
         if record.levelno >= logging.WARNING:
             self.warnings.setdefault(self.step, []).append(text)
-        elif "profiling one step" in text:
-            self.profiles.append(self.step)
+        elif "observing one step" in text:
+            self.observed.append(self.step)
 
 
 class Run:
@@ -240,14 +245,14 @@ def examine(
         said = [i for i in over if run.messages.said_by(i)]
         measured = [i for i, peak in enumerate(run.peaks) if peak]
         false = len(run.messages.claims(measured)) if not over else 0
-        late = [i for i in run.messages.profiles if i > 2]
+        late = [i for i in run.messages.observed if i > 2]
         fine = equal and over == said and not false and not late
         good &= fine
         ratios = " ".join(f"{peak / budget:.3f}" for peak in run.peaks)
         print(
             f"{'ok  ' if fine else 'FAIL'} {name} {share}: weights {'equal' if equal else 'DIFFER'}; "
             f"budget {budget:,}; peaks/budget {ratios}; over {over}, said {said}; false warnings {false}; "
-            f"late profiles {late}; plain {most / budget:.3f}; {time.monotonic() - begun:.1f} s",
+            f"late observed {late}; plain {most / budget:.3f}; {time.monotonic() - begun:.1f} s",
             flush=True,
         )
         if not fine:

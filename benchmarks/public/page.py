@@ -129,26 +129,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f}"
 
 
-def graphs_table(cases: Sequence[Case]) -> str:
-    """Return a row for each graph: its budgets, and for each of them ours, the bound and the best other."""
-    graphs: dict[str, list[Case]] = {}
-    for case in cases:
-        graphs.setdefault(case.first.graph, []).append(case)
-    rows = []
-    for graph, group in graphs.items():
-        group.sort(key=lambda case: case.first.budget)
-        ours = [f"**{_cell(case, OURS)}**" if case.loss > SAME else _cell(case, OURS) for case in group]
-        others = ["-" if case.best_other is None else _percent(case.best_other) for case in group]
-        cells = (
-            [format_bytes(c.first.budget) for c in group],
-            ours,
-            [_cell(c, BOUND) for c in group],
-            others,
-        )
-        rows.append([graph, *map(", ".join, cells)])
-    return markdown_table(["graph", "budgets", OURS, BOUND, "best other"], rows)
-
-
 def all_planners_table(cases: Sequence[Case]) -> str:
     """Return a row for each instance with every planner's time, as CSV."""
     own = (OURS, BOUND, STATED)
@@ -201,12 +181,10 @@ def planners_table(rows: Sequence[Row]) -> str:
 
 def page(rows: Sequence[Row], name: str, steps: str = "") -> str:
     """Return the whole page; `name` is that of its files, `steps` the table of training.py."""
-    cases = cases_of(rows)
     sections = {
         "summary": summary(rows),
         "picture": f"![Share of instances solved within an extra time]({name}.svg)",
         "table": f"[{name}.csv]({name}.csv)",
-        "instances": graphs_table(cases),
         "planners": planners_table(rows),
         "steps": steps or "Not measured in this run.",
     }

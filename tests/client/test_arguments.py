@@ -12,7 +12,7 @@ from torch import nn
 
 import ac_client
 from ac_client import InvalidBudget, InvalidConstraints, applied
-from autoac.profiler import CannotProfile, NothingToProfile
+from autoac.profiler import CannotProfile, NothingToProfile, profile
 
 GIB = 1 << 30
 
@@ -115,8 +115,11 @@ def test_budget_above_the_memory_of_the_machine_is_warned_of(caplog: pytest.LogC
 
 
 def test_error_for_a_frozen_model_names_requires_grad() -> None:
+    frozen, x = model().requires_grad_(False), torch.ones(1, 2)
     with pytest.raises(NothingToProfile, match=r"requires_grad_\(\)"):
-        ac_client.apply(model().requires_grad_(False), 1.0)(torch.ones(1, 2))
+        profile(frozen, x)
+    expected = frozen(x)
+    assert torch.equal(ac_client.apply(frozen, 1.0)(x), expected), "it runs as without a plan"
 
 
 def test_error_for_a_model_on_meta_names_the_device() -> None:

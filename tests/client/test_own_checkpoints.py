@@ -23,7 +23,7 @@ import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Policy, bounds, build, find_minimum_peak, plan
 from autoac.planner.units import GIB
-from autoac.profiler import profile
+from autoac.profiler import DATASHEETS, profile
 from autoac.profiler.checkpoints.own_checkpoints import checkpoints_are_plain, plain_checkpoints
 from autoac.profiler.errors import CannotProfile
 from autoac.profiler.torch_facts import private
@@ -230,10 +230,19 @@ def test_checkpoints_are_left_alone_if_told_so() -> None:
     calls = model.calls
     trained(model, 1)
     assert model.calls == calls + 2 * len(model.blocks)
-    with pytest.raises(CannotProfile, match="use_reentrant"):
-        profile(seeded(Net, reentrant), batch(), take_over_checkpoints=False)
     with pytest.raises(TypeError, match="take_over_checkpoints"):
         ac_client.apply(seeded(Net, in_torch), 1.0, take_over_checkpoints=1)
+
+
+def test_reentrant_checkpoints_that_are_left_alone_are_observed() -> None:
+    model = ac_client.apply(seeded(Net, reentrant), 1.0, take_over_checkpoints=False)
+    assert same(trained(model), trained(seeded(Net, reentrant)))
+    found = profile(seeded(Net, reentrant), batch(), take_over_checkpoints=False)
+    with AllocatorTimeline() as timeline:
+        trained(seeded(Net, reentrant), 1)
+    assert bounds(build(found)).ceiling == timeline.peak_bytes
+    with pytest.raises(CannotProfile, match="use_reentrant"):
+        profile(seeded(Net, reentrant), batch(), take_over_checkpoints=False, on=DATASHEETS["h100"])
 
 
 @pytest.mark.parametrize(

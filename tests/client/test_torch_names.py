@@ -71,6 +71,10 @@ def in_group(build):
 def sharded():
     return fully_shard(layers(), mesh=dist.init_device_mesh("cpu", (1,)))
 
+def tensor_parallel():
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    return parallelize_module(layers(), dist.init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+
 def replicated():
     from torch.distributed._composable.replicate import replicate
     replicate(model := layers())
@@ -102,6 +106,7 @@ CALLS = {
     "SPLIT": (lambda: x, split),
     "GPU": (lambda: nn.TransformerEncoderLayer(8, 2, 8), fake),
     "FSDP": (lambda: in_group(sharded), applied),
+    "SHARDED_OPS": (lambda: in_group(tensor_parallel), applied),
     "REPLICATE": (lambda: in_group(replicated), applied),
     "GROUPS": (lambda: in_group(lambda: Reduced(4, 4)), applied),
     "COMPILED": (compiled, apply_alone),

@@ -13,11 +13,11 @@ def policy_with(peak_bytes):
     return Policy.model_construct(predicted=Predicted.model_construct(peak_bytes=peak_bytes))
 
 
-def measured(peak_mib, *, predicted_mib=None, slowdown=1.0, equal=True, first_step_s=None):
+def measured(peak_mib, *, predicted_mib=None, slowdown=1.0, equal=True, first_steps_s=None):
     """Return a result whose last step rises to the peak and falls again."""
     return Measured(
         peak_bytes=int(peak_mib * MIB),
-        first_step_s=first_step_s,
+        first_steps_s=first_steps_s,
         step_s=slowdown,
         slowdown=slowdown,
         gradients_equal=equal,
@@ -29,7 +29,7 @@ def measured(peak_mib, *, predicted_mib=None, slowdown=1.0, equal=True, first_st
 
 def comparison(ours=None):
     """Return a demo that keeps all promises: plain peaks at 100 MiB, the checkpoint and ours at 40."""
-    ours = ours or measured(40, predicted_mib=40, slowdown=1.1, first_step_s=2.0)
+    ours = ours or measured(40, predicted_mib=40, slowdown=1.1, first_steps_s=(0.5, 2.0))
     lines = [
         Line(Row(PLAIN, "plain"), measured(100)),
         Line(Row(CHECKPOINT, "checkpoint"), measured(40, slowdown=1.4)),

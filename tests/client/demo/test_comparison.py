@@ -27,7 +27,9 @@ def test_good_result_keeps_every_promise():
 
 
 def ours(peak_mib=40, **changes):
-    return measured(peak_mib, **({"predicted_mib": 40, "slowdown": 1.1, "first_step_s": 2.0} | changes))
+    return measured(
+        peak_mib, **({"predicted_mib": 40, "slowdown": 1.1, "first_steps_s": (0.5, 2.0)} | changes)
+    )
 
 
 @pytest.mark.parametrize(

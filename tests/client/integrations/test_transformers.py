@@ -394,4 +394,12 @@ class PartOnly(Trainer):
 
 def test_model_that_is_not_called_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained(tmp_path, [AutoACCallback(BUDGET_GB)], kind=PartOnly, max_steps=2)
-    assert caplog.text.count("GPT2LMHeadModel was not called in the first step") == 1
+    assert caplog.text.count("stepped 2 times without a training forward of the model") == 1
+
+
+def test_model_that_is_called_is_not_warned_of_while_torchs_profiler_watches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.profiler.profile():
+        trained(tmp_path, [AutoACCallback(BUDGET_GB)], max_steps=2)
+    assert "nothing is planned" not in caplog.text
