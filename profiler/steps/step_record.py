@@ -1,4 +1,4 @@
-"""What is recorded of one profiled step, before it becomes a Profile."""
+"""Hold what is recorded of one profiled step, before it becomes a Profile."""
 
 from __future__ import annotations
 
