@@ -28,7 +28,7 @@ def wraps_others(kind: type) -> bool:
     if known is None:
         known = _kinds[kind] = (
             hasattr(kind, "__tensor_flatten__")
-            and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+            and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
             and not kind.__module__.startswith("torch.nested.")  # whose ops know its layout
         )
         if known and sys.modules.get("torch.distributed.tensor") is not None:
