@@ -375,6 +375,10 @@ class Region(RecordingMode):
             moves.mark(out)
         return out
 
+    def note_wrappers(self, tensors: Sequence[Tensor]) -> None:
+        """Note wrappers on which a Function of torch's own runs."""
+        note_wrappers(tensors)
+
     def run_function(self, cls: type, args: Sequence[Any], kwargs: dict[str, Any], apply: Apply) -> Any:
         """Run a Function as one op, which the policies decide."""
         if recording_off.depth or self._function is not None:

@@ -78,7 +78,7 @@ class StepTape:
         replays: as passed.
         wrappers: paths of modules whose own ops are in no plan, such as DDP's.
         unit_of: returns the FSDP unit of a module, if the model is sharded.
-        kept_units: units of which others read a tensor that is no output, such as a loss in an attribute.
+        kept_units: units that keep a tensor which others read, such as a loss in an attribute.
         region: that runs the forward, for its compiled graphs.
     """
 

@@ -98,7 +98,18 @@ def watch_functions() -> None:
 def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     plain = super(private.SingleLevelFunction, cls).apply
     run = _recording(cls)
-    return plain(*args, **kwargs) if run is None else run(cls, args, kwargs, partial(_seen, cls, plain))
+    if run is None:
+        _note_wrappers(args)  # such as that of DTensor.to_local, which runs no op on the DTensor
+        return plain(*args, **kwargs)
+    return run(cls, args, kwargs, partial(_seen, cls, plain))
+
+
+def _note_wrappers(args: Sequence[Any]) -> None:
+    if private.len_dispatch_stack():
+        for mode in reversed(private.get_current_dispatch_mode_stack()):
+            if (note := getattr(mode, "note_wrappers", None)) is not None:
+                note([arg for arg in args if isinstance(arg, Tensor)])
+                return
 
 
 def _recording(cls: type) -> Any:

@@ -468,6 +468,22 @@ def test_wrapped_tensor_written_after_forward_is_an_error_in_every_step(
                 out.sum().backward()
 
 
+@pytest.mark.parametrize("write", WRITES)
+def test_distributed_tensor_read_by_to_local_and_then_written_is_an_error(
+    write: str, request: pytest.FixtureRequest
+) -> None:
+    """It runs no op on the tensor, and autograd saves nothing of it."""
+    w: Any = nn.Parameter(wrapping("distributed tensors", request)(torch.ones(4)))
+    for _ in range(3):
+        (w.to_local() * 2).exp().sin().sum().backward()
+        with save_recompute_policy("recompute_all"):
+            out = (w.to_local() * 2).exp().sin()
+        with torch.no_grad():
+            WRITES[write](w)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
 class WritesWrapped(nn.Module):
     """Ops that are recomputed around a saved module, which may write to their tensor through a wrapper."""
 
