@@ -75,7 +75,7 @@ class Applied:
     def _latest(self) -> PlannedBucket | None:
         """Return the bucket of the last training forward, planned now if its step was observed."""
         if (model := self._model()) is not None:
-            self._planning.chooser.settle(model)
+            self._planning.settle(model)
         return self._store.latest
 
     @property

@@ -116,6 +116,12 @@ class ModelPlanning:
         self.store.current = bucket
         return bucket
 
+    def settle(self, model: nn.Module) -> None:
+        """Plan the observed step now, if it is over."""
+        self.chooser.settle(model)
+        if self.store.current is not None and self.store.current.profile is not None:
+            self.watch.peaks.start(model)
+
     def _compare_static(self, call: ModelCall, bucket: PlannedBucket) -> None:
         """Warn if the model holds more than its policy, which was planned elsewhere, has room for."""
         planned, counted = bucket.planned_for, bucket.policy.predicted.static_bytes

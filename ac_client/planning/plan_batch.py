@@ -273,8 +273,8 @@ class BatchPlanner:
                 f"{format_bytes(peak - budget)} over the budget of {format_bytes(budget)}. Later steps have "
                 "a plan; to observe with less memory, train on a smaller batch first",
             )
-            if device_of(call.model).type == "cuda":
-                torch.cuda.empty_cache()  # the segments that it took beyond the budget
+        if device_of(call.model).type == "cuda":
+            torch.cuda.empty_cache()  # its segments would get holes in the first planned steps
         return profile
 
     def limit_of(self, profile: Profile) -> int:
