@@ -30,9 +30,11 @@ from ac_client.runtime.nodes import (
 from ac_client.runtime.replay import RegionGraph
 from ac_client.runtime.view_recipes import make_view, recipe_of, window_of_recipe
 from ac_client.runtime.write_guard import WriteGuard, detached_alias
+from autoac.profiler.capture.step_tape import StepTape
 from autoac.profiler.torch_facts.op_facts import OpFacts, written_tensors
 from autoac.profiler.torch_facts.storage_table import StorageTable, Window, disjoint, has_storage
 from autoac.profiler.unseen.fingerprints import (
+    Fingerprint,
     can_compare,
     same_contents,
     storage_fingerprint,
@@ -75,6 +77,7 @@ class TrackedStorages:
         self.watches_code = False
         self.cuts: Cuts | None = None
         self._saved: StorageTable[list[weakref.ref[WriteGuard]]] = StorageTable()
+        self._read_unseen: StorageTable[Fingerprint] = StorageTable()  # contents that ops have read
         self.hold: Callable[[Tensor], None] | None = None
         self._last_look = LastLook[NodeVersion]()
         self._since_pause: list[weakref.ref[torch.UntypedStorage]] = []  # entered since the last pause
@@ -392,9 +395,18 @@ class TrackedStorages:
             if self._table.get(tensor) is _written_unseen:
                 argument = source.argument_for(tensor)
                 source.keep_copy()  # nothing would show the next write
+                if self._graph.tape is not None:
+                    self._compare_with_last_read(tensor, self._graph.tape)
                 return argument
             self.enter(tensor.untyped_storage(), weakref.ref(source))
         return source.argument_for(tensor)
+
+    def _compare_with_last_read(self, tensor: Tensor, tape: StepTape) -> None:
+        """Note on the tape if an unseen kernel has written a storage again since an op last read it."""
+        before, now = self._read_unseen.get(tensor), storage_fingerprint(tensor)
+        if before is not None and not same_contents(now, before):
+            tape.note_unseen_write(tensor)
+        self._read_unseen.set(tensor, now)
 
     def _note_parameter(self, parameter: Parameter) -> None:
         """Compare contents from here on if this is the first region that reads `parameter`."""
