@@ -84,6 +84,8 @@ class RegionHooks:
         """Return the handle that autograd holds in place of `tensor`."""
         kind = type(tensor)
         if kind is not Tensor and kind is not Parameter and wraps_others(kind):
+            if (wait := getattr(tensor, "trigger_wait", None)) is not None:
+                return self.pack(wait())  # of a collective, which arrives only then
             note_wrappers((tensor,))
             return WrapperHandle(tensor, self.pack, unpack)
         tape = self.tape
