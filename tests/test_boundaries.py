@@ -32,7 +32,6 @@ GROUP_OF_FILE = {
         "entry": (
             "observe",
             "observed_step",
-            "rehearse",
             "step_profile",
             "to_profile",
             "environment",

@@ -1,4 +1,4 @@
-"""Test that the profile of a real step, which recomputes, equals that of a hollow step."""
+"""Test that the profile of a real step, which recomputes, equals that of a fake one."""
 
 from __future__ import annotations
 
