@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ from autoac.profiler.joint_graph.interpreted_part import TapedParts
 from autoac.profiler.static_memory import static_bytes
 from autoac.profiler.step_profile import profile_of, with_cached_backward
 from autoac.profiler.steps.step_record import StepRecord, force_saves_of_units
-from autoac.profiler.steps.training_loop import Loop, TrainingStep, check_roots, loss_of
+from autoac.profiler.steps.training_loop import Loop, TrainingStep, check_roots, run_forwards
 from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.cache import Times, machine
 from autoac.profiler.timing.op_timer import OpSpans, median_and_spread
@@ -279,10 +280,9 @@ class ObservedStep:
         Args:
             profile: of this step.
         """
-        rows = zip(profile.overloads, range(len(profile.overloads)), strict=True)
-        (index,) = [i for name, i in rows if name == OUTSIDE.name] or [-1]
         ops = zip(profile.ops.overload, profile.ops.workspace_nbytes, strict=True)
-        return max(self._outside, sum(nbytes for overload, nbytes in ops if overload == index))
+        made = sum(nbytes for overload, nbytes in ops if profile.overloads[overload] == OUTSIDE.name)
+        return max(self._outside, made)
 
     def begin_backward(self) -> None:
         """Note that backward begins. Calls of it are noted without this."""
@@ -362,33 +362,18 @@ class ObservedStep:
             NothingToProfile: nothing requires a gradient.
             ProfilerBusy: torch.profiler runs on this thread.
         """
-        model, loss, recorder = subject.compiled, subject.loss, self._tape.recorder
+        model, recorder = subject.compiled, self._tape.recorder
         batch = tuple(subject.args), dict(subject.kwargs)
         leaves: dict[int, Tensor] = {}
         batches = [_own_batch(batch, leaves) for _ in range(subject.loop.forwards)]
         watches = [] if is_called_compiled(model) else watch_modules(model, self.enter, self.leave)
         try:
             self.begin_forward()
-            held: list[Any] = []
-            outputs: list[Any] = []
-            roots: list[Tensor] = []
-            for args, kwargs in batches:
-                output = model(*args, **kwargs)
-                held += recorder.end_forward(output)
-                if loss is None:
-                    roots += roots_of(output)
-                else:
-                    outputs.append(output)
-                del output
-            if loss is not None:
-                self._tape.wrappers = frozenset()
-                recorder.begin_loss()
-                roots = [loss_of(loss, outputs if len(outputs) > 1 else outputs[0])]
-                del outputs
+            calls = [partial(model, *args, **kwargs) for args, kwargs in batches]
+            held, roots = run_forwards(calls, subject.loss, recorder.end_forward, self._tape.begin_loss)
             self._close_forward()
             if self.needs_checkpoints:
                 return
-            roots = [root for root in roots if root.requires_grad]
             check_roots(roots, [*model.parameters(), *batch_tensors(batch)])
             torch.clear_autocast_cache()  # a real backward runs outside of autocast
             with self._tape.hiding():
@@ -401,6 +386,7 @@ class ObservedStep:
             self.end_backward()
             del roots
             self.end()
+            del held
         finally:
             self.discard()
             recorder.generators.restore()

@@ -26,22 +26,8 @@ from ac_client.runtime.replay import EventLog
 from autoac.planner import Graph, Policy, build, find_minimum_peak, simulate
 from autoac.planner.formats.profile import Profile
 from autoac.profiler.capture.allocations import AllocationRecord
-from autoac.profiler.timing.roofline import Device, KernelKind
 
 M = TypeVar("M", bound=nn.Module)
-
-PLAIN = Device(
-    "a CPU with round numbers",
-    {torch.float32: 1e12},
-    1e12,
-    1e9,
-    2**30,
-    launch_us=1.0,
-    efficiency=dict.fromkeys(KernelKind, 1.0),
-    device_type="cpu",
-    allocator_rounding=1,
-)
-"""A device with 1,000 bytes or 10**6 operations per microsecond."""
 
 
 @dataclass

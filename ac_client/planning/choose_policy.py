@@ -84,7 +84,7 @@ class PolicyChooser:
         self._on_failure = on_failure
         group = options.group
         self._group = (process_group_of(model) or AUTO) if group is None or group is AUTO else group
-        self._to_meet = not given and group is not None  # the ranks, in the first forward
+        self._to_meet = not given and group is not None  # the ranks, when the second step begins
 
     def for_batch(self, call: ModelCall, waiting: int = 0) -> PlannedBucket | None:
         """Return the bucket that runs this batch, planned if necessary; None if the batch runs unplanned.
@@ -310,15 +310,9 @@ class PolicyChooser:
     def _meet_or_give_up(
         self, shape: Shape, call: ModelCall, loop: Loop, need: Need | Exception, profile: Profile | None
     ) -> None:
-        """Meet the other ranks; if that fails, leave the model without any plan.
-
-        Raises:
-            ProfilerBusy: on a rank; the model stays as it is.
-        """
+        """Meet the other ranks; if that fails, leave the model without any plan."""
         try:
             self._meet(shape, call, loop, need, profile)
-        except ProfilerBusy:
-            raise
         except BaseException:
             self._give_up()
             raise

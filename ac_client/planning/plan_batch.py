@@ -97,7 +97,6 @@ class Observation:
     step: ObservedStep
     shape: Shape  # of its first forward
     key: Key  # the same
-    thread: int
     # Plans the profile when the next step begins; None: as one of a new shape of batch.
     then: PlanObserved | None = None
     meets: bool = False  # the ranks, when the next step begins
@@ -108,7 +107,7 @@ class Observation:
     @property
     def runs_elsewhere(self) -> bool:
         """Return True while the step runs on another thread."""
-        return threading.get_ident() != self.thread and (self.step.recording or self.step.in_forward)
+        return threading.get_ident() != self.step.thread and (self.step.recording or self.step.in_forward)
 
 
 class BatchPlanner:
@@ -208,7 +207,7 @@ class BatchPlanner:
         observation = self.observation
         if observation is None or not observation.step.in_forward:
             return None
-        return observation.step if observation.thread == threading.get_ident() else None
+        return observation.step if observation.step.thread == threading.get_ident() else None
 
     def observe(
         self,
@@ -240,23 +239,18 @@ class BatchPlanner:
                     raise AnotherIsObserved
                 log.info("%s: observing one step", self.name)
             self.called.clear()
-            step, state = (
-                ObservedStep(
-                    call.model,
-                    call.args,
-                    call.kwargs,
-                    device,
-                    leave_checkpoints=not self.options.take_over_checkpoints,
-                    needs_checkpoints=self.needs_checkpoints,
-                ),
-                self._optimizers.state_nbytes(device),
+            step = ObservedStep(
+                call.model,
+                call.args,
+                call.kwargs,
+                device,
+                leave_checkpoints=not self.options.take_over_checkpoints,
+                needs_checkpoints=self.needs_checkpoints,
             )
+            state = self._optimizers.state_nbytes(device)
             step.begin_forward(recorded=recorded)
-        thread = threading.get_ident()
         batch = [weakref.ref(tensor) for tensor in batch_tensors((*call.args, *call.kwargs.values()))]
-        self.observation = Observation(
-            step, call.shape, key, thread, then, meets, state_nbytes=state, batch=batch
-        )
+        self.observation = Observation(step, call.shape, key, then, meets, state_nbytes=state, batch=batch)
 
     def observed(self, call: ModelCall, observation: Observation) -> Profile:
         """Return the profile of an observed step that is over; `call` is the one that begins.

@@ -274,6 +274,11 @@ class StepTape:
         """Note that the region has packed the tensor."""
         self.hidden.append((self._packing, self._mark()))
 
+    def begin_loss(self) -> None:
+        """Note that the model has run, and that its loss follows, whose ops belong to no module."""
+        self.wrappers = frozenset()
+        self.recorder.begin_loss()
+
     def begin_outside(self) -> None:
         """Note that what follows, until backward, runs outside of the model."""
         self.held.look()

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -38,11 +39,11 @@ from autoac.profiler.joint_graph.interpreted_part import FakeParts
 from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
 from autoac.profiler.steps.step_record import StepRecord
-from autoac.profiler.steps.training_loop import Loop, Loss, TrainingStep, check_roots, loss_of
+from autoac.profiler.steps.training_loop import Loop, Loss, TrainingStep, check_roots, run_forwards
 from autoac.profiler.timing.on_device import OpTimesOnDevice
 from autoac.profiler.timing.op_timer import median_and_spread
 from autoac.profiler.timing.roofline import Device
-from autoac.profiler.torch_facts.gradients import gradient_of, leaves_of, roots_of
+from autoac.profiler.torch_facts.gradients import gradient_of, leaves_of
 from autoac.profiler.torch_facts.inductor import (
     is_called_compiled,
     runs_compiled,
@@ -209,7 +210,7 @@ def _forward(
     Other outputs are released, so that the record shows when their storages are free. The effect of a loop
     that holds them is derived from that (`Profile.with_dropped_outputs`).
     """
-    loss, loop, path = step.loss, step.loop, [recorder.module]
+    path = [recorder.module]
     recorder.pins = pins_of(step.model)
 
     def enter(name: str) -> None:
@@ -230,28 +231,15 @@ def _forward(
             carried_by(FakeParts(recorder, saved)) if runs_compiled(step.call.entry) else nullcontext(),
             recorder,
         ):
-            held: list[Any] = []
-            outputs: list[Any] = []
-            roots: list[Tensor] = []
-            for _ in range(loop.forwards):
-                output = step.call()
-                held += recorder.end_forward(output)
-                if loss is None:
-                    roots += roots_of(output)
-                else:
-                    outputs.append(output)
-                del output
-            if loss is not None:
-                recorder.begin_loss()
-                roots = [loss_of(loss, outputs if loop.forwards > 1 else outputs[0])]
-                del outputs
+            calls = repeat(step.call, step.loop.forwards)
+            held, roots = run_forwards(calls, step.loss, recorder.end_forward, recorder.begin_loss)
         saved.forward_over = True
         if recorder.needs_checkpoints:
             step.call.unplanned[NEEDED] = None
     finally:
         for handle in handles:
             handle.remove()
-    return held, [root for root in roots if root.requires_grad]
+    return held, roots
 
 
 def _checkpoint_failure(error: RuntimeError) -> tuple[str, str] | None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autoac.profiler.errors import NothingToProfile
+from autoac.profiler.torch_facts.gradients import roots_of
 
 Loss = Callable[[Any], Tensor]
 
@@ -49,6 +50,40 @@ def loss_of(loss: Loss, output: Any) -> Tensor:
     return root
 
 
+def run_forwards(
+    calls: Iterable[Callable[[], Any]],
+    loss: Loss | None,
+    ended: Callable[[Any], list[Tensor]],
+    begin_loss: Callable[[], None],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run the forwards of a step, and its loss. Hold no other output than a loss needs.
+
+    Args:
+        calls: run one forward each, and return its output.
+        loss: of the output, or of the list of the outputs of several forwards.
+        ended: called with each output; returns the tensors that forward did not make.
+        begin_loss: called before the loss.
+
+    Returns:
+        What `ended` returned, and the tensors where backward begins.
+    """
+    held: list[Tensor] = []
+    outputs: list[Any] = []
+    roots: list[Tensor] = []
+    for call in calls:
+        output = call()
+        held += ended(output)
+        if loss is None:
+            roots += roots_of(output)
+        else:
+            outputs.append(output)
+        del output
+    if loss is not None:
+        begin_loss()
+        roots = [loss_of(loss, outputs if len(outputs) > 1 else outputs[0])]
+    return held, [root for root in roots if root.requires_grad]
+
+
 def check_roots(roots: Sequence[Tensor], leaves: Iterable[Tensor]) -> None:
     """Check that there is something to differentiate.
 
@@ -57,7 +92,7 @@ def check_roots(roots: Sequence[Tensor], leaves: Iterable[Tensor]) -> None:
         leaves: of the model and the batch.
 
     Raises:
-        NothingToProfile: there is no root.
+        NothingToProfile: `roots` is empty.
     """
     if roots:
         return

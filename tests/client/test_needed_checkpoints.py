@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint as torchs
-from stepping import PLAIN, seed
+from stepping import seed
 from torch import Tensor, nn
 
 import ac_client
 from ac_client.runtime.write_guard import ContentsDiffer, StaleError
 from autoac.planner import Policy, plan
 from autoac.profiler import profile
+from benchmarks.observed_profile import A_CPU
 
 WIDTH, LAYERS = 32, 4
 Call = Callable[[Any, Tensor], Tensor]
@@ -154,7 +155,7 @@ FAKEABLE = [kind for kind in KINDS if kind is not Swapped]
 
 def policy_of_plain_calls(kind: type[Net]) -> Policy:
     plain = made(kind, lambda function, x: function(x))  # which fails in a real backward
-    found = profile(plain, batch(0), on=PLAIN)
+    found = profile(plain, batch(0), on=A_CPU)
     peak = plan(found, budget_bytes=1 << 40).policy().predicted.peak_bytes
     return plan(found, budget_bytes=int(peak * 0.95)).policy()
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import PLAIN
 from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
@@ -14,16 +13,13 @@ from autoac.profiler import CannotProfile, Loop, observe, profile
 from autoac.profiler.torch_facts.gradients import roots_of
 from benchmarks.models.modules import Transformer
 from benchmarks.models.tiny import ZOO, ZooModel
-from benchmarks.observed_profile import IN_BACKWARD, differing, peaks
+from benchmarks.observed_profile import A_CPU, IN_BACKWARD, IN_KERNELS, differing, peaks
 from tests.programs import COLUMNS, ROWS, Program
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SCALARS = {"T5": 8, "Whisper": 8}
 """Bytes of a number that becomes a tensor, as in `x[0] = 1`, which may count for one op less."""
-
-
-NOT_FAKED = (*IN_BACKWARD, "environment.", "ops.workspace_nbytes")
 
 
 class Run(nn.Module):
@@ -65,12 +61,12 @@ def test_observed_step_of_a_random_program_has_its_profile(first: int) -> None:
         batch.append(torch.randn(ROWS, COLUMNS))
         try:
             torch.manual_seed(seed)
-            fake = profile(model, *batch, on=PLAIN)
+            fake = profile(model, *batch, on=A_CPU)
         except (RuntimeError, CannotProfile):
             continue  # autograd refuses the program
         torch.manual_seed(seed)
         observed = profile(model, *batch)
-        assert not differing(observed, fake, *NOT_FAKED), seed
+        assert not differing(observed, fake, *IN_BACKWARD, *IN_KERNELS), seed
         compared += 1
     assert compared > 25
 
@@ -98,7 +94,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 def test_observed_step_of_a_loop_has_the_profile_of_a_fake_one(name: str, *, casts: bool) -> None:
     model, x, terms = Transformer(), torch.randn(2, 8, 32), LOOPS[name]
     with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-        fake = observe(model, (x,), {}, on=PLAIN, **terms)
+        fake = observe(model, (x,), {}, on=A_CPU, **terms)
         observed = observe(model, (x,), {}, **terms)
-    assert not differing(observed, fake, *NOT_FAKED)
+    assert not differing(observed, fake, *IN_BACKWARD, *IN_KERNELS)
     assert observed.loss_begins == fake.loss_begins
