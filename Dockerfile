@@ -17,7 +17,7 @@ COPY constraints.txt ./
 COPY pyproject.toml ./
 # The same distribution without torch and the packages that need it: the lines that name them go. The first
 # requirement of `postgres` is `service`.
-RUN python -c "import re; from pathlib import Path; f = Path('pyproject.toml'); f.write_text(re.sub(r'(?m)^.*(\btorch\b|autoac.profiler|ac_client|^dynamic).*\n', '', f.read_text()))"
+RUN python -c "import re; from pathlib import Path; f = Path('pyproject.toml'); f.write_text(re.sub(r'(?m)^.*(\btorch\b|autoac.(profiler|tape)|ac_client|^dynamic).*\n', '', f.read_text()))"
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; extras = p['optional-dependencies']; print(*p['dependencies'], *extras['service'], *extras['postgres'][1:], sep='\n', file=open('requirements.txt', 'w'))"
 RUN pip install --no-cache-dir -c constraints.txt -r requirements.txt
 COPY LICENSE ./

@@ -15,14 +15,19 @@ from .errors import (
     SolverOutOfTime,
 )
 from .fit import Fit, FitRow, fit
+from .in_models import (
+    ContentsDiffer,
+    LeftThePath,
+    PolicyConflict,
+    StaleError,
+    checkpoint,
+    checkpoint_sequential,
+    save_recompute_policy,
+    split_backward,
+    tag,
+)
 from .measure.report import Report
 from .pins import Pin, pin
-from .runtime.checkpoint import checkpoint, checkpoint_sequential
-from .runtime.cursor import LeftThePath
-from .runtime.nested_policies import PolicyConflict
-from .runtime.policy_context import save_recompute_policy, tag
-from .runtime.split_backward import split_backward
-from .runtime.write_guard import ContentsDiffer, StaleError
 from .service_client.errors import RemoteError, ServiceRefused, ServiceUnavailable
 
 __all__ = [

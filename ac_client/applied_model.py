@@ -26,11 +26,11 @@ from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.model_hooks import ModelHooks
 from ac_client.planning.model_planning import ModelPlanning
 from ac_client.planning.options import ApplyOptions
-from ac_client.runtime.policy_context import active
 from autoac.planner import Plan, Policy, PolicySet, beyond_dispatch_in_words
 from autoac.profiler import device_of
 from autoac.profiler.compiler.second_stage import forget_code_that_calls
-from autoac.profiler.torch_facts.inductor import uncompiled
+from autoac.tape.runtime.policy_context import active
+from autoac.tape.torch_facts.inductor import uncompiled
 
 log = logging.getLogger("ac_client")
 

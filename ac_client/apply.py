@@ -34,12 +34,12 @@ from autoac.planner import InfeasibleBudget, InvalidBudget, Policy
 from autoac.planner import PolicySet as PolicySet
 from autoac.planner.formats.policy_set import SET_FORMAT
 from autoac.profiler import Loss
-from autoac.profiler.checkpoints.own_checkpoints import check_taken_over
 from autoac.profiler.compiler.private_compiler import check_version
-from autoac.profiler.distributed.fsdp import watch_sharding
 from autoac.profiler.model_device import check_one_device, device_of
-from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled, uncompiled
-from autoac.profiler.torch_facts.probes import check_torch
+from autoac.tape.checkpoints.own_checkpoints import check_taken_over
+from autoac.tape.distributed.fsdp import watch_sharding
+from autoac.tape.torch_facts.inductor import compiled_parts, is_called_compiled, uncompiled
+from autoac.tape.torch_facts.probes import check_torch
 
 log = logging.getLogger("ac_client")
 

@@ -10,8 +10,7 @@
     CommandError               a command of `autoac` cannot go on
 
 Also raised: InvalidBudget and InfeasibleBudget of the planner, RemoteError of service_client/,
-PolicyConflict of runtime/nested_policies.py, LeftThePath of runtime/cursor.py (strict mode), StaleError of
-runtime/write_guard.py.
+PolicyConflict, LeftThePath (strict mode), StaleError and ContentsDiffer of the executor (in_models.py).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from autoac.planner.errors import InvalidConstraints as InvalidConstraints
 from autoac.planner.errors import PickledError
 from autoac.planner.errors import SolverOutOfTime as SolverOutOfTime
 from autoac.planner.formats.policy_set import Shape, shape_in_words
-from autoac.profiler.errors import PinConflict as PinConflict
+from autoac.tape.errors import PinConflict as PinConflict
 
 
 class ApplyError(PickledError, ValueError):

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ac_client.runtime.nested_policies import ConstantPolicy, PolicyFrame
-from ac_client.runtime.policy_context import active
-from ac_client.runtime.region import Region
-from autoac.profiler.torch_facts.module_paths import ModuleHook
-from autoac.profiler.torch_facts.module_pins import MUST_RECOMPUTE, MUST_SAVE, drop_pin, set_pin
+from autoac.tape.runtime.nested_policies import ConstantPolicy, PolicyFrame
+from autoac.tape.runtime.policy_context import active
+from autoac.tape.runtime.region import Region
+from autoac.tape.torch_facts.module_paths import ModuleHook
+from autoac.tape.torch_facts.module_pins import MUST_RECOMPUTE, MUST_SAVE, drop_pin, set_pin
 
 _DECISIONS = {
     MUST_SAVE: CheckpointPolicy.MUST_SAVE,

@@ -18,7 +18,6 @@ from torch import Tensor
 
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.runtime.moves.host_memory import host_memory
 from autoac.planner import (
     InfeasibleBudget,
     Plan,
@@ -31,7 +30,8 @@ from autoac.planner import (
 from autoac.planner.problem.moves import Link
 from autoac.planner.units import GIB
 from autoac.profiler import observe
-from autoac.profiler.torch_facts.libraries import free_workspaces
+from autoac.tape.runtime.moves.host_memory import host_memory
+from autoac.tape.torch_facts.libraries import free_workspaces
 from benchmarks.models import medium
 from benchmarks.models.batches import Batch
 

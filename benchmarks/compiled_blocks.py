@@ -19,7 +19,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 import ac_client
 from autoac.planner import find_minimum_peak, plan
 from autoac.profiler import profile
-from autoac.profiler.capture.allocations import AllocationRecord
+from autoac.tape.capture.allocations import AllocationRecord
 from benchmarks.models.modules import Transformer
 from benchmarks.results import markdown_table
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import ac_client
 from autoac.planner import find_minimum_peak, plan
 from autoac.profiler import profile
-from autoac.profiler.capture.allocations import AllocationRecord
+from autoac.tape.capture.allocations import AllocationRecord
 from benchmarks.models.batches import Batch
 from benchmarks.models.tiny import ZOO, ZooModel
 

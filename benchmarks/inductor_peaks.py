@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import ac_client
 from autoac.planner import build, find_minimum_peak
 from autoac.profiler import profile
-from autoac.profiler.capture.allocations import AllocationRecord
+from autoac.tape.capture.allocations import AllocationRecord
 from benchmarks.models.batches import Batch
 from benchmarks.models.tiny import ZOO, ZooModel
 from benchmarks.results import add_out_argument, markdown_table, write_result

@@ -28,10 +28,10 @@ import ac_client
 from autoac.planner import Policy, Profile, build, find_minimum_peak, plan
 from autoac.planner.errors import InfeasibleBudget, SolverOutOfTime
 from autoac.profiler import profile
-from autoac.profiler.capture.allocations import AllocationRecord
 from autoac.profiler.compiler.second_stage import BoxedCall, CompiledPart, carried_by
 from autoac.profiler.joint_graph.decided_part import ops_of
 from autoac.profiler.joint_graph.joint_graph import JointGraph, simplify
+from autoac.tape.capture.allocations import AllocationRecord
 from benchmarks.models import medium
 from benchmarks.models.batches import ModelAndBatch
 from benchmarks.models.gpt2 import gpt2

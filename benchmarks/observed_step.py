@@ -3,7 +3,7 @@
     python -m benchmarks.observed_step [--only PATTERN] [--sizes tiny medium unfamiliar] [--out FILE]
 
 Each model trains one step plainly, one as an *observed* step (everything recomputed but what cuts hold,
-ac_client/runtime/cuts.py), and one with torch's checkpoint around every block, where it has lists of blocks.
+tape/runtime/cuts.py), and one with torch's checkpoint around every block, where it has lists of blocks.
 Losses, gradients, buffers and the generator's state are compared bit for bit. Peaks are the allocator's, of
 the whole step with parameters and gradients, without an optimizer.
 
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.runtime.cuts import Cuts
-from ac_client.runtime.policy_context import save_recompute_policy
-from autoac.profiler.torch_facts.module_paths import watch_modules
+from autoac.tape.runtime.cuts import Cuts
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.torch_facts.module_paths import watch_modules
 from benchmarks.models import medium, tiny, unfamiliar
 from benchmarks.models.batches import Batch
 from benchmarks.results import add_out_argument, markdown_table, write_result

@@ -26,11 +26,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ac_client
 from ac_client.demo.setting import Setting, build_model, make_batch
-from ac_client.runtime.policy_context import save_recompute_policy
 from autoac.planner import plan
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build
 from autoac.profiler import DATASHEETS, profile
+from autoac.tape.runtime.policy_context import save_recompute_policy
 from benchmarks.models import large
 from benchmarks.results import markdown_table, write_result
 from benchmarks.torch_checkpoint import SAVED_BY_SELECTIVE, overload

@@ -159,7 +159,7 @@ def measure_row(case: Case) -> Row:
 
 @functools.cache
 def code_digest() -> str:
-    folders = ("benchmarks/models", "profiler", "planner", "ac_client")
+    folders = ("benchmarks/models", "profiler", "tape", "planner", "ac_client")
     return source_digest(torch.__version__, folders=folders, files=[Path(__file__)])
 
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.runtime.policy_context import save_recompute_policy
 from autoac.planner import bounds, build, find_minimum_peak
 from autoac.planner.units import GIB
 from autoac.profiler import profile
-from autoac.profiler.capture.op_recorder import CROSSES_STREAMS
+from autoac.tape.capture.op_recorder import CROSSES_STREAMS
+from autoac.tape.runtime.policy_context import save_recompute_policy
 
 SIZE = 8
 SIDES = 2

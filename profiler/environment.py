@@ -11,7 +11,7 @@ from autoac.planner.formats.profile import ESTIMATED, Environment
 from autoac.profiler.static_memory import allocator_rounding
 from autoac.profiler.timing.cache import processor
 from autoac.profiler.timing.roofline import Device
-from autoac.profiler.torch_facts.libraries import cudnn_of
+from autoac.tape.torch_facts.libraries import cudnn_of
 
 
 def device_name(device: torch.device) -> str:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from autoac.profiler.errors import CannotProfile
-from autoac.profiler.torch_facts.batch_contents import batch_tensors
+from autoac.tape.errors import CannotProfile
+from autoac.tape.torch_facts.batch_contents import batch_tensors
 
 
 def device_of(

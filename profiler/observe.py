@@ -13,12 +13,7 @@ from torch import nn
 
 from autoac.planner.formats.profile import Profile
 from autoac.profiler.autocast import autocast_to, may_be_switched_off
-from autoac.profiler.capture.garbage_collection import frozen_heap
-from autoac.profiler.checkpoints.own_checkpoints import checkpoints_left_alone
-from autoac.profiler.distributed.ddp import buckets_of, build_replicating
-from autoac.profiler.distributed.fsdp import check_reduced, check_sharded, parameters_of
 from autoac.profiler.environment import describe_leaf, environment_of_datasheet
-from autoac.profiler.errors import CannotProfile
 from autoac.profiler.model_device import check_no_lazy_layers, device_of_step
 from autoac.profiler.observed_step import ObservedStep
 from autoac.profiler.restore.tensor_state import tensors_restored
@@ -28,10 +23,15 @@ from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss, Trainin
 from autoac.profiler.timing.cache import Times
 from autoac.profiler.timing.on_device import OpTimesOnDevice, datasheet_of
 from autoac.profiler.timing.roofline import DATASHEETS, Device
-from autoac.profiler.torch_facts.batch_contents import batch_tensors
-from autoac.profiler.torch_facts.private import tree_leaves
-from autoac.profiler.torch_facts.probes import check_torch
-from autoac.profiler.torch_facts.rng import generators_restored
+from autoac.tape.capture.garbage_collection import frozen_heap
+from autoac.tape.checkpoints.own_checkpoints import checkpoints_left_alone
+from autoac.tape.distributed.ddp import buckets_of, build_replicating
+from autoac.tape.distributed.fsdp import check_reduced, check_sharded, parameters_of
+from autoac.tape.errors import CannotProfile
+from autoac.tape.torch_facts.batch_contents import batch_tensors
+from autoac.tape.torch_facts.private import tree_leaves
+from autoac.tape.torch_facts.probes import check_torch
+from autoac.tape.torch_facts.rng import generators_restored
 
 
 def profile(

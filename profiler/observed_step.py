@@ -1,8 +1,8 @@
 """Run one training step for real, under a policy that needs no profile, and record its profile.
 
-Everything that may be recomputed is, but for what *cuts* hold (ac_client/runtime/cuts.py), so the step takes
+Everything that may be recomputed is, but for what *cuts* hold (tape/runtime/cuts.py), so the step takes
 about as much memory as torch's checkpoint around every block. Its numbers are those of plain training. The
-record is made by the region that runs the step (profiler/capture/step_tape.py), and nothing runs twice but
+record is made by the region that runs the step (tape/capture/step_tape.py), and nothing runs twice but
 what backward recomputes. Those replays are what times the ops.
 
     begin_forward, the model's forward, end_forward, a loss, backward, profile
@@ -23,41 +23,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ac_client.runtime.cuts import Cuts
-from ac_client.runtime.policy_context import save_recompute_policy
 from autoac.planner.formats.profile import Profile
-from autoac.profiler.capture.allocations import AllocationRecord
-from autoac.profiler.capture.backward_calls import BackwardCalls
-from autoac.profiler.capture.step_tape import OUTSIDE, StepTape
-from autoac.profiler.checkpoints.own_checkpoints import (
-    NEEDED,
-    checkpoints_left_alone,
-    plain_checkpoints,
-)
 from autoac.profiler.compiler.second_stage import carried_by
-from autoac.profiler.distributed.ddp import buckets_of, wrapper_paths
-from autoac.profiler.distributed.fsdp import check_sharded, gathered_nbytes, shards_of
-from autoac.profiler.distributed.process_groups import noting_groups
-from autoac.profiler.distributed.wrapped_tensors import below
 from autoac.profiler.environment import describe_leaf, environment_of_device
-from autoac.profiler.errors import NothingToProfile
 from autoac.profiler.joint_graph.interpreted_part import TapedParts
 from autoac.profiler.static_memory import static_bytes
 from autoac.profiler.step_profile import profile_of, with_cached_backward
 from autoac.profiler.steps.step_record import StepRecord, force_saves_of_units
 from autoac.profiler.steps.training_loop import Loop, TrainingStep, check_roots, run_forwards
-from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.cache import Times, machine
-from autoac.profiler.timing.op_timer import OpSpans, median_and_spread
-from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.batch_contents import batch_tensors
-from autoac.profiler.torch_facts.gradients import leaves_of, output_of_leaf, roots_of
-from autoac.profiler.torch_facts.inductor import compile_within, is_called_compiled, runs_compiled
-from autoac.profiler.torch_facts.libraries import free_workspaces
-from autoac.profiler.torch_facts.module_paths import ROOT, is_called, watch_modules
-from autoac.profiler.torch_facts.module_pins import pins_of
-from autoac.profiler.torch_facts.private import compiled_autograd_off, tree_map
-from autoac.profiler.torch_facts.storage_table import has_storage
+from autoac.tape.capture.allocations import AllocationRecord
+from autoac.tape.capture.backlog import Backlog
+from autoac.tape.capture.backward_calls import BackwardCalls
+from autoac.tape.capture.op_timer import OpSpans, median_and_spread
+from autoac.tape.capture.step_tape import OUTSIDE, StepTape
+from autoac.tape.checkpoints.own_checkpoints import (
+    NEEDED,
+    checkpoints_left_alone,
+    plain_checkpoints,
+)
+from autoac.tape.distributed.ddp import buckets_of, wrapper_paths
+from autoac.tape.distributed.fsdp import check_sharded, gathered_nbytes, shards_of
+from autoac.tape.distributed.process_groups import noting_groups
+from autoac.tape.distributed.wrapped_tensors import below
+from autoac.tape.errors import NothingToProfile
+from autoac.tape.runtime.cuts import Cuts
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.batch_contents import batch_tensors
+from autoac.tape.torch_facts.gradients import leaves_of, output_of_leaf, roots_of
+from autoac.tape.torch_facts.inductor import compile_within, is_called_compiled, runs_compiled
+from autoac.tape.torch_facts.libraries import free_workspaces
+from autoac.tape.torch_facts.module_paths import ROOT, is_called, watch_modules
+from autoac.tape.torch_facts.module_pins import pins_of
+from autoac.tape.torch_facts.private import compiled_autograd_off, tree_map
+from autoac.tape.torch_facts.storage_table import has_storage
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 

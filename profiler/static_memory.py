@@ -16,21 +16,21 @@ from torch import Tensor, nn
 
 from autoac.planner.formats.profile import StaticBytes
 from autoac.planner.units import rounded_bytes
-from autoac.profiler.distributed.ddp import buckets_of
-from autoac.profiler.distributed.fsdp import local, parameters_of
 from autoac.profiler.timing.roofline import Device
-from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.batch_contents import batch_tensors
-from autoac.profiler.torch_facts.gradients import gradient_of
-from autoac.profiler.torch_facts.op_signature import outputs_of
-from autoac.profiler.torch_facts.private import (
+from autoac.tape.distributed.ddp import buckets_of
+from autoac.tape.distributed.fsdp import local, parameters_of
+from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.batch_contents import batch_tensors
+from autoac.tape.torch_facts.gradients import gradient_of
+from autoac.tape.torch_facts.op_signature import outputs_of
+from autoac.tape.torch_facts.private import (
     DataDependentOutputException,
     FakeTensorMode,
     TorchDispatchMode,
     tree_leaves,
     tree_map,
 )
-from autoac.profiler.torch_facts.storage_table import StorageTable, has_storage_or_fake
+from autoac.tape.torch_facts.storage_table import StorageTable, has_storage_or_fake
 
 ONLY_PRESENT_STATE = "only its present state is counted"
 

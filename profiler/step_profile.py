@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 
 from autoac.planner.formats.profile import Environment, Profile, StaticBytes
-from autoac.profiler.capture.garbage_collection import no_garbage_collection
 from autoac.profiler.static_memory import optimizer_bytes, static_bytes, workspace_bytes
 from autoac.profiler.steps.step_record import StepRecord
 from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.profiler.timing.cache import Times
 from autoac.profiler.timing.roofline import Device
 from autoac.profiler.to_profile import assemble
-from autoac.profiler.torch_facts.inductor import backend_of_plans, is_called_compiled, uncompiled
+from autoac.tape.capture.garbage_collection import no_garbage_collection
+from autoac.tape.torch_facts.inductor import backend_of_plans, is_called_compiled, uncompiled
 
 log = logging.getLogger("autoac.profiler")
 

@@ -21,10 +21,10 @@ from autoac.planner.formats.profile import (
     Values,
 )
 from autoac.planner.units import rounded_bytes
-from autoac.profiler.capture.allocations import AllocatedBlock, Allocations
-from autoac.profiler.capture.op_recorder import RecordedStorage
-from autoac.profiler.capture.saved_tensor_recorder import SavedEvent
 from autoac.profiler.steps.step_record import StepRecord
+from autoac.tape.capture.allocations import AllocatedBlock, Allocations
+from autoac.tape.capture.op_recorder import RecordedStorage
+from autoac.tape.capture.saved_tensor_recorder import SavedEvent
 
 
 def assemble(

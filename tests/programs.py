@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ac_client.runtime.cursor import UseGroup
-from ac_client.runtime.cuts import Cuts
-from ac_client.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.cursor import UseGroup
+from autoac.tape.runtime.cuts import Cuts
+from autoac.tape.runtime.policy_context import save_recompute_policy
 
 ROWS, COLUMNS = 4, 6
 

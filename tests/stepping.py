@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.runtime import replay
-from ac_client.runtime.nodes import Node, live_versions
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
 from autoac.planner import Graph, Policy, build, find_minimum_peak, simulate
 from autoac.planner.formats.profile import Profile
-from autoac.profiler.capture.allocations import AllocationRecord
+from autoac.tape.capture.allocations import AllocationRecord
+from autoac.tape.runtime import replay
+from autoac.tape.runtime.nodes import Node, live_versions
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -202,7 +202,11 @@ def nothing_left() -> Iterator[None]:
         return sum(
             t is torch.UntypedStorage
             or t.__module__
-            in ("ac_client.runtime.nodes", "ac_client.runtime.saved_handles", "ac_client.runtime.replay")
+            in (
+                "autoac.tape.runtime.nodes",
+                "autoac.tape.runtime.saved_handles",
+                "autoac.tape.runtime.replay",
+            )
             for t in types
         )
 

@@ -1,7 +1,8 @@
 """Check the house rules that a reader relies on: where imports point, and that names are unique.
 
-Imports point one way, `ac_client -> profiler -> planner <- api`, and inside each package from the parts named
-below to the parts named above. `TABLE` is the whole list; a new arrow is a decision and gets a line here.
+Imports point one way, `ac_client -> profiler -> tape -> planner <- api`, and inside each package from the
+parts named below to the parts named above. `TABLE` is the whole list; a new arrow is a decision and gets a
+line here. Inside a part no files import each other in a circle.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("planner", "profiler", "api", "ac_client")
+PACKAGES = ("planner", "tape", "profiler", "api", "ac_client")
 
 # The group of each file that lies directly in its package. Other files belong to the folder that they lie in.
 GROUP_OF_FILE = {
     "planner": {
         "base": ("errors", "units", "budget"),
         "plans": ("plan", "minimum_peak", "frontier", "infeasibility", "shared_code", "offload"),
+    },
+    "tape": {
+        "base": ("errors",),
     },
     "profiler": {
         "base": ("errors",),
@@ -47,14 +51,13 @@ GROUP_OF_FILE = {
     },
     "ac_client": {
         "base": ("errors", "files", "model_loader"),
-        "entry": ("apply", "applied_model", "arguments", "pins"),
+        "entry": ("apply", "applied_model", "arguments", "pins", "in_models"),
         "sizes": ("fit", "profiled_sizes"),
     },
 }
 
 # Each group may import the groups of its line, no others. A word without "/" is a group of the same package;
-# "planner", "profiler" and "ac_client" are the public names of a package. One arrow points up, from
-# profiler/entry to ac_client/runtime, which runs observed steps: that folder moves below the profiler next.
+# "planner", "profiler" and "ac_client" are the public names of a package.
 TABLE = """
 planner/base:
 planner/formats:        base
@@ -66,47 +69,47 @@ planner/sizes:          base formats
 planner/pipeline:       base formats problem solver plans
 planner/report:         base formats problem memory solver plans
 planner:                plans pipeline report sizes
-profiler/base:          planner/base
-profiler/torch_facts:   base planner/formats
-profiler/unseen:        torch_facts checkpoints planner/formats
-profiler/compiler:      base torch_facts planner/formats
-profiler/distributed:   base torch_facts
-profiler/checkpoints:   torch_facts
-profiler/restore:       base torch_facts checkpoints
-profiler/timing:        torch_facts unseen restore planner/formats
-profiler/capture:       base torch_facts unseen checkpoints distributed restore timing planner/base
-                        planner/formats
-profiler/static:        base torch_facts distributed timing planner/base planner/formats
-profiler/joint_graph:   torch_facts compiler capture
-profiler/gpu_dispatch:  base torch_facts timing
-profiler/steps:         base torch_facts unseen checkpoints compiler distributed restore timing capture
-                        joint_graph gpu_dispatch planner/formats
-profiler/entry:         base torch_facts checkpoints compiler distributed restore timing capture static
-                        steps compiler joint_graph planner/base planner/formats ac_client/runtime
+tape/base:              planner/base
+tape/torch_facts:       base planner/formats
+tape/checkpoints:       torch_facts
+tape/unseen:            torch_facts checkpoints planner/formats
+tape/distributed:       base torch_facts
+tape/capture:           base torch_facts unseen checkpoints distributed planner/base planner/formats
+tape/runtime:           torch_facts unseen checkpoints distributed capture planner/base planner/formats
+tape:
+profiler/base:          tape/base
+profiler/compiler:      planner/formats tape tape/base tape/torch_facts
+profiler/restore:       tape/base tape/torch_facts tape/checkpoints
+profiler/timing:        planner/formats tape/torch_facts tape/capture
+profiler/static:        timing planner/base planner/formats tape/base tape/torch_facts tape/distributed
+profiler/joint_graph:   compiler tape/torch_facts tape/capture
+profiler/gpu_dispatch:  timing tape/base tape/torch_facts
+profiler/steps:         compiler restore timing joint_graph gpu_dispatch planner/formats tape/base
+                        tape/torch_facts tape/unseen tape/checkpoints tape/distributed tape/capture
+profiler/entry:         compiler restore timing static steps joint_graph planner/base planner/formats
+                        tape/base tape/torch_facts tape/checkpoints tape/distributed tape/capture
+                        tape/runtime
 profiler:               base timing static entry
-ac_client/base:         planner planner/base planner/formats profiler/base
-ac_client/runtime:      base planner/base planner/formats profiler/torch_facts profiler/unseen
-                        profiler/distributed profiler/checkpoints profiler/capture
-ac_client/measure:      base runtime planner planner/base planner/report profiler profiler/torch_facts
-                        profiler/distributed
-ac_client/service_client: planner planner/base planner/formats planner/problem planner/memory planner/plans
-ac_client/compiled:     base runtime planner planner/formats profiler/base profiler/torch_facts
-                        profiler/compiler profiler/joint_graph
-ac_client/planning:     base service_client runtime compiled measure planner planner/base
-                        planner/formats planner/problem planner/memory profiler profiler/base
-                        profiler/torch_facts profiler/unseen profiler/compiler profiler/distributed
-                        profiler/restore profiler/static profiler/checkpoints profiler/steps profiler/entry
-ac_client/entry:        base service_client runtime measure planning planner planner/base planner/formats
-                        profiler profiler/base profiler/torch_facts profiler/compiler profiler/static
-                        profiler/checkpoints profiler/distributed
+ac_client/base:         planner planner/base planner/formats tape/base
+ac_client/measure:      planner planner/base planner/report tape/runtime tape/torch_facts tape/distributed
+                        profiler
+ac_client/service_client: planner planner/base planner/formats planner/problem planner/memory
+                        planner/plans
+ac_client/compiled:     base planner planner/formats tape/runtime profiler/compiler profiler/joint_graph
+ac_client/planning:     base service_client compiled measure planner planner/base planner/formats
+                        planner/problem planner/memory tape/runtime tape/base tape/torch_facts tape/unseen
+                        tape/distributed tape/checkpoints profiler profiler/compiler profiler/static
+                        profiler/entry
+ac_client/entry:        base service_client measure planning planner planner/base planner/formats
+                        tape/runtime tape/torch_facts tape/checkpoints tape/distributed profiler
+                        profiler/compiler profiler/static
 ac_client/sizes:        base planner planner/base planner/problem planner/memory planner/plans
                         planner/report planner/sizes profiler
 ac_client:              base entry sizes planner/base
-ac_client/integrations: base planning entry planner planner/base profiler ac_client
+ac_client/integrations: base planning planner planner/base profiler ac_client
 ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler
 ac_client/demo:         measure planner planner/report ac_client
-ac_client/doctor:       base measure planner planner/base profiler profiler/timing profiler/torch_facts
-                        ac_client
+ac_client/doctor:       base measure planner planner/base tape/capture profiler profiler/timing ac_client
 ac_client/cli:          base regenerate demo doctor planner planner/base planner/formats planner/problem
                         planner/report profiler ac_client api/cli
 api/base:               planner/base planner/formats planner/solver planner/plans
@@ -118,8 +121,8 @@ api/solving:            base telemetry plot storage error_mapping planner/base p
                         planner/formats planner/plans
 api/service:            base telemetry plot storage solving
 api/web:                planner/report
-api/routes:             base telemetry plot storage service web planner/base
-                        planner/formats planner/plans planner/report
+api/routes:             base telemetry plot storage service web planner/base planner/formats planner/plans
+                        planner/report
 api/app:                base telemetry storage error_mapping solving service routes planner/base
                         planner/formats
 api:                    app cli
@@ -226,6 +229,13 @@ def test_the_table_of_arrows_has_no_cycle() -> None:
     graphlib.TopologicalSorter(ARROWS).prepare()  # raises CycleError
 
 
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = {path: set[Path]() for path in modules().values() if path.name != "__init__.py"}
+    for path, targets in files.items():
+        targets |= {target for node in ast.walk(parsed(path)) for target in imported(node)} & files.keys()
+    graphlib.TopologicalSorter(files).prepare()  # raises CycleError
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_import_follows_an_arrow(package: str) -> None:
     broken = {
@@ -310,6 +320,7 @@ def test_importing_costs_no_torch(module: str) -> None:
         ("autoac.planner.report.page", {"autoac.api", "autoac.profiler", "ac_client"}),
         ("autoac.api", {"autoac.profiler", "ac_client"}),
         ("autoac.profiler", {"autoac.api", "autoac.planner.report.page", "ac_client"}),
+        ("autoac.tape.runtime.cuts", {"autoac.api", "autoac.profiler", "ac_client"}),
         ("ac_client", {"autoac.api"}),
         ("ac_client.integrations.loop", {"transformers", "accelerate", "lightning", "pytorch_lightning"}),
     ],

@@ -84,7 +84,7 @@ def test_every_package_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = set(project["tool"]["setuptools"]["packages"])
     found = set()
-    for folder in ("planner", "profiler", "api", "ac_client"):
+    for folder in ("planner", "tape", "profiler", "api", "ac_client"):
         for init in (ROOT / folder).rglob("__init__.py"):
             name = ".".join(init.parent.relative_to(ROOT).parts)
             found.add(name if folder == "ac_client" else f"autoac.{name}")

@@ -2,7 +2,7 @@
 
 The folder gets the packages of this checkout (`src`), wheels for Python 3.12 of what is not installed there
 with torch (`wheels`), and `run.sh`, which runs `benchmarks.gpu_quarter` and writes to $OUT. Patches are
-applied to the packed copy alone; their paths are those of `src`, such as `autoac/profiler/errors.py`.
+applied to the packed copy alone; their paths are those of `src`, such as `autoac/tape/errors.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PLACES = {
     "ac_client": "src",
     "benchmarks": "src",
-    **dict.fromkeys(("api", "planner", "profiler"), "src/autoac"),
+    **dict.fromkeys(("api", "planner", "profiler", "tape"), "src/autoac"),
 }
 MISSING = {
     *("annotated-types", "cachetools", "highspy", "httpcore2", "httpx2", "lazy-loader", "pulp", "pydantic"),

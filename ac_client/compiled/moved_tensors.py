@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ac_client.runtime.moves.copies import Departure
 from autoac.profiler.joint_graph.joint_graph import is_view, results_of, storages_read
+from autoac.tape.runtime.moves.copies import Departure
 
 
 class PartMove(NamedTuple):

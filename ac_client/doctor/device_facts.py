@@ -14,7 +14,7 @@ import torch
 
 from ac_client.doctor.gpu_report import redacted
 from autoac.profiler import DATASHEETS, Device
-from autoac.profiler.timing.backlog import Backlog
+from autoac.tape.capture.backlog import Backlog
 
 _BY_CAPABILITY = {(8, 0): "a100", (8, 9): "rtx4090"}
 

@@ -19,9 +19,9 @@ from autoac.planner.report.align_measured import MeasuredStep, op_names
 from autoac.planner.report.page import timeline_page
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
-from autoac.profiler.distributed.fsdp import parameters_of
-from autoac.profiler.torch_facts.gradients import gradient_of
-from autoac.profiler.torch_facts.storage_table import has_storage
+from autoac.tape.distributed.fsdp import parameters_of
+from autoac.tape.torch_facts.gradients import gradient_of
+from autoac.tape.torch_facts.storage_table import has_storage
 
 
 @dataclass(frozen=True, slots=True)

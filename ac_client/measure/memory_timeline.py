@@ -20,7 +20,7 @@ from typing import Self
 import torch
 
 from autoac.profiler import ProfilerBusy
-from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, OpEvent, TorchTrace
+from autoac.tape.torch_facts.torch_trace import AllocationEvent, MarkEvent, OpEvent, TorchTrace
 
 _RELEASED, _EXISTING = "released ", "existing "
 

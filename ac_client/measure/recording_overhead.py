@@ -12,9 +12,9 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from ac_client.runtime.policy_context import active, save_recompute_policy
 from autoac.planner import Profile
-from autoac.profiler.torch_facts import private
+from autoac.tape.runtime.policy_context import active, save_recompute_policy
+from autoac.tape.torch_facts import private
 
 T = TypeVar("T")
 

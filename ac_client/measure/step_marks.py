@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner.report.align_measured import MeasuredStep, ProfiledCall
-from autoac.profiler.torch_facts.module_paths import ROOT
-from autoac.profiler.torch_facts.torch_trace import MarkEvent
+from autoac.tape.torch_facts.module_paths import ROOT
+from autoac.tape.torch_facts.torch_trace import MarkEvent
 
 _FORWARD, _ENTER, _LEAVE = "forward", "enter ", "leave "
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from autoac.planner.formats.policy_set import Leaf, Shape
-from autoac.profiler.torch_facts.batch_contents import batch_tensors
-from autoac.profiler.torch_facts.private import tree_leaves
+from autoac.tape.torch_facts.batch_contents import batch_tensors
+from autoac.tape.torch_facts.private import tree_leaves
 
 _PLAIN = frozenset({int, float, complex, str, bytes})
 

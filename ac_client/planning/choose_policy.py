@@ -47,10 +47,10 @@ from autoac.planner import (
 )
 from autoac.planner.formats.policy_set import Shape, shape_in_words
 from autoac.profiler import Loop, ProfilerBusy
-from autoac.profiler.distributed.fsdp import process_group_of
-from autoac.profiler.distributed.process_groups import Groups
-from autoac.profiler.errors import CannotProfile, ProfilerError
-from autoac.profiler.torch_facts.torch_trace import profiler_is_running
+from autoac.tape.distributed.fsdp import process_group_of
+from autoac.tape.distributed.process_groups import Groups
+from autoac.tape.errors import CannotProfile, ProfilerError
+from autoac.tape.torch_facts.torch_trace import profiler_is_running
 
 log = logging.getLogger("ac_client")
 

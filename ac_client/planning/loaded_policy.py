@@ -25,7 +25,6 @@ from ac_client.compiled.policy_parts import PartCalls
 from ac_client.planning.batch_shape import leaves_of
 from ac_client.planning.facts.peak_counter import PeakBounds
 from ac_client.planning.next_action import Action, CorrectPrediction, PlannedFor
-from ac_client.runtime.cursor import Route
 from autoac.planner import Plan, Policy, Profile
 from autoac.planner.errors import Holding
 from autoac.planner.formats.policy import Decision, cudnn_text
@@ -36,8 +35,9 @@ from autoac.planner.memory.simulate import waiting_bytes
 from autoac.planner.problem.graph import StorageId
 from autoac.profiler import Loop, device_name
 from autoac.profiler.static_memory import OptimizerBytes
-from autoac.profiler.torch_facts.inductor import compiled_parts
-from autoac.profiler.torch_facts.libraries import cudnn_of, has_expandable_segments
+from autoac.tape.runtime.cursor import Route
+from autoac.tape.torch_facts.inductor import compiled_parts
+from autoac.tape.torch_facts.libraries import cudnn_of, has_expandable_segments
 
 log = logging.getLogger("ac_client")
 

@@ -19,17 +19,17 @@ from ac_client.planning.facts.optimizer_steps import UnplannedSteps
 from ac_client.planning.model_planning import ModelPlanning
 from ac_client.planning.plan_batch import check_hooks
 from ac_client.planning.planned_forward import ForwardOfThread
-from ac_client.runtime.cursor import OffPath
 from autoac.profiler.compiler.private_compiler import check_version, is_tested
-from autoac.profiler.distributed.ddp import wrapper_paths
-from autoac.profiler.errors import CannotProfile
 from autoac.profiler.observed_step import ObservedStep, recorded_step
-from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.batch_contents import batch_tensors
-from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled
-from autoac.profiler.torch_facts.module_paths import ModuleHook, Watch, watch_modules
-from autoac.profiler.torch_facts.streams import is_capturing
-from autoac.profiler.unseen.fingerprints import Comparison
+from autoac.tape.distributed.ddp import wrapper_paths
+from autoac.tape.errors import CannotProfile
+from autoac.tape.runtime.cursor import OffPath
+from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.batch_contents import batch_tensors
+from autoac.tape.torch_facts.inductor import compiled_parts, is_called_compiled
+from autoac.tape.torch_facts.module_paths import ModuleHook, Watch, watch_modules
+from autoac.tape.torch_facts.streams import is_capturing
+from autoac.tape.unseen.fingerprints import Comparison
 
 log = logging.getLogger("ac_client")
 

@@ -30,7 +30,6 @@ from ac_client.planning.loaded_policy import (
 from ac_client.planning.next_action import PlannedFor, of_others
 from ac_client.planning.options import ApplyOptions
 from ac_client.planning.warn_once import WarnOnce
-from ac_client.runtime.saved_tensor_hooks import enter_saved_tensor_hooks
 from ac_client.service_client.errors import ServiceUnavailable
 from ac_client.service_client.policy_requests import request_policy
 from autoac.planner import (
@@ -48,12 +47,13 @@ from autoac.planner.formats.policy_set import Shape
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, link_of, observe
-from autoac.profiler.checkpoints.own_checkpoints import UNPLANNED
 from autoac.profiler.model_device import device_of_step
 from autoac.profiler.observed_step import ObservedStep, is_recorded_elsewhere, recorded_step
 from autoac.profiler.static_memory import ONLY_PRESENT_STATE
-from autoac.profiler.torch_facts.batch_contents import batch_tensors
-from autoac.profiler.torch_facts.streams import is_capturing
+from autoac.tape.checkpoints.own_checkpoints import UNPLANNED
+from autoac.tape.runtime.saved_tensor_hooks import enter_saved_tensor_hooks
+from autoac.tape.torch_facts.batch_contents import batch_tensors
+from autoac.tape.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
 

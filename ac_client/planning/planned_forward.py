@@ -13,14 +13,14 @@ from torch import nn
 from ac_client.compiled.policy_parts import PolicyParts
 from ac_client.planning.loaded_policy import ForwardRoute, PlannedBucket
 from ac_client.planning.options import ApplyOptions
-from ac_client.runtime.cursor import Cursor, LeftThePath, OffPath
-from ac_client.runtime.policy_context import active, save_recompute_policy
-from ac_client.runtime.replay import RegionGraph
-from ac_client.runtime.saved_tensor_hooks import RegionHooks
-from ac_client.runtime.tracked_storages import TrackedStorages
-from autoac.profiler.checkpoints.own_checkpoints import NEEDED, checkpoints_left_alone, plain_checkpoints
 from autoac.profiler.compiler.second_stage import set_carrier
-from autoac.profiler.torch_facts.module_paths import ROOT, is_called
+from autoac.tape.checkpoints.own_checkpoints import NEEDED, checkpoints_left_alone, plain_checkpoints
+from autoac.tape.runtime.cursor import Cursor, LeftThePath, OffPath
+from autoac.tape.runtime.policy_context import active, save_recompute_policy
+from autoac.tape.runtime.replay import RegionGraph
+from autoac.tape.runtime.saved_tensor_hooks import RegionHooks
+from autoac.tape.runtime.tracked_storages import TrackedStorages
+from autoac.tape.torch_facts.module_paths import ROOT, is_called
 
 
 class PlannedForward:

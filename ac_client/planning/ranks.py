@@ -36,8 +36,8 @@ from autoac.planner import Policy
 from autoac.planner.errors import PlannerError, from_dict
 from autoac.planner.formats.policy_set import Extent, Shape
 from autoac.profiler import CannotProfile, NothingToProfile, ProfilerBusy, ShardsInUse, device_of
-from autoac.profiler.distributed.ddp import build_replicating, replicating
-from autoac.profiler.distributed.process_groups import Groups
+from autoac.tape.distributed.ddp import build_replicating, replicating
+from autoac.tape.distributed.process_groups import Groups
 
 Group = Any
 """A `torch.distributed.ProcessGroup`; "auto" for that of the model's wrapper; None: each rank plans alone."""

@@ -7,8 +7,8 @@ import weakref
 import torch
 from torch import nn
 
-from autoac.profiler.distributed.fsdp import parameters_of
-from autoac.profiler.torch_facts.gradients import gradient_of
+from autoac.tape.distributed.fsdp import parameters_of
+from autoac.tape.torch_facts.gradients import gradient_of
 
 SAMPLED_PER_FORWARD = 16  # parameters that each forward looks at
 GRADIENT_PROBES = 8  # parameters at which a forward looks for gradients

@@ -26,10 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.runtime.cursor import Cursor, Route
-from ac_client.runtime.moves.host_memory import host_memory
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
 from autoac.planner import Graph, build
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.plan import decided
@@ -37,7 +33,11 @@ from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.moves import Move, with_moves
 from autoac.profiler import observe
 from autoac.profiler.steps.training_loop import Loop
-from autoac.profiler.torch_facts.module_paths import watch_modules
+from autoac.tape.runtime.cursor import Cursor, Route
+from autoac.tape.runtime.moves.host_memory import host_memory
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
+from autoac.tape.torch_facts.module_paths import watch_modules
 from benchmarks.fuzzers.expected_log import expected_log
 from benchmarks.fuzzers.random_moves import ANY, random_moves
 from benchmarks.fuzzers.random_programs import run_programs

@@ -31,10 +31,10 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import ac_client
 from ac_client.planning import plan_batch
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
 from autoac.planner import PlannerError, find_minimum_peak, plan
 from autoac.profiler import ProfilerError, profile
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
 from benchmarks.unseen_kernels.layers import KINDS, WIDTH, Unseen
 from benchmarks.unseen_kernels.library import seed_noise
 
@@ -204,7 +204,7 @@ def in_checkpoints(net: nn.Module, x: Tensor, how: Callable[..., Tensor]) -> Ten
 
 def in_our_checkpoints(net: nn.Module, x: Tensor, log: EventLog) -> Tensor:
     logging = partial(save_recompute_policy, log=log)
-    with mock.patch("ac_client.runtime.checkpoint.save_recompute_policy", logging):
+    with mock.patch("autoac.tape.runtime.checkpoint.save_recompute_policy", logging):
         return in_checkpoints(net, x, ac_client.checkpoint)
 
 
@@ -336,7 +336,7 @@ def minimal(program: Network, way: str) -> Network:
 
 def switch_fingerprints_off() -> None:
     """Switch the comparison of contents off: the one place that knows its switch."""
-    module = importlib.import_module("autoac.profiler.unseen.fingerprints")
+    module = importlib.import_module("autoac.tape.unseen.fingerprints")
     module.Comparison.enabled = False
 
 

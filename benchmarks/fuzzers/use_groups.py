@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
 from autoac.planner import Policy, schedule
 from autoac.planner.memory.schedule import Recompute
 from autoac.planner.memory.simulate import simulate
@@ -34,6 +32,8 @@ from autoac.planner.problem.use_groups import UseGroups, later_runs, with_use_gr
 from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.variables import Options
 from autoac.profiler import profile
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
 from benchmarks.fuzzers.expected_log import expected_log
 from benchmarks.fuzzers.nested_checkpoints import BATCH, LENGTH, WIDTH, Layer
 from benchmarks.fuzzers.random_programs import run_programs

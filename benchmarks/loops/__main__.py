@@ -55,7 +55,7 @@ class OnCpu:
         """Return the storages of all tensors that Python knows, by address."""
         import torch
 
-        from autoac.profiler.torch_facts.storage_table import has_storage
+        from autoac.tape.torch_facts.storage_table import has_storage
 
         tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
         tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
@@ -279,7 +279,7 @@ def main() -> None:
         cuda.load(library())
     import torch
 
-    from autoac.profiler.unseen.fingerprints import Comparison
+    from autoac.tape.unseen.fingerprints import Comparison
     from benchmarks.loops.written_loops import LARGE, LOOPS
 
     Comparison.enabled = False

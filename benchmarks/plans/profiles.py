@@ -91,7 +91,7 @@ def path_of(name: str, device: str) -> Path:
 
 def _versions() -> str:
     versions = (torch.__version__, transformers.__version__, str(VERSION))
-    return source_digest(*versions, folders=["profiler", "benchmarks/models"], files=[Path(__file__)])
+    return source_digest(*versions, folders=["profiler", "tape", "benchmarks/models"], files=[Path(__file__)])
 
 
 @dataclass(frozen=True, slots=True)

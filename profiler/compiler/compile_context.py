@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoac.profiler.compiler import private_compiler
-from autoac.profiler.torch_facts import private
+from autoac.tape.torch_facts import private
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from typing import Any, cast
 import torch
 from torch import _guards
 
-from autoac.profiler.errors import COMPILED_SINCE, NEWEST_TORCH, UnsupportedTorch
-from autoac.profiler.torch_facts import minor_version, private
-from autoac.profiler.torch_facts.private import HigherOrderOperator, eval_frame
+from autoac.tape.errors import COMPILED_SINCE, NEWEST_TORCH, UnsupportedTorch
+from autoac.tape.torch_facts import minor_version, private
+from autoac.tape.torch_facts.private import HigherOrderOperator, eval_frame
 
 
 def check_version() -> None:

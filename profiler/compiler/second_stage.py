@@ -42,11 +42,12 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from autoac import tape
 from autoac.planner.formats.profile import ANOTHER_GRAPH
 from autoac.profiler.compiler import private_compiler
 from autoac.profiler.compiler.compile_context import CompileContext
 from autoac.profiler.compiler.graph_notes import read_notes, source_digest
-from autoac.profiler.torch_facts.inductor import (
+from autoac.tape.torch_facts.inductor import (
     backend_of_plans,
     opaque_region,
     recording_modes,
@@ -320,8 +321,9 @@ def _keep_from_cache(begins: bool) -> None:
     config = private_compiler.compiler_configs()[-1]
     if begins:
         _current.partitioner = config.custom_partitioner_fn
+        ours = (Path(__file__).parents[1], Path(tape.__file__).parent)
         config.custom_partitioner_fn = private_compiler.named_partitioner(
-            f"autoac {source_digest(Path(__file__).parents[1])}"
+            " ".join(("autoac", *map(source_digest, ours)))
         )
     elif getattr(config.custom_partitioner_fn, "name", "").startswith("autoac "):
         config.custom_partitioner_fn = _current.partitioner

@@ -17,7 +17,7 @@ from torch.backends import cuda as _flags
 from torch.nn import functional as F
 
 from autoac.profiler.timing.roofline import Device
-from autoac.profiler.torch_facts import private
+from autoac.tape.torch_facts import private
 
 _aten = torch.ops.aten
 

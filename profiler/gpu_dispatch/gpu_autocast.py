@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.private import DispatchKey, tree_leaves, tree_map_only
+from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.private import DispatchKey, tree_leaves, tree_map_only
 
 _NAME = "AutocastIPU"
 _KEY = private.parse_dispatch_key(_NAME)

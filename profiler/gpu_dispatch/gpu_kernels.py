@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autoac.profiler.errors import CannotFake
 from autoac.profiler.gpu_dispatch.gpu_attention import AttentionCall
 from autoac.profiler.timing.roofline import Device
-from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.private import (
+from autoac.tape.errors import CannotFake
+from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.private import (
     DispatchKey,
     FakeTensor,
     FunctionalTensor,

@@ -12,7 +12,7 @@ from autoac.profiler.compiler.second_stage import BoxedCall, CompiledPart
 from autoac.profiler.joint_graph.cut import cut
 from autoac.profiler.joint_graph.joint_graph import JointGraph, module_path, never_again, simplify
 from autoac.profiler.joint_graph.random_ops import restore_states
-from autoac.profiler.torch_facts.op_facts import facts_of
+from autoac.tape.torch_facts.op_facts import facts_of
 
 OpName = tuple[str, str]
 """The path of a module, from the outermost module of its graph, and the name of an op."""

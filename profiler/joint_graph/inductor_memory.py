@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from autoac.profiler.compiler import private_compiler
 from autoac.profiler.joint_graph.joint_graph import is_op, is_view
-from autoac.profiler.torch_facts.private import OpOverload
+from autoac.tape.torch_facts.private import OpOverload
 
 aten = torch.ops.aten
 

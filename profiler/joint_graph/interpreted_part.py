@@ -23,9 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoac.profiler.capture.op_recorder import OpRecorder
-from autoac.profiler.capture.saved_tensor_recorder import SavedEvent, SavedTensorRecorder
-from autoac.profiler.capture.step_tape import STAND_IN, StepTape
 from autoac.profiler.compiler import private_compiler
 from autoac.profiler.compiler.second_stage import BoxedCall, CompiledPart
 from autoac.profiler.joint_graph.cut import cut
@@ -43,9 +40,12 @@ from autoac.profiler.joint_graph.joint_graph import (
     storages_read,
 )
 from autoac.profiler.joint_graph.random_ops import RNG_STATE, without_state
-from autoac.profiler.torch_facts.inductor import keep_dynamo_out
-from autoac.profiler.torch_facts.op_signature import outputs_of
-from autoac.profiler.torch_facts.private import current_graph_task_keeps_graph
+from autoac.tape.capture.op_recorder import OpRecorder
+from autoac.tape.capture.saved_tensor_recorder import SavedEvent, SavedTensorRecorder
+from autoac.tape.capture.step_tape import STAND_IN, StepTape
+from autoac.tape.torch_facts.inductor import keep_dynamo_out
+from autoac.tape.torch_facts.op_signature import outputs_of
+from autoac.tape.torch_facts.private import current_graph_task_keeps_graph
 
 # Dynamo skips the forwards of torch's own modules, but not what they call: autograd calls `pack` from them.
 keep_dynamo_out(SavedTensorRecorder.pack, "it runs while eager ops do", recursively=True)

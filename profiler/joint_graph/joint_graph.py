@@ -29,9 +29,9 @@ from torch import fx
 
 from autoac.profiler.compiler.private_compiler import is_size_node, merge_equal_nodes
 from autoac.profiler.joint_graph.random_ops import RNG_STATE, add_states
-from autoac.profiler.torch_facts.module_paths import ROOT
-from autoac.profiler.torch_facts.op_facts import facts_of, old_statistics
-from autoac.profiler.torch_facts.private import HigherOrderOperator, OpOverload
+from autoac.tape.torch_facts.module_paths import ROOT
+from autoac.tape.torch_facts.op_facts import facts_of, old_statistics
+from autoac.tape.torch_facts.private import HigherOrderOperator, OpOverload
 
 
 @dataclass(frozen=True, slots=True)

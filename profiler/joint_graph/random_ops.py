@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, fx
 
 from autoac.profiler.compiler.private_compiler import functions_with_rng_state
-from autoac.profiler.torch_facts.op_facts import facts_of
-from autoac.profiler.torch_facts.op_signature import outputs_of
-from autoac.profiler.torch_facts.private import OpOverload
+from autoac.tape.torch_facts.op_facts import facts_of
+from autoac.tape.torch_facts.op_signature import outputs_of
+from autoac.tape.torch_facts.private import OpOverload
 
 RNG_STATE = "rng_state"
 """Name of the argument that a drawing op has in a joint graph in addition to its own."""

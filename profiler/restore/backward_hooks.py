@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoac.profiler.torch_facts import private
+from autoac.tape.torch_facts import private
 
 _PARTS_OF_THE_STEP = ("torch.utils.hooks", "torch.distributed.")
 """Modules of torch whose hooks always run: they call a module's own hooks, or belong to FSDP."""

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from autoac.profiler.torch_facts.batch_contents import content_of, reached_items
-from autoac.profiler.torch_facts.gradients import output_of_leaf
-from autoac.profiler.torch_facts.private import tree_map
-from autoac.profiler.torch_facts.storage_table import has_storage
+from autoac.tape.torch_facts.batch_contents import content_of, reached_items
+from autoac.tape.torch_facts.gradients import output_of_leaf
+from autoac.tape.torch_facts.private import tree_map
+from autoac.tape.torch_facts.storage_table import has_storage
 
 
 def _set_content(holder: Any, content: Mapping[Any, Any]) -> None:

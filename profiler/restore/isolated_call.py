@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autoac.profiler.checkpoints.own_checkpoints import plain_checkpoints
 from autoac.profiler.restore.backward_hooks import BackwardHooks, backward_hooks
 from autoac.profiler.restore.batch import Batch
 from autoac.profiler.restore.module_state import clear_parametrization_cache, parametrization_cache_restored
-from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.gradients import free_gradient_when_accumulated
-from autoac.profiler.torch_facts.inductor import call_as_compiled, is_called_compiled
+from autoac.tape.checkpoints.own_checkpoints import plain_checkpoints
+from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.gradients import free_gradient_when_accumulated
+from autoac.tape.torch_facts.inductor import call_as_compiled, is_called_compiled
 
 
 @dataclass(frozen=True, slots=True)

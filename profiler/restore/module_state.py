@@ -29,7 +29,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from autoac.profiler.errors import CannotProfile
 from autoac.profiler.restore.object_holders import (
     MOST_COPIED_NBYTES,
     NOT_FOLLOWED,
@@ -46,8 +45,9 @@ from autoac.profiler.restore.object_holders import (
     kind_of,
     top_package,
 )
-from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.storage_table import has_storage
+from autoac.tape.errors import CannotProfile
+from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.storage_table import has_storage
 
 log = logging.getLogger("autoac.profiler")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.gradients import gradient_of
+from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.gradients import gradient_of
 
 
 @contextmanager

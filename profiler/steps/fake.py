@@ -25,13 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from autoac.profiler.capture.fake_allocations import FakeAllocations, copy_if_known, fake_like
-from autoac.profiler.capture.op_recorder import OpRecorder
-from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
-from autoac.profiler.checkpoints.own_checkpoints import NEEDED, checkpoints_left_alone
 from autoac.profiler.compiler.second_stage import carried_by
-from autoac.profiler.distributed.ddp import without_ddp_sync
-from autoac.profiler.errors import CannotFake, CannotProfile
 from autoac.profiler.gpu_dispatch.gpu_autocast import gpu_autocast
 from autoac.profiler.gpu_dispatch.gpu_fake_kernels import GPU_FAKE_KERNELS
 from autoac.profiler.gpu_dispatch.gpu_kernels import gpu_kernels
@@ -41,25 +35,31 @@ from autoac.profiler.restore.module_state import modules_restored
 from autoac.profiler.steps.step_record import StepRecord
 from autoac.profiler.steps.training_loop import Loop, Loss, TrainingStep, check_roots, run_forwards
 from autoac.profiler.timing.on_device import OpTimesOnDevice
-from autoac.profiler.timing.op_timer import median_and_spread
 from autoac.profiler.timing.roofline import Device
-from autoac.profiler.torch_facts.gradients import gradient_of, leaves_of
-from autoac.profiler.torch_facts.inductor import (
+from autoac.tape.capture.fake_allocations import FakeAllocations, copy_if_known, fake_like
+from autoac.tape.capture.op_recorder import OpRecorder
+from autoac.tape.capture.op_timer import median_and_spread
+from autoac.tape.capture.saved_tensor_recorder import SavedTensorRecorder
+from autoac.tape.checkpoints.own_checkpoints import NEEDED, checkpoints_left_alone
+from autoac.tape.distributed.ddp import without_ddp_sync
+from autoac.tape.errors import CannotFake, CannotProfile
+from autoac.tape.torch_facts.gradients import gradient_of, leaves_of
+from autoac.tape.torch_facts.inductor import (
     is_called_compiled,
     runs_compiled,
     uncompiled,
     watch_compiled,
 )
-from autoac.profiler.torch_facts.module_paths import watch_modules
-from autoac.profiler.torch_facts.module_pins import pins_of
-from autoac.profiler.torch_facts.private import (
+from autoac.tape.torch_facts.module_paths import watch_modules
+from autoac.tape.torch_facts.module_pins import pins_of
+from autoac.tape.torch_facts.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from autoac.profiler.torch_facts.rng import generators_restored
-from autoac.profiler.torch_facts.storage_table import has_storage_or_fake
-from autoac.profiler.unseen.function_calls import watch_functions
+from autoac.tape.torch_facts.rng import generators_restored
+from autoac.tape.torch_facts.storage_table import has_storage_or_fake
+from autoac.tape.unseen.function_calls import watch_functions
 
 CPU = torch.device("cpu")  # see NOTE [ One device ]
 

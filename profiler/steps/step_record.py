@@ -6,11 +6,11 @@ from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from autoac.planner.formats.profile import CROSSES
-from autoac.profiler.capture.allocations import AllocatedBlock, Allocations
-from autoac.profiler.capture.op_recorder import ForwardRecord, RecordedStorage
-from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
-from autoac.profiler.distributed.fsdp import Shards
-from autoac.profiler.timing.cache import OpTime
+from autoac.tape.capture.allocations import AllocatedBlock, Allocations
+from autoac.tape.capture.op_recorder import ForwardRecord, RecordedStorage
+from autoac.tape.capture.op_timer import OpTime
+from autoac.tape.capture.saved_tensor_recorder import SavedTensorRecorder
+from autoac.tape.distributed.fsdp import Shards
 
 FREED = "its FSDP unit is freed when backward asks for it"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autoac.profiler.errors import NothingToProfile
-from autoac.profiler.torch_facts.gradients import roots_of
+from autoac.tape.errors import NothingToProfile
+from autoac.tape.torch_facts.gradients import roots_of
 
 Loss = Callable[[Any], Tensor]
 

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from autoac.tape.capture.op_timer import OpTime
+
 log = logging.getLogger("autoac.profiler")
 
 METHOD = 2
@@ -36,9 +38,6 @@ create table if not exists steps (key text primary key, runtimes_us text not nul
 """
 
 _MOST_VARIABLES = 500  # in one query
-
-OpTime = tuple[float, float, int]
-"""Median and median absolute deviation in microseconds, and the number of samples."""
 
 
 def default_path() -> Path:

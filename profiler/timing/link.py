@@ -7,8 +7,8 @@ import functools
 import torch
 
 from autoac.planner.formats.profile import LinkRates
-from autoac.profiler.timing.op_timer import host_clock
 from autoac.profiler.timing.roofline import COPY_US, Device
+from autoac.tape.capture.op_timer import host_clock
 
 COPIED_NBYTES = 1 << 24
 COPIES = 64  # in each direction

@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoac.profiler.timing.backlog import Backlog, record_event
-from autoac.profiler.timing.cache import OpTime, Times, machine, processor
-from autoac.profiler.timing.op_timer import host_clock, median_and_deviation
+from autoac.profiler.timing.cache import Times, machine, processor
 from autoac.profiler.timing.roofline import Device, KernelKind, bytes_moved, workspace_of
-from autoac.profiler.torch_facts.libraries import cudnn_of
-from autoac.profiler.torch_facts.op_facts import OpFacts
-from autoac.profiler.torch_facts.op_signature import signature_of
-from autoac.profiler.torch_facts.private import (
+from autoac.tape.capture.backlog import Backlog, record_event
+from autoac.tape.capture.op_timer import OpTime, host_clock, median_and_deviation
+from autoac.tape.torch_facts.libraries import cudnn_of
+from autoac.tape.torch_facts.op_facts import OpFacts
+from autoac.tape.torch_facts.op_signature import signature_of
+from autoac.tape.torch_facts.private import (
     FakeTensor,
     disable_current_modes,
     tree_leaves,
     tree_map_only,
     unset_fake_temporarily,
 )
-from autoac.profiler.torch_facts.storage_table import has_storage_or_fake
+from autoac.tape.torch_facts.storage_table import has_storage_or_fake
 
 PRODUCT_ROWS = 768  # rows and columns of the products that measure the peak on the CPU
 PRODUCT_ROWS_ON_GPU = 4096

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoac.profiler.torch_facts.op_facts import OpFacts
-from autoac.profiler.torch_facts.op_signature import flops_of, outputs_of, tensors_in
+from autoac.tape.torch_facts.op_facts import OpFacts
+from autoac.tape.torch_facts.op_signature import flops_of, outputs_of, tensors_in
 
 _TERA = 1e12  # datasheets count in decimal units
 

@@ -8,7 +8,7 @@ import pytest
 
 from ac_client.planning import plan_batch
 from autoac.planner import plan
-from autoac.profiler.unseen.fingerprints import Comparison
+from autoac.tape.unseen.fingerprints import Comparison
 
 
 @pytest.fixture(autouse=True)

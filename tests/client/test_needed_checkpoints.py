@@ -12,9 +12,9 @@ from stepping import seed
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.runtime.write_guard import ContentsDiffer, StaleError
 from autoac.planner import Policy, plan
 from autoac.profiler import profile
+from autoac.tape.runtime.write_guard import ContentsDiffer, StaleError
 from benchmarks.observed_profile import A_CPU
 
 WIDTH, LAYERS = 32, 4
@@ -103,7 +103,7 @@ class ThroughNumpy(Net):
 @pytest.fixture(autouse=True)
 def code_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget which functions earlier tests have run."""
-    monkeypatch.setattr("autoac.profiler.unseen.checked_code._checked_sites", set())
+    monkeypatch.setattr("autoac.tape.unseen.checked_code._checked_sites", set())
 
 
 KINDS = [Net, ThroughData, ThroughAlias, Swapped, Workspace]

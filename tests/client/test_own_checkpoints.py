@@ -24,10 +24,10 @@ from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Policy, bounds, build, find_minimum_peak, plan
 from autoac.planner.units import GIB
 from autoac.profiler import DATASHEETS, profile
-from autoac.profiler.checkpoints.own_checkpoints import checkpoints_are_plain, plain_checkpoints
-from autoac.profiler.errors import CannotProfile
-from autoac.profiler.torch_facts import private
-from autoac.profiler.unseen.ambient_state import AmbientState
+from autoac.tape.checkpoints.own_checkpoints import checkpoints_are_plain, plain_checkpoints
+from autoac.tape.errors import CannotProfile
+from autoac.tape.torch_facts import private
+from autoac.tape.unseen.ambient_state import AmbientState
 from benchmarks.models.gpt2 import gpt2
 
 by_name = torchs.checkpoint  # as libraries import it

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autoac.profiler.torch_facts import private
+from autoac.tape.torch_facts import private
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,7 +91,7 @@ def compiled():
     return model
 
 def importing(_):
-    import autoac.profiler.torch_facts
+    import autoac.tape.torch_facts
 
 def apply_alone(model):
     import ac_client

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ac_client
 from autoac.profiler import profile
-from autoac.profiler.checkpoints.own_checkpoints import check_taken_over
-from autoac.profiler.distributed import fsdp
-from autoac.profiler.errors import UnsupportedTorch
-from autoac.profiler.torch_facts import private, probes
-from autoac.profiler.unseen.function_calls import watch_functions
+from autoac.tape.checkpoints.own_checkpoints import check_taken_over
+from autoac.tape.distributed import fsdp
+from autoac.tape.errors import UnsupportedTorch
+from autoac.tape.torch_facts import private, probes
+from autoac.tape.unseen.function_calls import watch_functions
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from autoac.profiler.errors import NEWEST_TORCH, OLDEST_TORCH
+from autoac.tape.errors import NEWEST_TORCH, OLDEST_TORCH
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,7 +92,7 @@ import torch, torch._dynamo, ac_client
 from torch import nn
 from torch._functorch._aot_autograd import graph_compile
 from ac_client.measure.forked_call import run_in_child
-from autoac.profiler.errors import UnsupportedTorch
+from autoac.tape.errors import UnsupportedTorch
 
 def case(compiles):
     second_stage = graph_compile.aot_stage2_autograd

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch._dynamo.compiled_autograd
 
-from autoac.profiler.torch_facts import libraries
-from autoac.profiler.torch_facts.op_facts import facts_of
+from autoac.tape.torch_facts import libraries
+from autoac.tape.torch_facts.op_facts import facts_of
 
 
 def test_call_in_backward_runs_once_inside_the_engine() -> None:

@@ -20,7 +20,7 @@ from autoac.planner import build, simulate
 from autoac.planner.memory.schedule import OptimizerStep
 from autoac.profiler import DATASHEETS, CannotProfile, Loop, Times, observe, profile
 from autoac.profiler.static_memory import optimizer_bytes
-from autoac.profiler.torch_facts.gradients import roots_of
+from autoac.tape.torch_facts.gradients import roots_of
 from benchmarks.models.modules import ConvNet, Transformer
 from benchmarks.models.tiny import ZOO, ZooModel
 

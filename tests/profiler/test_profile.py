@@ -16,7 +16,7 @@ from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Profile, build, plan, simulate
 from autoac.planner.memory.fragments import loop_log
 from autoac.profiler import NothingToProfile, ProfilerBusy, observe, profile
-from autoac.profiler.capture.saved_tensor_recorder import UNPACKED
+from autoac.tape.capture.saved_tensor_recorder import UNPACKED
 from benchmarks.models.modules import ConvNet, Recurrent, Routed, Transformer
 
 

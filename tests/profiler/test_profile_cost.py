@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from autoac.profiler import observe
 from autoac.profiler import static_memory as static
-from autoac.profiler.capture.garbage_collection import frozen_heap, no_garbage_collection
 from autoac.profiler.static_memory import optimizer_bytes
+from autoac.tape.capture.garbage_collection import frozen_heap, no_garbage_collection
 
 CPU = torch.device("cpu")
 

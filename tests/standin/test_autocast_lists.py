@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 
-from ac_client.runtime.policy_context import save_recompute_policy
-from autoac.profiler.capture.fake_allocations import FakeAllocations
 from autoac.profiler.gpu_dispatch.gpu_autocast import gpu_autocast
 from autoac.profiler.gpu_dispatch.gpu_fake_kernels import GPU_FAKE_KERNELS
 from autoac.profiler.gpu_dispatch.gpu_kernels import gpu_kernels
 from autoac.profiler.timing.roofline import H100
-from autoac.profiler.torch_facts.private import FakeTensorMode
+from autoac.tape.capture.fake_allocations import FakeAllocations
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.torch_facts.private import FakeTensorMode
 from standin.test_op_streams import Ops
 
 LISTS = ["torch_fp16", "torch_fp32", "torch_need_autocast_promote", "nn_fp16", "nn_fp32"]

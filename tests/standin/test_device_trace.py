@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import bounds, build
 from autoac.profiler import CannotProfile, profile
-from autoac.profiler.capture.allocations import AllocationRecord
-from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, TorchTrace
+from autoac.tape.capture.allocations import AllocationRecord
+from autoac.tape.torch_facts.torch_trace import AllocationEvent, MarkEvent, TorchTrace
 from benchmarks.models.modules import Transformer
 
 CUDA = torch.device("cuda", 0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autoac.profiler import profile
-from autoac.profiler.torch_facts import libraries
+from autoac.tape.torch_facts import libraries
 from benchmarks.models.modules import Transformer
 
 KEPT = 1 << 20  # bytes that a library keeps between its calls

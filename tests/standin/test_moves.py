@@ -16,14 +16,14 @@ from torch import nn
 import ac_client
 from ac_client.planning import plan_batch
 from ac_client.planning.facts import peak_watch
-from ac_client.runtime.moves import copies
-from ac_client.runtime.moves.host_memory import host_memory
 from autoac.planner import InfeasibleBudget, find_minimum_peak, plan, plan_offload
 from autoac.planner.formats.profile import LinkRates
 from autoac.planner.problem.moves import Link
 from autoac.planner.units import GIB
 from autoac.profiler import link_of, observe, profile
-from autoac.profiler.torch_facts.streams import streams_seen
+from autoac.tape.runtime.moves import copies
+from autoac.tape.runtime.moves.host_memory import host_memory
+from autoac.tape.torch_facts.streams import streams_seen
 from benchmarks.fuzzers import moved_programs
 from benchmarks.models.gpt2 import gpt2
 

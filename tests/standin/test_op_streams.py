@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from autoac.profiler import CannotFake
-from autoac.profiler.capture.fake_allocations import FakeAllocations
 from autoac.profiler.gpu_dispatch.gpu_fake_kernels import GPU_FAKE_KERNELS
 from autoac.profiler.gpu_dispatch.gpu_kernels import gpu_kernels
 from autoac.profiler.timing.roofline import CUDNN_OF_WHEELS, H100, Device
-from autoac.profiler.torch_facts.op_facts import facts_of
-from autoac.profiler.torch_facts.op_signature import outputs_of
-from autoac.profiler.torch_facts.private import FakeTensorMode, TorchDispatchMode
+from autoac.tape.capture.fake_allocations import FakeAllocations
+from autoac.tape.torch_facts.op_facts import facts_of
+from autoac.tape.torch_facts.op_signature import outputs_of
+from autoac.tape.torch_facts.private import FakeTensorMode, TorchDispatchMode
 from standin.op_calls import ATTENTION, CALLS, CTC_LOSS, Case
 
 Op = tuple[Any, ...]

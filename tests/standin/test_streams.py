@@ -10,10 +10,10 @@ import torch
 from stepping import recomputed
 from torch import Tensor
 
-from ac_client.runtime import region
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
-from autoac.profiler.torch_facts.streams import streams_seen
+from autoac.tape.runtime import region
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
+from autoac.tape.torch_facts.streams import streams_seen
 from benchmarks.stream_programs import compare
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")

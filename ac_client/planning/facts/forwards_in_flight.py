@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ac_client.runtime.split_backward import current_split
-from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.batch_contents import batch_tensors
-from autoac.profiler.torch_facts.gradients import roots_of
-from autoac.profiler.torch_facts.storage_table import has_storage
+from autoac.tape.runtime.split_backward import current_split
+from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.batch_contents import batch_tensors
+from autoac.tape.torch_facts.gradients import roots_of
+from autoac.tape.torch_facts.storage_table import has_storage
 
 
 class BackwardFacts(NamedTuple):

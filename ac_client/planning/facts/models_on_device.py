@@ -27,10 +27,10 @@ from ac_client.planning.next_action import StepFacts, next_action
 from autoac.planner.formats.profile import Profile, StaticBytes
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
-from autoac.profiler.distributed.fsdp import gathered_nbytes, unreduced_nbytes
 from autoac.profiler.static_memory import static_bytes
-from autoac.profiler.torch_facts.libraries import free_workspaces
-from autoac.profiler.torch_facts.streams import is_capturing
+from autoac.tape.distributed.fsdp import gathered_nbytes, unreduced_nbytes
+from autoac.tape.torch_facts.libraries import free_workspaces
+from autoac.tape.torch_facts.streams import is_capturing
 
 MOST_ROOM_REQUESTS = 3  # by other planned models, of one bucket
 

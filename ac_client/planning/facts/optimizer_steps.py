@@ -16,8 +16,8 @@ from ac_client.planning.warn_once import WarnOnce
 from autoac.planner import Profile
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
-from autoac.profiler.distributed.fsdp import parameters_of
 from autoac.profiler.static_memory import optimizer_state_nbytes, unwrapped
+from autoac.tape.distributed.fsdp import parameters_of
 
 STEPS_THAT_MAKE_STATE = 8  # of all optimizers of a model: an average of the weights may come late
 

@@ -14,10 +14,10 @@ from ac_client.planning.facts.peak_counter import AllocatorPeak, PeakBounds, all
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
 from ac_client.planning.next_action import WATCHED_STEPS, StepFacts
 from ac_client.planning.options import ApplyOptions
-from ac_client.runtime.moves.copies import stalls
-from ac_client.runtime.write_guard import version_counter
 from autoac.profiler import device_of
-from autoac.profiler.distributed.fsdp import parameters_of
+from autoac.tape.distributed.fsdp import parameters_of
+from autoac.tape.runtime.moves.copies import stalls
+from autoac.tape.runtime.write_guard import version_counter
 
 log = logging.getLogger("ac_client")
 

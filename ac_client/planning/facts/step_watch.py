@@ -19,10 +19,10 @@ from ac_client.planning.options import ApplyOptions
 from ac_client.planning.shape_buckets import ShapeBuckets
 from autoac.profiler import device_of
 from autoac.profiler.static_memory import OptimizerBytes, optimizer_bytes
-from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.batch_contents import batch_tensors
-from autoac.profiler.torch_facts.gradients import gradient_of
-from autoac.profiler.torch_facts.storage_table import has_storage
+from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.batch_contents import batch_tensors
+from autoac.tape.torch_facts.gradients import gradient_of
+from autoac.tape.torch_facts.storage_table import has_storage
 
 
 class StepWatch:

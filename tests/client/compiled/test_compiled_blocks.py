@@ -21,7 +21,7 @@ from autoac.planner import build, find_minimum_peak, plan, plan_offload
 from autoac.planner.problem.moves import Link, triggers
 from autoac.planner.shared_code import MOST_VARIANTS
 from autoac.profiler import DATASHEETS, profile
-from autoac.profiler.capture.allocations import AllocationRecord
+from autoac.tape.capture.allocations import AllocationRecord
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),

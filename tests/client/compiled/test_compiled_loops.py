@@ -15,13 +15,13 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 
 import ac_client
-from ac_client.runtime.moves.host_memory import host_memory
 from autoac.planner import Policy, build, find_minimum_peak, plan, plan_offload
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.moves import Link
 from autoac.profiler import observe, profile
 from autoac.profiler.steps.training_loop import Loop as LoopForm
+from autoac.tape.runtime.moves.host_memory import host_memory
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 import ac_client
-from autoac.profiler.capture.allocations import AllocationRecord
+from autoac.tape.capture.allocations import AllocationRecord
 
 class Block(nn.Module):
     def __init__(self):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ac_client
 from autoac.planner import Profile, find_minimum_peak
 from autoac.profiler import profile
-from autoac.profiler.capture.allocations import AllocationRecord
+from autoac.tape.capture.allocations import AllocationRecord
 from benchmarks.inductor_peaks import train
 from benchmarks.models.batches import Batch
 from benchmarks.models.tiny import ZooModel

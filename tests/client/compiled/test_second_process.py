@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ac_client
 from ac_client.measure.forked_call import run_in_child
 from ac_client.planning import plan_batch
-from autoac.profiler.capture.allocations import AllocationRecord
+from autoac.tape.capture.allocations import AllocationRecord
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

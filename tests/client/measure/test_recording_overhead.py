@@ -15,12 +15,12 @@ import ac_client
 from ac_client.measure import recording_overhead as recording
 from ac_client.measure.recording_overhead import HostTimes, host_times, host_times_of_process, recording_us
 from ac_client.planning import plan_batch
-from ac_client.runtime import replay
-from ac_client.runtime.policy_context import active
-from ac_client.runtime.region import Region
 from autoac.planner import Policy, Profile, build, plan
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import profile
+from autoac.tape.runtime import replay
+from autoac.tape.runtime.policy_context import active
+from autoac.tape.runtime.region import Region
 from benchmarks.models.modules import Transformer
 
 X = torch.linspace(-1, 1, 2 * 8 * 32).reshape(2, 8, 32)

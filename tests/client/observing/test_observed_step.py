@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.profiler import CannotProfile, Loop, observe, profile
-from autoac.profiler.torch_facts.gradients import roots_of
+from autoac.tape.torch_facts.gradients import roots_of
 from benchmarks.models.modules import Transformer
 from benchmarks.models.tiny import ZOO, ZooModel
 from benchmarks.observed_profile import A_CPU, IN_BACKWARD, IN_KERNELS, differing, peaks

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 import ac_client
 from ac_client import Constraints, InvalidConstraints
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
 from autoac.planner import build, constrained, plan
 from autoac.planner.formats.profile import DECIDES
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId
 from autoac.profiler import profile
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
 
 
 class Routed(nn.Module):

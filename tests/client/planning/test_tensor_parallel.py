@@ -13,8 +13,8 @@ from ranks import outputs_of_ranks
 from stepping import recomputed
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
 
 SCRIPT = """
 import json

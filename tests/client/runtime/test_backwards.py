@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
-from ac_client.runtime.write_guard import StaleError
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
+from autoac.tape.runtime.write_guard import StaleError
 
 
 def chain(x: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from torch._dynamo.utils import counters
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from ac_client import split_backward
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
-from ac_client.runtime.write_guard import StaleError
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
+from autoac.tape.runtime.write_guard import StaleError
 
 
 class Compiled:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ac_client
-from ac_client.runtime.nodes import NodeVersion
-from ac_client.runtime.policy_context import active, save_recompute_policy
-from ac_client.runtime.replay import EventLog
 from autoac.planner import Policy, plan
 from autoac.profiler import profile
+from autoac.tape.runtime.nodes import NodeVersion
+from autoac.tape.runtime.policy_context import active, save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
 from benchmarks.models.modules import ConvNet
 
 

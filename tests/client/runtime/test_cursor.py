@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ac_client.runtime.cursor import Cursor, LeftThePath, OffPath, Route
+from autoac.tape.runtime.cursor import Cursor, LeftThePath, OffPath, Route
 
 ROUTE = Route(
     {

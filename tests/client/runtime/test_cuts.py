@@ -14,9 +14,9 @@ from programs import Program, gradients, same
 from stepping import allocated_peak, seed
 from torch import Tensor, nn
 
-from ac_client.runtime.cuts import Cuts
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.write_guard import StaleError
+from autoac.tape.runtime.cuts import Cuts
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.write_guard import StaleError
 
 PROGRAMS = int(os.environ.get("AUTOAC_PROGRAMS", "300"))  # the nightly target runs more
 ROWS, WIDTH = 512, 64

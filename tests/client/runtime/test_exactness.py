@@ -14,10 +14,6 @@ from torch import nn
 
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.runtime.cursor import Cursor, Route
-from ac_client.runtime.moves.host_memory import host_memory
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
 from autoac.planner import plan
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.schedule import Recompute, recompute_us, schedule
@@ -28,7 +24,11 @@ from autoac.planner.problem.graph import Graph, OpId, SaveSet
 from autoac.planner.problem.moves import Move, with_moves
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import observe, profile
-from autoac.profiler.torch_facts.module_paths import watch_modules
+from autoac.tape.runtime.cursor import Cursor, Route
+from autoac.tape.runtime.moves.host_memory import host_memory
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
+from autoac.tape.torch_facts.module_paths import watch_modules
 from benchmarks.fuzzers.expected_log import expected_log
 from benchmarks.fuzzers.random_moves import ANY, random_moves
 from benchmarks.models.modules import ConvNet, Gates, InPlace, Transformer, Views

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import ac_client
-from ac_client.runtime.policy_context import active, save_recompute_policy
-from ac_client.runtime.replay import EventLog
+from autoac.tape.runtime.policy_context import active, save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
 
 F = nn.functional
 

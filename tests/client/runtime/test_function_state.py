@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.write_guard import ContentsDiffer
 from autoac.planner import build
 from autoac.planner.plan import plan_of
 from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.variables import Options
 from autoac.profiler import profile
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.write_guard import ContentsDiffer
 
 SCALE = [1.0]
 

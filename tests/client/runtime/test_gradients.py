@@ -13,9 +13,9 @@ import torch
 from stepping import assert_same, recomputed, step
 from torch import nn
 
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
-from autoac.profiler.unseen.global_flags import current_flags
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
+from autoac.tape.unseen.global_flags import current_flags
 from benchmarks.models.modules import ConvNet, InPlace, OneBuffer, Recurrent, Routed, Transformer, Views
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = {

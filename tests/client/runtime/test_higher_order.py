@@ -16,10 +16,10 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention import flex_attention as flex
 
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.write_guard import StaleError
 from autoac.planner import build, plan
 from autoac.profiler import profile
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.write_guard import StaleError
 
 pytestmark = [
     # Warnings of torch itself when Dynamo is loaded, and about an input that is not a leaf.

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ac_client.runtime.moves import host_memory
-from ac_client.runtime.moves.host_memory import HostChunk, HostMemory
+from autoac.tape.runtime.moves import host_memory
+from autoac.tape.runtime.moves.host_memory import HostChunk, HostMemory
 
 
 class Cycle:

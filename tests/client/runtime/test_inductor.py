@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
 import ac_client
-from ac_client.runtime.policy_context import active, save_recompute_policy
-from ac_client.runtime.replay import EventLog
-from ac_client.runtime.write_guard import StaleError
 from autoac.planner import Policy, plan
 from autoac.profiler import profile
+from autoac.tape.runtime.policy_context import active, save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
+from autoac.tape.runtime.write_guard import StaleError
 
 pytestmark = [
     pytest.mark.skipif(

@@ -14,8 +14,8 @@ import torch
 from stepping import nothing_left, recomputed, scalar
 from torch import Tensor
 
-from ac_client.runtime.policy_context import active, save_recompute_policy
-from ac_client.runtime.replay import EventLog
+from autoac.tape.runtime.policy_context import active, save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
 from benchmarks.models.modules import Transformer
 
 BATCH = torch.randn(2, 8, 32)
@@ -192,7 +192,7 @@ def test_long_chain_of_ops_does_not_recurse(small_stack: Executor) -> None:
 
 
 def test_worked_example_of_the_region() -> None:
-    """Check the tables at the head of ac_client/runtime/region.py."""
+    """Check the tables at the head of tape/runtime/region.py."""
     x, w, v = (torch.randn(4, 4, requires_grad=True) for _ in range(3))
     log = EventLog()
     products = []

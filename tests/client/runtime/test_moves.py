@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ac_client.runtime.cursor import Cursor, Route
-from ac_client.runtime.policy_context import save_recompute_policy
 from autoac.planner.formats.policy import THE_END, MovePoints
+from autoac.tape.runtime.cursor import Cursor, Route
+from autoac.tape.runtime.policy_context import save_recompute_policy
 from benchmarks.fuzzers import moved_programs
 
 

@@ -10,9 +10,9 @@ import torch
 from stepping import assert_same, nothing_left, step
 from torch import Tensor, nn
 
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
-from ac_client.runtime.write_guard import StaleError
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
+from autoac.tape.runtime.write_guard import StaleError
 
 F = nn.functional
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autoac.planner import bounds, build, find_minimum_peak, plan
 from autoac.profiler import profile
-from autoac.profiler.unseen.fingerprints import Comparison
+from autoac.tape.unseen.fingerprints import Comparison
 
 
 @torch.library.custom_op("autoac_nested::scores", mutates_args=())

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import CheckpointPolicy as P
 
 import ac_client
 from ac_client import PolicyConflict
-from ac_client.runtime.nested_policies import PolicyFrame, parse_policy, resolve
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
-from autoac.profiler.torch_facts.op_facts import facts_of
+from autoac.tape.runtime.nested_policies import PolicyFrame, parse_policy, resolve
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
+from autoac.tape.torch_facts.op_facts import facts_of
 
 MM = torch.ops.aten.mm.default
 

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 import ac_client
 from ac_client import StaleError
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.region import Region
 from autoac.planner import plan
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build
 from autoac.profiler import profile
+from autoac.tape.runtime import policy_context
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.region import Region
 
 
 class Block(nn.Module):
@@ -233,7 +234,7 @@ def test_region_that_ends_while_paused_frees_everything() -> None:
         x = torch.randn(4, requires_grad=True)
         with save_recompute_policy("recompute_all") as _:
             y = x.sin().exp()
-            region = ac_client.runtime.policy_context.active.region
+            region = policy_context.active.region
             assert region is not None
             assert region.pause()
         assert torch._C._len_torch_dispatch_stack() == 0

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 import ac_client
 from ac_client import PinConflict, PolicyConflict, pin
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
 from autoac.planner import ConflictingPins, plan
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build
 from autoac.planner.solver.highs import Stopped
 from autoac.profiler import profile
-from autoac.profiler.torch_facts.module_pins import pins_of
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
+from autoac.tape.torch_facts.module_pins import pins_of
 
 
 def block() -> nn.Module:

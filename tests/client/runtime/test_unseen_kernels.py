@@ -17,10 +17,10 @@ from checkpoints import checkpoint_each
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
 from autoac.planner import ConflictingPins, InfeasibleBudget, find_minimum_peak
 from autoac.profiler import profile
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
 from benchmarks.unseen_kernels.layers import FUNCTIONS, KINDS, batch, network
 from benchmarks.unseen_kernels.library import seed_noise
 
@@ -144,7 +144,7 @@ def test_budgets_have_the_plain_gradients(kind: str, share: float) -> None:
 def test_checkpoint_per_block_has_the_plain_gradients(kind: str) -> None:
     log = EventLog()
     logging = partial(save_recompute_policy, log=log)
-    with mock.patch("ac_client.runtime.checkpoint.save_recompute_policy", logging):
+    with mock.patch("autoac.tape.runtime.checkpoint.save_recompute_policy", logging):
         assert_plain(kind, network(kind), checkpoint_each)
     recomputed = [name for event, name in log.events if event == "recompute"]
     assert len(recomputed) >= 2 * STEPS, "the visible layers are recomputed"

@@ -17,9 +17,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 import ac_client
 from ac_client import checkpoint
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.runtime.cursor import Cursor, Route
-from ac_client.runtime.policy_context import save_recompute_policy
-from ac_client.runtime.replay import EventLog
 from autoac.planner import Policy, plan
 from autoac.planner.memory.simulate import simulate
 from autoac.planner.minimum_peak import WORK_LIMIT, search_minimum_peak
@@ -31,6 +28,9 @@ from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
 from autoac.planner.solver.variables import Options
 from autoac.profiler import profile
+from autoac.tape.runtime.cursor import Cursor, Route
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog
 from benchmarks.fuzzers.expected_log import expected_log
 from benchmarks.fuzzers.use_groups import same, steps, tried, tried_network
 from benchmarks.models.modules import Block

@@ -22,8 +22,8 @@ import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import bounds, build, plan
 from autoac.profiler import DATASHEETS, CannotProfile, ShardsInUse, observe, profile
-from autoac.profiler.distributed.ddp import buckets_of
-from autoac.profiler.torch_facts.rng import generators_restored
+from autoac.tape.distributed.ddp import buckets_of
+from autoac.tape.torch_facts.rng import generators_restored
 from benchmarks.models.modules import ConvNet
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 import ac_client
 from autoac.planner import build, simulate
 from autoac.profiler import DATASHEETS, profile
-from autoac.profiler.capture.saved_tensor_recorder import DIFFERENTIATED
+from autoac.tape.capture.saved_tensor_recorder import DIFFERENTIATED
 
 X = torch.linspace(-1, 2, 32).view(8, 4)
 CALLS: list[Tensor] = []

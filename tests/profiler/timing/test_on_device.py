@@ -14,7 +14,7 @@ from autoac.profiler.steps import fake
 from autoac.profiler.timing import cache
 from autoac.profiler.timing import on_device as local
 from autoac.profiler.timing.roofline import Device, KernelKind
-from autoac.profiler.torch_facts.op_facts import facts_of
+from autoac.tape.torch_facts.op_facts import facts_of
 from benchmarks.models.modules import Transformer
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch
 
 from autoac.profiler import DATASHEETS, Device, KernelKind
 from autoac.profiler.timing.roofline import kind_of
-from autoac.profiler.torch_facts.op_facts import facts_of
-from autoac.profiler.torch_facts.op_signature import flops_of
+from autoac.tape.torch_facts.op_facts import facts_of
+from autoac.tape.torch_facts.op_signature import flops_of
 
 aten = torch.ops.aten
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 import ac_client
 from ac_client import checkpoint, checkpoint_sequential, save_recompute_policy
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.runtime.policy_context import active
+from autoac.tape.runtime.policy_context import active
 from benchmarks.models.modules import ConvNet, InPlace, Recurrent, Routed, Transformer, Views
 
 # Signatures

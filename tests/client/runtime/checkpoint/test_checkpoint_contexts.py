@@ -19,8 +19,8 @@ from torch.utils.checkpoint import (
 
 import ac_client
 from ac_client import PolicyConflict, checkpoint, save_recompute_policy
-from ac_client.runtime import nested_policies
-from ac_client.runtime.policy_context import active
+from autoac.tape.runtime import nested_policies
+from autoac.tape.runtime.policy_context import active
 
 
 def test_selective_checkpoint_releases_saved_tensors_that_only_recomputes_read(w: Tensor) -> None:

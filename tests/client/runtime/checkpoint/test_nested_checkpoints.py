@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 
 import ac_client
 from ac_client import checkpoint, save_recompute_policy
-from ac_client.runtime.replay import EventLog
+from autoac.tape.runtime.replay import EventLog
 from benchmarks.fuzzers.nested_checkpoints import compare
 
 

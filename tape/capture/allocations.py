@@ -1,0 +1,182 @@
+"""Read the allocator's record of a stretch of code: each block from its allocation to its free, with marks.
+
+A *position* is an index into the list of changes: how many allocations and frees came before it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from autoac.tape.capture.garbage_collection import no_garbage_collection
+from autoac.tape.capture.op_recorder import RecordedStorage
+from autoac.tape.capture.op_timer import Clock, clock_of
+from autoac.tape.errors import CannotProfile
+from autoac.tape.torch_facts.torch_trace import (
+    AllocationEvent,
+    MarkEvent,
+    OpEvent,
+    TorchTrace,
+    profiler_is_running,
+)
+
+
+@dataclass(slots=True, eq=False)
+class AllocatedBlock:
+    """One allocation on the profiled device."""
+
+    address: int
+    nbytes: int
+    allocated_at: int  # position
+    freed_at: int | None = None  # position; None: it outlived the record
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of the allocated bytes: one allocation, or one free."""
+
+    block: AllocatedBlock
+    nbytes: int  # negative: a free
+
+
+class Allocations(Protocol):
+    """A record of allocations, of a real or of a fake step."""
+
+    changes: list[Change]  # every allocation and free, in order
+    positions: list[int]  # of each mark
+    times_ns: list[int]  # of each mark
+    functions: list[tuple[int, int]]  # of autograd's nodes: positions where one begins and has returned
+
+    def mark(self) -> int: ...
+
+    def block_at(self, address: int, mark: int) -> AllocatedBlock | None: ...
+
+
+class AllocationRecord:
+    """Record the allocations of a with-block. Call `mark()` inside it, and read the rest after it.
+
+    Attributes:
+        changes: every allocation and free, in order.
+        positions: the position of each mark.
+        times_ns: the time of each mark on `clock`, which stands still while a mark is placed.
+        functions: of each node of autograd, where its function begins and has returned, if `nodes`.
+
+    Raises:
+        ProfilerBusy: another profiler is running on this thread.
+    """
+
+    def __init__(self, device: torch.device, clock: Clock | None = None, *, nodes: bool = False) -> None:
+        self._device = device
+        self._clock = clock or clock_of(device)
+        self._marks = 0
+        self._open = False
+        # Threads of backward place marks too, and a finalizer may do so while its thread places one.
+        self._lock = threading.RLock()
+        self._trace = TorchTrace(device, nodes=nodes)
+        self.changes: list[Change] = []
+        self.positions: list[int] = []
+        self.times_ns: list[int] = []
+        self.functions: list[tuple[int, int]] = []
+        self._blocks: dict[int, list[AllocatedBlock]] = {}  # by address, in order
+
+    def __enter__(self) -> AllocationRecord:
+        self._trace.__enter__()
+        self._open = True
+        return self
+
+    def mark(self) -> int:
+        """Place a mark and return its number, counted from 0.
+
+        After the record, and on a thread that it does not cover, return the number of the latest mark.
+        """
+        with self._lock:
+            if self._open and profiler_is_running():
+                self._clock.stop()
+                self._trace.mark()
+                self._clock.resume()
+                self._marks += 1
+            return self._marks - 1
+
+    def _close(self) -> None:
+        with self._lock:
+            self._open = False
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._close()
+        self._trace.__exit__(kind, error, traceback)
+        if kind is None:
+            with no_garbage_collection():
+                self._read()
+            self.times_ns = self._clock.times_ns()
+            assert len(self.positions) == self._marks == len(self.times_ns), "the profiler lost a mark"
+
+    def abandon(self) -> None:
+        """End the record if it is open, and read nothing of it."""
+        if self._open:
+            self._close()
+            self._trace.__exit__(None, None, None)
+
+    def _read(self) -> None:
+        open_blocks: dict[int, AllocatedBlock] = {}
+        times, ends = list[int](), list[tuple[int, int]]()
+        for event in self._trace.events():
+            match event:
+                case AllocationEvent(_, address, nbytes, device) if device.type == self._device.type:
+                    position = len(self.changes)
+                    if nbytes > 0:
+                        block = open_blocks[address] = AllocatedBlock(address, nbytes, position)
+                        self._blocks.setdefault(address, []).append(block)
+                        self.changes.append(Change(block, nbytes))
+                    elif (freed := open_blocks.pop(address, None)) is not None:
+                        freed.freed_at = position
+                        self.changes.append(Change(freed, -freed.nbytes))
+                    times += [event.time_ns] * (len(self.changes) - position)
+                case MarkEvent():
+                    self.positions.append(len(self.changes))
+                case OpEvent(node=True):
+                    ends.append((len(self.changes), event.end_ns))
+        self.functions = [(begin, bisect.bisect_left(times, end_ns)) for begin, end_ns in ends]
+
+    def check_complete(self, where: str, storages: Iterable[RecordedStorage]) -> None:
+        """Check that torch.profiler left no allocations of `where`, which made `storages`, out of the record.
+
+        Raises:
+            CannotProfile: it left out some, or all.
+        """
+        if not self.changes and any(storage.address for storage in storages):
+            raise CannotProfile(
+                where,
+                f"the allocator of {self._device} reports nothing to torch.profiler, so no size is known",
+                "let torch use its own (on CUDA the backend `native`, no pluggable one)",
+            )
+        self._trace.check_complete(where)
+
+    def peak_nbytes(self) -> int:
+        """Return by how much the bytes in use rose at most, over those as the record began."""
+        return max(itertools.accumulate((change.nbytes for change in self.changes), initial=0))
+
+    def freed_between(self, first: int, last: int) -> list[AllocatedBlock]:
+        """Return the blocks that are live at mark `first` and no longer at mark `last`."""
+        begin, end = self.positions[first], self.positions[last]
+        freed = (change.block for change in self.changes[begin:end] if change.nbytes < 0)
+        return [block for block in freed if block.allocated_at < begin]
+
+    def allocated_between(self, first: int, last: int) -> list[AllocatedBlock]:
+        """Return the blocks that are allocated between two marks."""
+        changes = self.changes[self.positions[first] : self.positions[last]]
+        return [change.block for change in changes if change.nbytes > 0]
+
+    def block_at(self, address: int, mark: int) -> AllocatedBlock | None:
+        """Return the block at `address` that is live at `mark`."""
+        position = self.positions[mark]
+        blocks = self._blocks.get(address, [])
+        i = bisect.bisect_left(blocks, position, key=lambda block: block.allocated_at) - 1
+        if i >= 0 and ((freed := blocks[i].freed_at) is None or freed >= position):
+            return blocks[i]
+        return None

@@ -1,0 +1,233 @@
+"""Record the storages of tensors that have no memory, in place of an allocator's record.
+
+NOTE [ Known values ]
+Models look at values: whether a mask is all ones, the largest position. So only floating-point tensors are
+fake. Integer and bool tensors are real if they are from the batch, from buffers or made from nothing
+(`arange`). Ops that read only such tensors run for real, so a model finds the values that it would find in
+training and takes the same path. (If the tensor that says that no sequence is packed were fake, transformers
+would build attention masks that it does without in training.) The output of an op that reads a fake tensor
+(the choice of a router) is fake: looking at its values raises CannotFake.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoac.planner.units import rounded_bytes
+from autoac.tape.capture.allocations import AllocatedBlock, Change
+from autoac.tape.errors import CannotFake
+from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.op_facts import OpFacts, facts_of, written_tensors
+from autoac.tape.torch_facts.op_signature import outputs_of, tensors_in
+from autoac.tape.torch_facts.private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    TorchDispatchMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from autoac.tape.torch_facts.storage_table import StorageTable
+from autoac.tape.torch_facts.storage_table import has_storage_or_fake as has_storage
+
+MOST_KNOWN_NBYTES = 2**30
+"""Integer tensors that an op makes from nothing are real up to this size."""
+
+# Autograd writes these sums into a new or unshared gradient, but for tensor subclasses into a new tensor:
+# `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp, and `index_backward` and
+# `value_selecting_reduction_backward` in torch/csrc/autograd/FunctionsManual.cpp.
+_IN_PLACE_FOR_REAL = {
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.scatter.src,
+}
+
+
+class FakeAllocations(TorchDispatchMode):
+    """Record the storages of fake tensors as the blocks of an allocator (allocations.py).
+
+    A storage is allocated when the op that returns it has run, and freed when torch drops it. Memory that a
+    kernel allocates inside itself is not seen.
+
+    Args:
+        rounding: sizes of blocks are multiples of this.
+        runtime_us: returns the run time of one call.
+        kernels: return the outputs of ops, in place of torch's own fake kernels.
+
+    Attributes:
+        notes: how the step differs from a real one.
+        idle: returns True while ops of the profiler run, which take no time.
+    """
+
+    def __init__(
+        self,
+        rounding: int,
+        runtime_us: Callable[..., float],
+        kernels: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.changes: list[Change] = []
+        self.positions: list[int] = []
+        self.times_ns: list[int] = []
+        self.functions: list[tuple[int, int]] = []  # not known
+        self.notes: dict[str, None] = {}
+        self.idle: Callable[[], bool] = bool
+        self._rounding = rounding
+        self._runtime_us = runtime_us
+        self._kernels = kernels
+        self._now_us = 0.0
+        self._blocks: list[AllocatedBlock] = []  # by address, which counts from 1
+        self._block_of_storage: StorageTable[AllocatedBlock] = StorageTable()
+        self._known: StorageTable[bool] = StorageTable()  # floating-point tensors computed from known ones
+        self._gradient_sum: tuple[AllocatedBlock | None, AllocatedBlock | None] = (None, None)  # see _settle
+        self._deaths: set[weakref.ref[torch.UntypedStorage]] = set()
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    def mark(self) -> int:
+        """Place a mark and return its number, counted from 0."""
+        self._settle()
+        self.positions.append(len(self.changes))
+        self.times_ns.append(round(self._now_us * 1e3))
+        return len(self.positions) - 1
+
+    def locate(self, storage: torch.UntypedStorage) -> int:
+        """Return the address of a storage that was allocated inside the record; 0 for any other."""
+        block = self._block_of_storage.of(storage)
+        return block.address if block is not None else 0
+
+    def block_at(self, address: int, mark: int) -> AllocatedBlock | None:
+        """Return the block at `address`. No address is used twice."""
+        return self._blocks[address - 1]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        facts = facts_of(func)
+        if func is torch.ops.prim.device.default:  # called very often
+            return func(*args, **kwargs)
+        out = self._run(facts, func, args, kwargs)
+        if not facts.view:
+            self._settle()
+            for tensor in outputs_of(out):
+                self._note_output(tensor, args, kwargs)
+            if func in _IN_PLACE_FOR_REAL and private.current_graph_task_id() >= 0:
+                self._gradient_sum = (self._unshared_block_of(args[0]), self._block_of(out))
+            if not self.idle():
+                self._now_us += self._runtime_us(facts, func, args, kwargs, out)
+        return out
+
+    def _run(self, facts: OpFacts, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op for real if it reads only known tensors, else on fake tensors."""
+        inputs = list(tensors_in(args, kwargs))
+        if not all(map(self._is_known, inputs)):
+            try:
+                out = self._kernels.get(func, func)(*args, **kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise CannotFake(facts.name, "it depends on values that are not known") from error
+            except UnsupportedOperatorException as error:
+                raise CannotFake(facts.name, "torch has no fake kernel of it") from error
+            if any(map(_is_real, written_tensors(facts, args, kwargs))):
+                self.notes[f"{facts.name} wrote over values that the model may look at"] = None
+                return args[0] if facts.in_place else out  # not the fake tensor that torch made of it
+            return out
+        if inputs:
+            with unset_fake_temporarily():
+                out = func(*args, **kwargs)
+            for tensor in outputs_of(out):
+                if not _is_integral(tensor) and has_storage(tensor):
+                    self._known.set(tensor, True)
+            return out
+        out = func(*args, **kwargs)
+        if all(_is_integral(t) and t.nbytes <= MOST_KNOWN_NBYTES for t in outputs_of(out)):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        return out
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return _is_real(tensor) and (_is_integral(tensor) or self._known.get(tensor) is not None)
+
+    def _block_of(self, tensor: Any) -> AllocatedBlock | None:
+        if not isinstance(tensor, Tensor) or not has_storage(tensor):
+            return None
+        return self._block_of_storage.get(tensor)
+
+    def _unshared_block_of(self, gradient: Any) -> AllocatedBlock | None:
+        """Return the block to which autograd would add in place if no one else held it; see `_settle`."""
+        if isinstance(gradient, Tensor) and not gradient._is_view():  # a view's base holds its storage too
+            return self._block_of(gradient)
+        return None
+
+    def _settle(self) -> None:
+        """Let a sum of gradients take the memory of its first gradient, if that gradient is freed at once.
+
+        Where gradients meet, autograd adds to the first gradient in place if nothing else holds it, but never
+        to a tensor subclass such as a fake tensor. A gradient that is freed at once was held by nothing else.
+        """
+        old, total = self._gradient_sum
+        self._gradient_sum = (None, None)
+        if old is None or total is None or old.freed_at is None or old.freed_at < total.allocated_at:
+            return
+        begin, end = total.allocated_at, old.freed_at
+        self.changes.insert(end, self.changes.pop(begin))
+        for position in range(begin, end + 1):
+            change = self.changes[position]
+            if change.nbytes > 0:
+                change.block.allocated_at = position
+            else:
+                change.block.freed_at = position
+
+    def _note_output(self, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if not has_storage(tensor):
+            return
+        storage = tensor.untyped_storage()
+        if self._block_of_storage.of(storage) is not None or not storage.nbytes():
+            return
+        if any(has_storage(t) and t.untyped_storage() is storage for t in tensors_in(args, kwargs)):
+            return
+        nbytes = rounded_bytes(storage.nbytes(), self._rounding)
+        block = AllocatedBlock(len(self._blocks) + 1, nbytes, len(self.changes))
+        self._blocks.append(block)
+        self.changes.append(Change(block, nbytes))
+        self._block_of_storage.put(storage, block)
+
+        def note_death(death: weakref.ref[torch.UntypedStorage]) -> None:
+            self._deaths.discard(death)
+            block.freed_at = len(self.changes)
+            self.changes.append(Change(block, -nbytes))
+
+        self._deaths.add(weakref.ref(storage, note_death))
+
+    def close(self) -> None:
+        """Note no more frees: the storages that still exist outlive the record."""
+        self._deaths.clear()
+
+
+def copy_if_known(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor whose values are known, else a fake tensor. See NOTE [ Known values ]."""
+    if _is_real(tensor) and _is_integral(tensor):
+        with unset_fake_temporarily():
+            return tensor.clone()
+    return fake_like(tensor)
+
+
+def fake_like(tensor: Tensor) -> Tensor:
+    """Return a fake tensor with the size, strides and type of `tensor`, on the CPU."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _is_integral(tensor: Tensor) -> bool:
+    """Return True for integer and bool tensors, which index and decide."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.device.type == "cpu"

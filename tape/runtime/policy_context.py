@@ -1,0 +1,171 @@
+"""Define the public context manager of regions, and tags for single tensors."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Hashable
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
+
+from autoac.tape.capture.step_tape import StepTape
+from autoac.tape.runtime.cursor import UseGroup
+from autoac.tape.runtime.cuts import Cuts
+from autoac.tape.runtime.nested_policies import (
+    Packing,
+    PlannedPolicy,
+    PolicyFrame,
+    parse_policy,
+    without_offload,
+)
+from autoac.tape.runtime.region import Region
+from autoac.tape.runtime.replay import EventLog
+from autoac.tape.torch_facts.inductor import dynamo_is_active, keep_dynamo_out
+
+
+class _Active(threading.local):
+    """The region that is open on this thread."""
+
+    region: Region | None = None
+
+
+active = _Active()
+
+
+class save_recompute_policy:
+    """Run the body under `policy`, which says what is saved for backward and what backward recomputes.
+
+    Regions nest: the outermost installs the runtime, and inner ones only push their policy. The stack of
+    policies is resolved from the outermost to the innermost: it starts with PREFER_SAVE, a MUST beats a
+    PREFER, and two different MUSTs are an error. Regions of generators and coroutines that interleave on one
+    thread share one runtime, which is removed with the last of them.
+
+    Args:
+        policy: "recompute_all"; "must_save_all"; a list of ops to save; or a function
+            `(ctx, out, op, *args, **kwargs) -> CheckpointPolicy | bool`, called after each op.
+        packing: a pair of functions, from a saved tensor to what autograd holds in its place, and back; for
+            offload, or for saving in half precision. The innermost one applies. torch.autograd.graph's hooks
+            around the region work as well. Tensors that only recomputes read are not packed.
+        cuts: of an outermost "recompute_all" without a plan: say online what is held all the same (cuts.py).
+        tape: of such a policy: records the step.
+
+    Raises:
+        TypeError, ValueError: `policy` is none of these.
+        PolicyConflict: from an op inside, on which two policies insist differently.
+        RuntimeError: on entering, if this object is entered already, or inside of torch.compile or
+            torch.func.grad and the like; on leaving, if that happens on another thread, or before a mode or
+            hook that was entered inside is left.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        *,
+        packing: Packing | None = None,
+        log: EventLog | None = None,
+        checkpoint: UseGroup | None = None,
+        site: Hashable = None,
+        cuts: Cuts | None = None,
+        tape: StepTape | None = None,
+    ) -> None:
+        self._policy = parse_policy(policy)
+        self._packing = packing
+        self._checkpoint = checkpoint
+        self._site = site
+        self._log = log
+        self._cuts = cuts
+        self._tape = tape
+        self._entered: tuple[Region, PolicyFrame] | None = None
+
+    def __enter__(self) -> None:
+        if dynamo_is_active():
+            raise RuntimeError(
+                f"save_recompute_policy must not be entered inside of torch.compile: {_OUT_OF_COMPILED}"
+            )
+        if self._entered is not None:
+            raise RuntimeError(
+                "this save_recompute_policy is already entered: create one for each with-block"
+            )
+        caller = sys._getframe(1)
+        region = active.region
+        if region is None:
+            region = Region(self._log, cuts=self._cuts, tape=self._tape)
+            region.open()
+            active.region = region
+        site = (
+            None
+            if isinstance(self._policy, PlannedPolicy)
+            else self._site or (caller.f_code, caller.f_lineno)
+        )
+        frame = PolicyFrame(
+            self._policy, caller.f_code.co_filename, caller.f_lineno, self._packing, self._checkpoint, site
+        )
+        region.push_policy(frame)
+        self._entered = region, frame
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._leave() and (error is None or isinstance(error, GeneratorExit)):
+            # The region saves all that it sees, until a region opened on its own thread takes it over.
+            raise RuntimeError(
+                "a region must be left on the thread that entered it, and after the dispatch modes and "
+                "saved-tensor hooks that were entered inside: leave the region before you pass it on"
+            )
+
+    def __del__(self) -> None:
+        if getattr(self, "_entered", None) is not None:
+            self._leave()  # entered by hand, and an exception skipped the exit
+
+    def _leave(self) -> bool:
+        """Pop the policy; return False if it was the last and the region cannot be closed from here."""
+        entered, self._entered = self._entered, None
+        assert entered is not None
+        region, frame = entered
+        # Generators and coroutines that suspend inside leave in any order.
+        if not region.pop_policy(frame):
+            return True
+        region.resume()
+        if active.region is not region or not region.is_innermost():
+            return False
+        active.region = None
+        region.close()
+        return True
+
+
+_OUT_OF_COMPILED = (
+    "leave the code that enters it uncompiled and compile what runs inside, or use ac_client.checkpoint, "
+    "which calls torch's own there"
+)
+keep_dynamo_out(save_recompute_policy.__enter__, f"save_recompute_policy records ops; {_OUT_OF_COMPILED}")
+
+
+_DECISIONS = {decision.name.lower(): decision for decision in CheckpointPolicy}
+Tagged = TypeVar("Tagged", bound=Tensor)
+
+
+def tag(tensor: Tagged, policy: str | CheckpointPolicy) -> Tagged:
+    """Decide whether one tensor, just made by an op inside a region, is saved; return the tensor.
+
+    A tag is the innermost decision: it replaces a PREFER of the policies around it, but not a MUST. Outside
+    of regions a tag has no effect.
+
+    Args:
+        tensor: the output of the op, or a view of it; the decision is for its whole storage.
+        policy: "must_save", "prefer_save", "must_recompute" or "prefer_recompute", also as torch's
+            CheckpointPolicy; "must_cpu_offload" and "prefer_cpu_offload" save on the device, with a warning.
+
+    Raises:
+        ValueError: `policy` is not one of these.
+        PolicyConflict: "must_save" where a policy insists on recomputing.
+        RuntimeError: "must_recompute" for a tensor that was saved when it was made.
+    """
+    decision = policy if isinstance(policy, CheckpointPolicy) else _DECISIONS.get(policy)
+    if decision is None:
+        raise ValueError(f"policy must be one of {', '.join(map(repr, _DECISIONS))}, got {policy!r}")
+    if active.region is not None:
+        active.region.tag(tensor, without_offload(decision))
+    return tensor

@@ -1,0 +1,144 @@
+"""Record a call of a `torch.autograd.Function` in a region as one op, which backward runs again as a whole.
+
+tape/unseen/function_calls.py says what a call makes and whether it may run again. Here the call's slots,
+the storages that it made and then saved for backward or returned, become NodeVersions of one FunctionNode. A
+call that is saved has no node, and its outputs are from outside.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoac.tape.runtime.cursor import UseGroup
+from autoac.tape.runtime.nested_policies import Grouping
+from autoac.tape.runtime.nodes import FunctionNode, NodeVersion, UnsupportedTensor, next_order, pin_version
+from autoac.tape.runtime.replay import RegionGraph
+from autoac.tape.runtime.saved_handles import SavedHandle, handle_for
+from autoac.tape.runtime.tracked_storages import TrackedStorages
+from autoac.tape.runtime.view_recipes import recipe_of
+from autoac.tape.runtime.write_guard import version_counter
+from autoac.tape.unseen.function_calls import FunctionCall
+
+
+class RecordedFunction:
+    """One call of a Function, while it runs.
+
+    Attributes:
+        call: the facts about the call that the profiler collects, too.
+        saved: True if the call is saved. Final once `forward` is over.
+        is_known: True if it was known beforehand that the call is saved: then nothing is noted of it.
+    """
+
+    def __init__(
+        self,
+        call: FunctionCall,
+        storages: TrackedStorages,
+        graph: RegionGraph,
+        grouping: Grouping | None,
+        stream: int,
+        *,
+        saved: bool,
+    ) -> None:
+        self.call = call
+        self._storages, self._graph, self._grouping = storages, graph, grouping
+        self.saved = saved or bool(call.reason) or call.rerun is None
+        self._node: FunctionNode | None = None
+        self._later_runs: list[tuple[UseGroup, FunctionNode]] = []
+        self._versions: list[NodeVersion] = []  # by slot
+        self._copies: dict[int, torch.UntypedStorage] | None = None
+        tensors = call.arguments.tensors
+        if not self.saved:
+            groups: Sequence[UseGroup] = ()
+            if grouping is not None:
+                groups = grouping.use_groups
+                storages.position = groups[0].latest if groups else grouping.position
+            try:
+                self._node = self._make_node(stream)
+                for group in groups[1:]:
+                    storages.position = group.latest
+                    self._later_runs.append((group, self._make_node(stream)))
+            except UnsupportedTensor:
+                self.saved = True
+        self.is_known = self.saved and not call.examined
+        if call.examined:
+            self._copies = storages.copies_of_sources(tensors)
+        else:
+            storages.before_silent_write(call.written)
+
+    @property
+    def order(self) -> int | None:
+        """Return the order of the node of the call; None if the call is saved."""
+        return self._node.order if self._node is not None else None
+
+    def _make_node(self, stream: int) -> FunctionNode:
+        reads: dict[NodeVersion, None] = {}
+        args = self._storages.arguments(self.call.arguments.tensors, reads)
+        assert self.call.rerun is not None
+        return FunctionNode(
+            next_order(), self.call.facts.name, self.call.rerun, args, {}, tuple(reads), None, stream
+        )
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return the handle for what the call saves; None for a tensor that the call did not make."""
+        if not self.call.is_forward_over(2):
+            return SavedHandle(tensor, self._graph)  # a graph inside of forward
+        self._end_forward()
+        if self.is_known:
+            return None
+        slot = self.call.saved_slot(tensor)
+        if slot is None or self.saved:
+            return None
+        version = self._version(slot, tensor)
+        if version.later_runs and self._grouping is not None:
+            version = version.serving(self._grouping.position)
+        return handle_for(tensor, version, recipe_of(tensor), self._graph)
+
+    def _end_forward(self) -> None:
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            self._storages.after_unseen_write(self.call.written, copies)
+        self.saved = self.saved or bool(self.call.reason)
+
+    def _version(self, slot: int, tensor: Tensor) -> NodeVersion:
+        if slot == len(self._versions):
+            assert self._node is not None
+            version = NodeVersion(self._node, tensor, raw=True)
+            version.first_counter = version_counter(tensor)
+            for group, node in self._later_runs:
+                version.add_later_run(group, node, tensor)
+            self._versions.append(version)
+            self._storages.enter(tensor.untyped_storage(), version)
+            if self._storages.cuts is not None:
+                self._storages.cuts.note_made(tensor.untyped_storage(), version.serial)
+            self._storages.note_contents(version, tensor)
+            if self._storages.hold is not None:
+                self._storages.hold(tensor)
+        return self._versions[slot]
+
+    def end(self, out: Any) -> None:
+        """Note what the call returned."""
+        self._end_forward()
+        if self.is_known:
+            self.call.finish()
+            return
+        slots = list(self.call.returned_slots(out))
+        if not self.saved and self._node is not None:
+            for slot, tensor in slots:
+                version = self._version(slot, tensor)
+                version.tensor_ref, version.recipe = weakref.ref(tensor), None
+                version.first_counter = version_counter(tensor)
+            self._node.outs = tuple(map(weakref.ref, self._versions))
+            for i, (_, node) in enumerate(self._later_runs):
+                node.outs = tuple(weakref.ref(version.runs[-1 - i]) for version in self._versions)
+        contents = self.call.examine()
+        if self.call.reason and not self.saved:  # its second run showed that it must not run again
+            for version, tensor in zip(self._versions, contents, strict=True):
+                for run in version.runs:
+                    pin_version(run, tensor, next_order())
+                self._storages.drop(tensor)
+        self.call.finish()

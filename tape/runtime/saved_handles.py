@@ -1,0 +1,298 @@
+"""Define the handles that autograd holds in place of saved tensors, and the unpack hook."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoac.tape.capture.step_tape import StepTape
+from autoac.tape.runtime.moves.region_moves import FetchTrigger
+from autoac.tape.runtime.nodes import NodeVersion, add_use, remove_use
+from autoac.tape.runtime.replay import (
+    RegionGraph,
+    handle_of_key,
+    recompute,
+    recording_off,
+    save_functions_before,
+    view_of,
+)
+from autoac.tape.runtime.split_backward import leaves_gradients
+from autoac.tape.runtime.view_recipes import Recipe
+from autoac.tape.runtime.write_guard import ContentsDiffer, WriteGuard, detached_alias, without_history
+from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.op_facts import leaves_bytes_unwritten
+from autoac.tape.torch_facts.storage_table import has_storage
+from autoac.tape.unseen.fingerprints import (
+    Fingerprint,
+    KeptWeights,
+    can_compare,
+    fingerprint,
+    same_contents,
+)
+
+
+class RecomputedHandle:
+    """A handle in place of a tensor that backward can recompute.
+
+    Invariant: a live handle accounts for one use of its version.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_last",
+        "_last_task",
+        "_used_in",
+        "_version",
+        "contents",
+        "device",
+        "graph",
+        "key",
+        "recipe",
+        "trigger",
+    )
+
+    def __init__(
+        self, version: NodeVersion, recipe: Recipe, graph: RegionGraph, device: torch.device
+    ) -> None:
+        self._version = version
+        self.recipe = recipe
+        self.graph = graph
+        self.device = device
+        # Fingerprint of the tensor, where backward compares.
+        self.contents: Fingerprint | None = None
+        self.trigger: FetchTrigger | None = None
+        self.key = graph.registry.register(self)
+        self._last: weakref.ref[Tensor] | None = None  # the tensor that the last unpack returned
+        self._last_task = -1  # the graph task of the last unpack
+        self._used_in = -1  # the pass that consumed the use
+        version.handles.append(graph.registry[-1])
+        # No lock, which would cost as much as the count: see `add_use`.
+        if version.uses:
+            version.uses += 1
+        else:
+            add_use(version)
+
+    def unpack(self) -> Tensor:
+        """Return the tensor; recompute it unless the pass has it cached.
+
+        Raises:
+            StaleError: a tensor that the recompute reads was written after forward.
+            ContentsDiffer: the contents are not those of forward.
+        """
+        with self.graph.lock:
+            running, consumes = self.graph.current_pass()
+            if (
+                self._last_task == running.task
+                and self._last is not None
+                and (last := self._last()) is not None
+            ):
+                return last
+            if (
+                running.split is not None
+                and self._used_in == running.first_task
+                and self._last_task != running.task
+            ):
+                running = self.graph.restart()
+            if self.trigger is not None and consumes:
+                self.trigger.fetch(running)
+            version = self._version
+            recomputed = running.cache.get(version.serial)
+            if recomputed is None:
+                recomputed = self.graph.held_in_forward(version)
+            if recomputed is None:
+                recomputed = recompute(version, running, self.graph)
+            elif running.handed_out:
+                running.check_handed_out(version, "backward")
+            if running.arriving:
+                running.await_arrival((version,))
+            tensor = view_of(version, recomputed, self.recipe)
+            if self.contents is not None and not same_contents(fingerprint(tensor), self.contents):
+                node = version.node
+                save_functions_before(node)
+                shape = f"{tensor.dtype} {list(tensor.shape)}"
+                raise ContentsDiffer(node.name, self.graph.modules.get(node.order, ""), shape)
+            if consumes:
+                if self._used_in != running.first_task and not (
+                    running.split is not None and leaves_gradients()
+                ):
+                    running.consume_use(version)
+                    if running.cache:
+                        running.track_handed_out(version, tensor)
+                    self._used_in = running.first_task
+                self._last_task = running.task
+                self._last = weakref.ref(tensor)
+            return tensor
+
+    def is_cached(self) -> bool:
+        """Return True if the running pass or a cut holds the tensor."""
+        running, _ = self.graph.current_pass()
+        return self._version.serial in running.cache or self._version.node.order < 0
+
+    def move_to(self, newer: NodeVersion) -> None:
+        """Recompute from `newer`, a later version with the same contents in all that this handle views."""
+        with self.graph.lock:
+            add_use(newer)
+            remove_use(self._version)
+            self._version = newer
+
+    def unpack_writable(self) -> Tensor:
+        """Return the tensor for compiled code, which may overwrite it: a copy if it is still needed."""
+        with self.graph.lock:
+            tensor = self.unpack()
+            self._last = None
+            running, _ = self.graph.current_pass()
+            version = self._version
+            needed = version.serial in running.cache or version.node.order < 0  # pinned
+            return tensor.clone() if needed else tensor
+
+    def __del__(self) -> None:
+        graph, version = self.graph, self._version
+        with graph.lock:
+            for ref in graph.passes.valuerefs():
+                running = ref()
+                if running is not None and running.first_task != self._used_in:
+                    running.drop_use(version)
+            if version.uses > 1:
+                version.uses -= 1
+            else:
+                remove_use(version)
+
+
+def handle_for(tensor: Tensor, version: NodeVersion, recipe: Recipe, graph: RegionGraph) -> RecomputedHandle:
+    """Return a handle for `tensor`, a view of `version`, with a fingerprint where backward compares."""
+    handle = RecomputedHandle(version, recipe, graph, tensor.device)
+    if graph.weights is None:
+        return handle
+    if can_compare(tensor) and not leaves_bytes_unwritten(version.node.name, tensor.dtype):
+        handle.contents = graph.weights.keep(fingerprint(tensor))
+    return handle
+
+
+class SavedHandle(WriteGuard):
+    """A handle in place of a tensor that stays saved."""
+
+    __slots__ = ("__weakref__", "_contents", "_registry", "key", "trigger")
+
+    def __init__(self, tensor: Tensor, graph: RegionGraph) -> None:
+        WriteGuard.__init__(self, without_history(tensor, saved=True))
+        self.trigger: FetchTrigger | None = None
+        self._contents: Fingerprint | None = None
+        self._registry = graph.registry
+        self.key = self._registry.register(self)
+
+    def note_contents(self, weights: KeptWeights) -> None:
+        """Have `unpack` compare the contents: NOTE [ Needed checkpoints ] in own_checkpoints.py."""
+        if has_storage(self.tensor) and can_compare(self.tensor):
+            self._contents = weights.keep(fingerprint(self.tensor))
+
+    def unpack(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            StaleError: the tensor was written after forward.
+            ContentsDiffer: a checkpoint saved it, and it has other contents than in forward.
+        """
+        if self.trigger is not None:
+            self.trigger.unpacked()
+        self.check("backward")
+        if self._contents is not None and not same_contents(fingerprint(self.tensor), self._contents):
+            node = private.current_autograd_node()
+            if node is None or "BatchNorm" not in node.name():  # its statistics are saved, and not read
+                raise ContentsDiffer("", "", f"{self.tensor.dtype} {list(self.tensor.shape)}")
+        return self.tensor
+
+    def unpack_writable(self) -> Tensor:
+        """Return a copy of the tensor for compiled code, which may overwrite it."""
+        return self.unpack().clone()
+
+
+class OuterHookHandle:
+    """A handle in place of a saved tensor that the hooks around the region packed.
+
+    Those hooks see the tensor as they would without the region, so that they can move it to the host.
+    """
+
+    __slots__ = ("_unpack", "packed")
+
+    def __init__(
+        self, tensor: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    ) -> None:
+        self._unpack = unpack
+        recording_off.depth += 1
+        try:
+            self.packed = pack(detached_alias(tensor) if tensor.grad_fn is not None else tensor)
+        finally:
+            recording_off.depth -= 1
+
+    def unpack(self) -> Tensor:
+        """Return the tensor, which the hooks around the region unpack."""
+        return self._unpack(self.packed)
+
+
+class TapedHandle:
+    """A handle of an observed step, whose unpacks and drop are recorded."""
+
+    __slots__ = ("_handle", "_saved", "_tape")
+
+    def __init__(self, handle: Any, saved: int, tape: StepTape) -> None:
+        self._handle, self._saved, self._tape = handle, saved, tape
+
+    def unpack(self) -> Tensor:
+        """Return the tensor."""
+        return self._tape.unpack(self._saved, self._unpack)
+
+    def _unpack(self) -> tuple[Tensor, bool]:
+        handle = self._handle
+        return handle.unpack(), not isinstance(handle, RecomputedHandle) or handle.is_cached()
+
+    def __del__(self) -> None:
+        self._tape.saved.note_drop(self._saved)
+
+
+def taped(handle: Any, saved: int | None, tape: StepTape) -> Any:
+    """Return `handle`, which packs saved tensor number `saved` of the step that `tape` records, taped."""
+    tape.packed()
+    return handle if saved is None else TapedHandle(handle, saved, tape)
+
+
+# NOTE [ Compiled autograd ]
+#
+# Compiled autograd traces the unpack hook. Dynamo must see it as one opaque call: if Dynamo traced through
+# it, every recomputed tensor would become an output of the graph, and a hook that Dynamo may not trace would
+# break the graph at each unpack. So the call takes plain data only: a key, and what a fake tensor needs.
+@torch.library.custom_op(
+    "ac_client::unpack",
+    mutates_args=(),
+    schema="(SymInt key, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device) -> Tensor",
+)
+def _unpack_by_key(key: int, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    handle = handle_of_key(key)
+    assert handle is not None
+    tensor: Tensor = handle.unpack_writable()
+    return tensor.resolve_conj().resolve_neg()
+
+
+@_unpack_by_key.register_fake
+def _(key: int, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def unpack(handle: Any) -> Tensor:
+    """Return the tensor behind `handle`; autograd calls this hook."""
+    kind = type(handle)
+    if (kind is RecomputedHandle or kind is SavedHandle) and torch.compiler.is_dynamo_compiling():
+        if kind is RecomputedHandle:
+            dtype, size, stride = handle.recipe[:3]
+            device = handle.device
+        else:
+            saved = handle.tensor
+            dtype, size, stride, device = saved.dtype, saved.size(), saved.stride(), saved.device
+        return _unpack_by_key(handle.key, size, stride, dtype, device)  # type: ignore[no-any-return]
+    if isinstance(handle, Tensor):
+        return handle
+    tensor: Tensor = handle.unpack()
+    return tensor

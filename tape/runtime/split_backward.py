@@ -1,0 +1,155 @@
+"""Recognize a split backward: input gradients first, weight gradients later, as in pipeline schedules.
+
+To autograd the two halves are unrelated graph tasks, one for the inputs and one for each group of weights.
+Here they are parts of one backward pass, and recomputed tensors that the second half needs stay cached in
+between. The tasks alone do not show that they belong together: a partial backward with `retain_graph=True`
+looks the same and must leave nothing behind. So one of these must show it: `split_backward`, torch's
+`GraphExecGroup`, or a call from `stage_backward_input` of torch.distributed.pipelining.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Protocol
+
+import torch
+
+from autoac.tape.torch_facts import private
+
+
+class KeepsPass(Protocol):
+    """An object that keeps a pass between two parts of a split backward."""
+
+    def discard_suspended(self) -> None:
+        """Free the pass, because the split backward is over."""
+
+
+class Split:
+    """A period during which all graph tasks over one region are parts of one backward pass."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.graphs: weakref.WeakSet[KeepsPass] = weakref.WeakSet()
+
+    def close(self) -> None:
+        """End the period, and free the passes that were kept for further parts."""
+        self.open = False
+        for graph in list(self.graphs):
+            graph.discard_suspended()
+
+
+# In torch's thread-local state, which the engine copies to its own threads.
+_KEY = "ac_client.split_backward"
+
+
+@contextmanager
+def split_backward() -> Iterator[None]:
+    """Make the `backward` and `torch.autograd.grad` calls in the body parts of one backward pass.
+
+        with ac_client.split_backward():
+            dx = torch.autograd.grad(out, x, grad, retain_graph=True)   # the input half
+            ...
+            dw = torch.autograd.grad(hidden, weights, dhidden)          # the weight half
+
+    Each op is recomputed at most once for all of them. A recomputed tensor that a later call may need stays
+    until autograd drops its saved tensors, at the latest until the end of the block. The stages of
+    torch.distributed.pipelining need no such block.
+    """
+    outer = _declared()
+    split = Split()
+    private.stash_in_tls(_KEY, split)
+    try:
+        yield
+    finally:
+        if outer is None:
+            private.remove_from_tls(_KEY)
+        else:
+            private.stash_in_tls(_KEY, outer)
+        split.close()
+
+
+def current_split() -> Split | None:
+    """Return the split backward that the running graph task is a part of; None outside any."""
+    split = _declared() or _of_group()
+    if split is None and _called_by_a_stage():
+        split = Split()  # never closed: its pass is freed with the graph
+    return split
+
+
+def leaves_gradients() -> bool:
+    """Return True if this graph task skips a gradient of the running autograd node.
+
+    Such a node may run again for that gradient in another part, and will unpack again.
+    """
+    node = private.current_autograd_node()
+    return node is not None and any(
+        not _is_requested(following) for following, _ in node.next_functions if following is not None
+    )
+
+
+def is_nested_backward() -> bool:
+    """Return True if a hook or a Function of backward runs the graph task."""
+    frame: FrameType | None = sys._getframe(1)
+    # A thread of the engine has no caller: each call of backward on it is nested.
+    calls = int(isinstance(threading.current_thread(), threading._DummyThread))
+    while frame is not None:
+        calls += frame.f_code is private.engine_run_backward.__code__
+        frame = frame.f_back
+    return calls > 1
+
+
+def _declared() -> Split | None:
+    if not private.is_key_in_tls(_KEY):
+        return None
+    split: Split | None = private.get_from_tls(_KEY)
+    return split
+
+
+def _of_group() -> Split | None:
+    """Return the split backward that torch's GraphExecGroup stands for; it lasts as long as the group."""
+    group: object | None = private.get_graph_exec_group()
+    if group is None:
+        return None
+    split = _of_groups.get(group)
+    if split is None:
+        split = _of_groups[group] = Split()
+        weakref.finalize(group, split.close)
+    return split
+
+
+_of_groups: weakref.WeakKeyDictionary[object, Split] = weakref.WeakKeyDictionary()
+
+
+def _is_requested(node: torch.autograd.graph.Node) -> bool:
+    try:
+        return bool(private.will_engine_execute_node(node))
+    except RuntimeError:  # raised for a leaf passed to autograd.grad
+        return True
+
+
+def _called_by_a_stage() -> bool:
+    """Return True if `stage_backward_input` waits for the running graph task."""
+    module = sys.modules.get("torch.distributed.pipelining._backward")
+    if module is None:
+        return False
+    code = module.stage_backward_input.__code__
+    # A frame in a local variable would be a cycle, and keep alive the variables of every caller.
+    if _is_called_from(sys._getframe(1), code):
+        return True
+    if _is_called_from(sys._getframe(1), private.engine_run_backward.__code__):
+        return False
+    # This is a thread of the engine (CUDA), and the caller waits in another thread.
+    return any(_is_called_from(other, code) for other in sys._current_frames().values())
+
+
+def _is_called_from(frame: FrameType | None, code: CodeType) -> bool:
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False

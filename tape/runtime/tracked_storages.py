@@ -1,0 +1,518 @@
+"""Track, during forward, which storages recorded ops made or read, and writes to them.
+
+See NOTE [ What is tracked ] in nodes.py.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from autoac.tape.capture.step_tape import StepTape
+from autoac.tape.runtime.cursor import Cursor
+from autoac.tape.runtime.cuts import Cuts
+from autoac.tape.runtime.nodes import (
+    Node,
+    NodeVersion,
+    Source,
+    SourceView,
+    UnsupportedTensor,
+    VersionView,
+    held_version,
+    next_order,
+    pin_version,
+)
+from autoac.tape.runtime.replay import RegionGraph
+from autoac.tape.runtime.view_recipes import make_view, recipe_of, window_of_recipe
+from autoac.tape.runtime.write_guard import WriteGuard, detached_alias
+from autoac.tape.torch_facts.op_facts import OpFacts, written_tensors
+from autoac.tape.torch_facts.storage_table import StorageTable, Window, disjoint, has_storage
+from autoac.tape.unseen.fingerprints import (
+    Fingerprint,
+    can_compare,
+    same_contents,
+    storage_fingerprint,
+)
+from autoac.tape.unseen.last_look import LastLook
+
+Origin = NodeVersion | Callable[[], Source | None]
+"""Where the contents of a storage are from: a recorded op, or outside."""
+
+_STRIDED = torch.strided
+
+
+def _written_unseen() -> None:
+    """Stand in for the origin of a storage that a kernel writes which PyTorch does not dispatch."""
+
+
+class TrackedStorages:
+    """The origin of each storage that recorded ops of one region made or read.
+
+    Invariant: the origin of a storage describes its current contents, unless they were written unseen. A
+    storage without an origin counts as from outside and not read yet.
+
+    Attributes:
+        key: name of the attribute that holds a storage's origin.
+        position: of the op that reads now, in a plan with use groups.
+        writes: number of writes to tracked storages.
+        compares_reads: True if what is read is compared with what a recorded op has written.
+        watches_code: True outside of plans: new code and new parameters switch the comparison on.
+        cuts: of an observed step; None in other steps.
+        hold: called with each tensor that a recorded op or Function has made or written, if it may be held.
+    """
+
+    def __init__(self, graph: RegionGraph) -> None:
+        self._graph = graph
+        self._table: StorageTable[Origin] = StorageTable()
+        self.key = self._table.name
+        self.position: float = 0
+        self.writes = 0
+        self.compares_reads = False
+        self.watches_code = False
+        self.cuts: Cuts | None = None
+        self._saved: StorageTable[list[weakref.ref[WriteGuard]]] = StorageTable()
+        self._read_unseen: StorageTable[Fingerprint] = StorageTable()  # contents that ops have read
+        self.hold: Callable[[Tensor], None] | None = None
+        self._last_look = LastLook[NodeVersion]()
+        self._since_pause: list[weakref.ref[torch.UntypedStorage]] = []  # entered since the last pause
+
+    def origin(self, tensor: Tensor) -> Origin | None:
+        """Return the origin of `tensor`'s storage; drop it first if the storage was written unseen."""
+        origin = self._table.get(tensor)
+        if type(origin) is NodeVersion and origin.counter is not None and origin.written_in_pause(tensor):
+            self._table.drop(tensor)
+            return None
+        return origin
+
+    def enter(self, storage: torch.UntypedStorage, origin: Origin) -> None:
+        """Note which version, or which source from outside, `storage` holds now."""
+        self._since_pause.append(self._table.put(storage, origin))
+
+    def drop(self, tensor: Tensor) -> None:
+        """Forget the origin of `tensor`'s storage."""
+        self._table.drop(tensor)
+
+    def close(self) -> None:
+        """Forget all origins. From here on the write guards of the sources watch for writes."""
+        self.look_last(everything=True)
+        self._renew_guards()
+        self._table.clear()
+        self._saved.clear()
+
+    def _renew_guards(self) -> None:
+        """Accept all writes so far to sources entered since the last pause: the mode saw them.
+
+        A version counter moves only after the mode has returned. Before a write that the mode sees, an older
+        source is copied. So if the counter of an older source moved, the mode did not see the write.
+        """
+        for ref in self._since_pause:
+            storage = ref()
+            origin = self._table.of(storage) if storage is not None else None
+            if origin is not None and type(origin) is not NodeVersion:
+                source = origin()
+                if source is not None and source.guard is not None:
+                    source.guard.renew()
+
+    def note_counters(self) -> bool:
+        """Note the version counters of tracked storages before a pause; return False if one is unreadable.
+
+        Counters noted before an earlier pause are not read again, so short pauses are cheap.
+        """
+        self._renew_guards()
+        unreadable = []
+        for ref in self._since_pause:
+            storage = ref()
+            origin = self._table.of(storage) if storage is not None else None
+            if type(origin) is NodeVersion and not origin.note_counter():
+                unreadable.append(ref)
+        self._since_pause = unreadable
+        return not unreadable
+
+    def pin(self, tensor: Tensor) -> None:
+        """Hold the contents of `tensor`'s storage from here on, so that backward need not recompute them."""
+        origin = self.origin(tensor) if has_storage(tensor) else None
+        if type(origin) is NodeVersion:
+            with self._graph.lock:
+                for version in origin.runs:
+                    pin_version(version, tensor, next_order())
+            self._table.drop(tensor)
+
+    def save(self, tensor: Tensor) -> None:
+        """Hold the contents of `tensor`'s storage, as if the op that made them were saved."""
+        origin = self.origin(tensor)
+        if type(origin) is NodeVersion:
+            with self._graph.lock:
+                for version in origin.runs:
+                    source = pin_version(version, tensor, next_order())
+            self.enter(tensor.untyped_storage(), weakref.ref(source))
+
+    def cut(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+        """Make a cut before an op if it is time for one, and hold what the op is the first to read.
+
+        Args:
+            read: the tensors among the op's arguments.
+            written: those of them that the op writes, whose new contents are held in their place.
+        """
+        cuts = self.cuts
+        assert cuts is not None
+        if self.compares_reads:
+            self.look_last()  # what only the comparison holds is not live
+        cuts.cut()
+        rewritten = {tensor.untyped_storage()._cdata for tensor in written if has_storage(tensor)}
+        for tensor in read:
+            origin = self.origin(tensor) if has_storage(tensor) else None
+            if type(origin) is NodeVersion and tensor.untyped_storage()._cdata not in rewritten:
+                for version in origin.runs:
+                    if cuts.note_read(version.serial):
+                        with self._graph.lock:
+                            pin_version(version, tensor, next_order())
+
+    def note_saved(self, handle: WriteGuard) -> None:
+        """Have the tensor of `handle` copied before it is written: NOTE [ Needed checkpoints ]."""
+        handles = self._saved.get(handle.tensor)
+        if handles is None:
+            self._saved.put(handle.tensor.untyped_storage(), handles := [])
+        handles.append(weakref.ref(handle))
+
+    def _copy_saved(self, tensor: Tensor) -> torch.UntypedStorage | None:
+        """Have the handles of `note_saved` hold a copy of `tensor`'s storage; return it, if one does."""
+        handles = [handle for ref in self._saved.get(tensor) or () if (handle := ref()) is not None]
+        self._saved.drop(tensor)
+        if not handles:
+            return None
+        copy: torch.UntypedStorage = tensor.untyped_storage().clone()
+        for handle in handles:
+            WriteGuard.__init__(handle, make_view(copy, recipe_of(handle.tensor)))
+        return copy
+
+    def before_write(self, tensors: Iterable[Tensor], *, untrack: bool) -> None:
+        """Copy what recorded ops have read from outside of `tensors`' storages, before they are written.
+
+        With `untrack`, drop their origins: the writer is not recorded, so the new contents are from outside.
+        """
+        for tensor in tensors:
+            if not has_storage(tensor):
+                continue
+            copy = self._copy_saved(tensor) if self._saved else None
+            origin = self.origin(tensor)
+            if origin is None:
+                continue
+            self.writes += 1
+            if type(origin) is not NodeVersion:
+                source = origin()
+                if source is not None:
+                    source.keep_copy(copy)
+                if origin is not _written_unseen:
+                    self._table.drop(tensor)
+            else:
+                if origin.node.order < 0:  # held by a cut
+                    origin.node.args[0].keep_copy()
+                if untrack:
+                    self._table.drop(tensor)
+
+    def before_silent_write(self, tensors: Sequence[Tensor]) -> None:
+        """Prepare for a write to `tensors` that advances no version counter, by a collective or a Function.
+
+        Drop their origins, and let handles see the write: backward gets the new contents for a tensor that
+        autograd saved before. Ops that read the old contents run again on the old contents.
+        """
+        for tensor in tensors:
+            origin = self.origin(tensor) if has_storage(tensor) else None
+            if type(origin) is NodeVersion:
+                for version in origin.runs:
+                    move_handles(version, held_version(tensor), None)
+        self.before_write(tensors, untrack=True)
+
+    def after_opaque_write(self, tensor: Tensor) -> None:
+        """Drop the origin of a storage that an op wrote without announcing it."""
+        origin = self.origin(tensor)
+        if origin is None:
+            return
+        self.writes += 1
+        if type(origin) is not NodeVersion:
+            source = origin()
+            if source is not None and source.guard is not None:
+                source.guard.reject_writes()  # ops that read it before cannot be replayed
+        self._table.drop(tensor)
+
+    def writes_a_version(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+        """Return True if this call writes a storage whose contents a recorded op made."""
+        written = [t for t in written_tensors(facts, args, kwargs or {}) if has_storage(t)]
+        return any(type(self.origin(t)) is NodeVersion for t in written)
+
+    def versions_among(self, tensors: Iterable[Tensor]) -> list[tuple[NodeVersion, Tensor]]:
+        """Return the distinct versions on which `tensors` are, each with one of the tensors."""
+        found: list[tuple[NodeVersion, Tensor]] = []
+        for tensor in tensors:
+            origin = self.origin(tensor) if has_storage(tensor) else None
+            if type(origin) is NodeVersion:
+                origin = origin.serving(self.position)
+                if all(origin is not version for version, _ in found):
+                    found.append((origin, tensor))
+        return found
+
+    def note_contents(self, version: NodeVersion, tensor: Tensor) -> None:
+        """Note the contents that a recorded op has given to `version`, the storage of `tensor`."""
+        weights = self._graph.weights
+        if self.compares_reads and weights is not None and can_compare(tensor):
+            version.suspect = True
+            version.contents = weights.keep(storage_fingerprint(tensor))
+            self._last_look.hold(tensor, version)
+
+    def look_last(self, *, everything: bool = False) -> None:
+        """Compare storages that the model has let go of, or all, with what recorded ops have written.
+
+        An unseen kernel may have written to a storage that no op reads any more, but that backward reads.
+        """
+        for tensor, version in self._last_look.released(everything=everything):
+            if self._table.get(tensor) is version and version.contents is not None:
+                self.as_written(version, tensor)
+
+    def note_blank(self, tensor: Tensor) -> None:
+        """Note that an op has allocated the storage of `tensor`, and that other code will write to it."""
+        version = self._table.get(tensor)
+        if type(version) is NodeVersion and tensor.numel():
+            version.suspect = True
+            version.contents = None
+
+    def as_written(self, version: NodeVersion, tensor: Tensor) -> bool:
+        """Return True if the storage of `tensor` has the contents that a recorded op gave to `version`.
+
+        If not, an unseen kernel has written it, and its contents are from outside from here on.
+        """
+        if version.contents is None:
+            self.save(tensor)
+            self.enter(tensor.untyped_storage(), _written_unseen)
+            return False
+        if same_contents(storage_fingerprint(tensor), version.contents):
+            return True
+        self._graph.code.note_unseen_write(version.node.name)
+        if self._graph.tape is not None:
+            self._graph.tape.note_unseen_write(tensor)
+        self._written_by_others(version, tensor)
+        return False
+
+    def _written_by_others(self, version: NodeVersion, tensor: Tensor) -> None:
+        """Drop `version` as the origin of a storage. Its handles read the storage as it is from now on."""
+        self.writes += 1
+        for run in version.runs:
+            if run.handles:
+                move_handles(run, held_version(tensor), None)
+        self.enter(tensor.untyped_storage(), _written_unseen)
+
+    def copies_of_sources(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+        """Return copies of the storages of `tensors` that recorded ops have read from outside, by address."""
+        copies = {}
+        for tensor in tensors:
+            origin = self.origin(tensor) if has_storage(tensor) else None
+            if origin is not None and type(origin) is not NodeVersion and origin() is not None:
+                storage = tensor.untyped_storage()
+                copies[storage._cdata] = storage.clone()
+        return copies
+
+    def after_unseen_write(
+        self, tensors: Iterable[Tensor], copies: Mapping[int, torch.UntypedStorage]
+    ) -> None:
+        """Drop the origins of storages that a kernel may have written; `copies` has the old contents."""
+        for tensor in tensors:
+            origin = self.origin(tensor) if has_storage(tensor) else None
+            if type(origin) is NodeVersion:
+                self._written_by_others(origin, tensor)
+            elif origin is not None:
+                self.writes += 1
+                source = origin()
+                if source is not None:
+                    source.keep_copy(copies.get(tensor.untyped_storage()._cdata))
+                self._table.drop(tensor)
+
+    def arguments(
+        self, args: Iterable[Any], reads: dict[NodeVersion, None], unread: Any = None
+    ) -> tuple[Any, ...]:
+        """Return `args` with the stand-ins of their tensors; add the versions among them to `reads`.
+
+        Args:
+            unread: one of `args`, of which the op does not read the contents.
+
+        Raises:
+            UnsupportedTensor: a tensor is not described by its storage and recipe.
+        """
+        stand_ins: list[Any] = []
+        key = self.key
+        for arg in args:
+            kind = type(arg)
+            if kind is Tensor or kind is Parameter:
+                strided = arg.layout is _STRIDED
+            elif isinstance(arg, Tensor):
+                strided = has_storage(arg)
+            else:
+                if (kind is list or kind is tuple) and any(isinstance(item, Tensor) for item in arg):
+                    arg = kind(self.arguments(arg, reads))
+                stand_ins.append(arg)
+                continue
+            if not strided:
+                raise UnsupportedTensor
+            origin = arg.untyped_storage().__dict__.get(key)
+            if type(origin) is NodeVersion and origin.counter is not None and origin.written_in_pause(arg):
+                origin = None
+            if type(origin) is NodeVersion:
+                if origin.suspect and arg is not unread and not self.as_written(origin, arg):
+                    stand_ins.append(self._read_source(arg, None))
+                    continue
+                if origin.later_runs:
+                    origin = origin.serving(self.position)
+                reads[origin] = None
+                if origin.recipe_if_returned(arg) is not None:
+                    stand_ins.append(origin)
+                elif has_storage(arg):
+                    stand_ins.append(VersionView(origin, recipe_of(arg)))
+                else:
+                    raise UnsupportedTensor
+                continue
+            source = origin() if origin is not None else None
+            stand_ins.append(
+                source if source is not None and source.is_first_read(arg) else self._read_source(arg, source)
+            )
+        return tuple(stand_ins)
+
+    def _read_source(self, tensor: Tensor, source: Source | None) -> Source | SourceView:
+        """Return what a node holds in place of `tensor`, which no recorded op made.
+
+        Args:
+            source: the Source of its storage, if an earlier node has read that storage.
+        """
+        if not has_storage(tensor):
+            raise UnsupportedTensor
+        if source is None:
+            if self.watches_code and type(tensor) is Parameter:
+                self._note_parameter(tensor)
+            source = Source(tensor)
+            if self._table.get(tensor) is _written_unseen:
+                argument = source.argument_for(tensor)
+                source.keep_copy()  # nothing would show the next write
+                if self._graph.tape is not None:
+                    self._compare_with_last_read(tensor, self._graph.tape)
+                return argument
+            self.enter(tensor.untyped_storage(), weakref.ref(source))
+        return source.argument_for(tensor)
+
+    def _compare_with_last_read(self, tensor: Tensor, tape: StepTape) -> None:
+        """Note on the tape if an unseen kernel has written a storage again since an op last read it."""
+        before, now = self._read_unseen.get(tensor), storage_fingerprint(tensor)
+        if before is not None and not same_contents(now, before):
+            tape.note_unseen_write(tensor)
+        self._read_unseen.set(tensor, now)
+
+    def _note_parameter(self, parameter: Parameter) -> None:
+        """Compare contents from here on if this is the first region that reads `parameter`."""
+        self._graph.code.note_parameter(parameter)
+        self.compare_if_new()
+
+    def compare_if_new(self) -> None:
+        """Compare contents from here on if the region runs code that was not compared before."""
+        if self._graph.code.is_new:
+            self._graph.compare()
+            self.compares_reads = self._graph.compares
+
+    def output(
+        self, tensor: Tensor, node: Node, written: Sequence[Tensor]
+    ) -> weakref.ref[NodeVersion] | None:
+        """Track an output of `node`; return its version, or None if it is not on a new storage."""
+        if not has_storage(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        if self.key in storage.__dict__:
+            return None  # the storage of an argument
+        if written and any(has_storage(old) and old.untyped_storage() is storage for old in written):
+            return None  # from outside: its origin was dropped before the write
+        version = NodeVersion(node, tensor)
+        # As `enter`, whose call would double the cost.
+        self._since_pause.append(self._table.put(storage, version))
+        if self.cuts is not None:
+            self.cuts.note_made(storage, version.serial)
+        if self.compares_reads:
+            self.note_contents(version, tensor)
+        return weakref.ref(version)
+
+    def rewrite(self, rewritten: Iterable[tuple[NodeVersion, Tensor]], node: Node) -> list[NodeVersion]:
+        """Track the versions that the in-place op of `node` made, and return them.
+
+        Args:
+            rewritten: pairs of an old version and the tensor that was written.
+        """
+        made, rewrites = [], []
+        for old, tensor in rewritten:
+            new = NodeVersion(node, tensor, raw=True)
+            made.append(new)
+            if self.cuts is not None:
+                self.cuts.note_rewritten(tensor.untyped_storage(), old.serial, new.serial)
+            rewrites.append((old, weakref.ref(new)))
+            self.enter(tensor.untyped_storage(), new)
+            self.note_contents(new, tensor)
+        node.rewrites = tuple(rewrites)
+        return made
+
+
+def move_handles(old: NodeVersion, new: NodeVersion, written: Window | None) -> None:
+    """Move the handles on `old` that view nothing of what was `written` to `new`; with None, all handles."""
+    staying = []
+    for ref in old.handles:
+        handle = ref()
+        if handle is not None and (written is None or disjoint(written, window_of_recipe(handle.recipe))):
+            handle.move_to(new)
+            if written is None:
+                handle.contents = None  # the contents changed
+            new.handles.append(ref)
+        else:
+            staying.append(ref)
+    old.handles = staying
+
+
+class ForwardHolds:
+    """Hold what a plan recomputes for as long as a backward inside of forward needs it.
+
+    Forces, gradient penalties and the like differentiate in forward. What such a backward unpacks is held
+    until then, as without a plan. The plan says where forward lets go of it: autograd may hold the node for
+    the backward of the step, which recomputes.
+
+    Args:
+        cursor: follows the plan.
+        storages: of the region.
+    """
+
+    def __init__(self, cursor: Cursor, storages: TrackedStorages) -> None:
+        self._cursor, self._storages = cursor, storages
+        self._held: dict[int, tuple[int, Tensor]] = {}  # by serial of the version: until which op, a tensor
+        self._next = math.inf  # the first of these ops
+
+    def hold(self, tensor: Tensor) -> None:
+        """Hold `tensor`, which the op that the cursor is at has just made or written, if the plan says so."""
+        until = self._cursor.needed_until
+        origin = self._storages.origin(tensor) if until is not None else None
+        if until is None or type(origin) is not NodeVersion:
+            return
+        alias = detached_alias(tensor)
+        for version in origin.runs:
+            if version.raw:  # its own tensor may die, and with it the counter that shows writes in a pause
+                version.tensor_ref, version.recipe = weakref.ref(alias), None
+        self._held |= {version.serial: (until, alias) for version in origin.runs}
+        self._next = min(self._next, until)
+
+    def get(self, version: NodeVersion) -> Tensor | None:
+        """Return a tensor that shows `version`; None if it is not held, or was written over since."""
+        _, tensor = self._held.get(version.serial, (0, None))
+        origin = self._storages.origin(tensor) if tensor is not None else None
+        is_current = type(origin) is NodeVersion and any(run is version for run in origin.runs)
+        return tensor if is_current else None
+
+    def free_due(self) -> None:
+        """Let go of what is not needed from the op on that the cursor is at."""
+        position = self._cursor.position
+        if position >= self._next:
+            self._held = {serial: held for serial, held in self._held.items() if held[0] > position}
+            self._next = min((until for until, _ in self._held.values()), default=math.inf)

@@ -1,0 +1,193 @@
+"""Detect in-place writes to a storage that happen after forward, by torch's version counters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from autoac.planner.errors import PickledError
+from autoac.tape.distributed.wrapped_tensors import below, wraps_others
+from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.storage_table import StorageTable, has_storage, is_wrapper
+from autoac.tape.unseen.held_storages import recorded
+
+
+class StaleError(RuntimeError):
+    """Raised in backward if a tensor that it needs was written in place after forward recorded it."""
+
+
+class ContentsDiffer(PickledError, RuntimeError):
+    """Raised in backward if a recomputed tensor does not have the contents that it had in forward.
+
+    Backward compares in the first step and where `verify` asks for it, and has not used the tensor. `op` is
+    empty for a tensor that autograd saved in a checkpoint: NOTE [ Needed checkpoints ] in own_checkpoints.py.
+    """
+
+    def __init__(self, op: str, module: str, tensor: str) -> None:
+        self.op, self.module, self.tensor = op, module, tensor
+        where = f" of the module {module}" if module else ""
+        pin = f'ac_client.pin(model.get_submodule("{module}"), "must_save")' if module else "ac_client.pin"
+        if not op:
+            super().__init__(
+                f"a {tensor} that autograd saved inside of a checkpoint must have in backward the contents "
+                "that it had in forward, got others: the model wrote to it after the checkpoint, as to a "
+                "buffer that several parts share. Use torch.utils.checkpoint for these parts, with "
+                "take_over_checkpoints=False in a planned model, or give each part memory of its own"
+            )
+            return
+        super().__init__(
+            f"{op}{where} must make in backward what it made in forward, a {tensor}, got other contents. "
+            "Either something wrote to it or to what it reads that no op shows (a kernel that PyTorch does "
+            "not dispatch, a write through another tensor's .data), or the op is not deterministic. Save it, "
+            f"with {pin} before the step; in a checkpoint, take_over_checkpoints=False leaves it to torch"
+        )
+
+
+class WrapperWrites:
+    """Count the writes to a storage through tensors that wrap it, such as DTensors.
+
+    A write to a wrapper advances the counter of the wrapper, and of no tensor inside.
+    """
+
+    __slots__ = ("_past", "_wrappers")
+
+    def __init__(self) -> None:
+        self._past = 0  # writes through wrappers that are gone
+        self._wrappers: list[
+            tuple[weakref.ref[Tensor], Tensor, int]
+        ] = []  # with an alias and its first count
+
+    def add(self, wrapper: Tensor) -> None:
+        """Count the writes through `wrapper` and its views from here on."""
+        base = wrapper._base if wrapper._base is not None else wrapper  # they share a counter
+        live = []
+        for ref, alias, first in self._wrappers:
+            known = ref()
+            if known is base:
+                return
+            if known is not None:
+                live.append((ref, alias, first))
+            else:
+                self._past += alias._version - first
+        unseen = private.DisableTorchDispatch()  # the alias has the counter of the wrapper, and no memory
+        alias = _detach_with_counter(base)
+        del unseen
+        self._wrappers = [*live, (weakref.ref(base), alias, alias._version)]
+
+    def count(self) -> int:
+        """Return the number of writes."""
+        return self._past + sum(alias._version - first for _, alias, first in self._wrappers)
+
+
+_wrapper_writes: StorageTable[WrapperWrites] = StorageTable()
+
+
+def note_wrappers(tensors: Iterable[Tensor]) -> None:
+    """Have `version_counter` of what wrappers among `tensors` wrap include the writes to these wrappers."""
+    for tensor in tensors:
+        if wraps_others(type(tensor)) and not tensor.is_inference():  # which counts no writes
+            for inner in filter(has_storage, below(tensor)):
+                writes = _wrapper_writes.get(inner)
+                if writes is None:
+                    _wrapper_writes.set(inner, writes := WrapperWrites())
+                writes.add(tensor)
+
+
+def version_counter(tensor: Tensor) -> int:
+    """Return the version counter of `tensor`, or -1 if it has none because it is an inference tensor.
+
+    Add the writes through wrappers of its storage: `note_wrappers`.
+    """
+    try:
+        counter = tensor._version
+    except RuntimeError:
+        return -1
+    if _wrapper_writes and has_storage(tensor) and (writes := _wrapper_writes.get(tensor)) is not None:
+        counter += writes.count()
+    return counter
+
+
+def without_history(tensor: Tensor, *, saved: bool = False) -> Tensor:
+    """Return `tensor`, or its `detached_alias` if it has autograd history, which keeps a graph alive.
+
+    Args:
+        saved: it is held in place of autograd.
+    """
+    held = recorded.held
+    if held is not None and not isinstance(tensor, Parameter):
+        alias = detached_alias(tensor)
+        held.note(alias, saved=saved)
+        return alias
+    # `grad_fn` and `_base` would answer the same, but each creates a Python object.
+    return tensor if tensor.is_leaf and not tensor._is_view() else detached_alias(tensor)
+
+
+def detached_alias(tensor: Tensor) -> Tensor:
+    """Detach `tensor` out of sight of dispatch modes; the result shares its version counter."""
+    if is_wrapper(tensor):
+        return _detach_with_counter(tensor)  # only the dispatch of the subclass can detach it
+    unseen = private.DisableTorchDispatch()  # in force until it is deleted
+    alias = (
+        _detach_with_counter(tensor)
+        if private.dispatch_key_is_excluded(_COUNTS_VERSIONS)
+        else tensor.detach()
+    )
+    del unseen
+    return alias
+
+
+def _detach_with_counter(tensor: Tensor) -> Tensor:
+    # Inside a dispatch mode the key that shares the version counter is excluded.
+    with private.SetExcludeDispatchKeyGuard(_COUNTS_VERSIONS, False):
+        return tensor.detach()
+
+
+_COUNTS_VERSIONS = private.DispatchKey.ADInplaceOrView
+
+
+class WriteGuard:
+    """Hold a tensor and detect in-place writes to it that no region recorded.
+
+    The tensor must have no autograd history, or else it would keep alive the graph that owns this guard. An
+    inference tensor has no version counter, so nothing can detect a write to it (`blind`).
+    """
+
+    __slots__ = ("_counter", "_failed", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._failed = False
+        self._counter = version_counter(tensor)
+
+    @property
+    def blind(self) -> bool:
+        """Return True if writes to the tensor cannot be detected."""
+        return self._counter < 0
+
+    def renew(self) -> None:
+        """Accept the version counter as it is now, because the region saw every write so far."""
+        if self._counter >= 0 and not self._failed:
+            self._counter = version_counter(self.tensor)
+
+    def reject_writes(self) -> None:
+        """Make every later `check` fail if the tensor was written since the last `renew`."""
+        self._failed = 0 <= self._counter != version_counter(self.tensor)
+
+    def check(self, reader: str) -> None:
+        """Check that the tensor was not written since the last `renew`.
+
+        Raises:
+            StaleError: the tensor was written; the message names `reader`, the op that needs it.
+        """
+        tensor = self.tensor
+        if self._counter < 0 or (counter := version_counter(tensor)) == self._counter:
+            return
+        raise StaleError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.dtype} {list(tensor.shape)}], which {reader} reads in forward and again in backward, "
+            f"is at version {counter}; expected version {self._counter} instead, as in forward. "
+            "Write to the tensor after backward, or write to a clone() of the tensor"
+        )

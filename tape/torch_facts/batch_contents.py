@@ -1,0 +1,78 @@
+"""Find the tensors of a batch, in containers, dataclasses and other objects, at any depth."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import FunctionType, MappingProxyType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from autoac.tape.torch_facts.private import tree_leaves
+
+_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
+
+
+def batch_tensors(items: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among `items`, in containers, dataclasses and other objects, at any depth."""
+    return (item for item in reached_items(items) if isinstance(item, Tensor))
+
+
+def reached_items(items: Iterable[Any]) -> Iterator[Any]:
+    """Yield tensors, and for each other object what holds its content. Objects may form long chains."""
+    seen: set[int] = set()
+    waiting: deque[Iterable[Any]] = deque([items])
+    while waiting:
+        for leaf in _leaves(waiting.popleft()):
+            if isinstance(leaf, Tensor):
+                yield leaf
+                continue
+            for holder in _holders(leaf):
+                if id(holder) not in seen:
+                    seen.add(id(holder))
+                    yield holder
+                    waiting.append(content_of(holder).values())
+
+
+def _leaves(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        kind = type(item)
+        if kind is Tensor or isinstance(item, Tensor):
+            yield item
+        elif kind in _PLAIN:
+            continue
+        elif isinstance(item, (list, tuple)):
+            yield from _leaves(item)
+        elif kind is dict or kind is MappingProxyType:
+            yield from _leaves(item.values())
+        elif len(leaves := tree_leaves(item)) != 1 or leaves[0] is not item:
+            yield from _leaves(leaves)
+        else:
+            yield item
+
+
+def _holders(item: Any) -> Iterator[Any]:
+    """Yield what holds the content of `item`: a derived dictionary, attributes, or a dataclass with slots."""
+    if isinstance(item, _OPAQUE_TYPES):
+        return
+    if isinstance(item, dict):
+        yield item
+    attributes = getattr(item, "__dict__", None)
+    if isinstance(attributes, dict):
+        if attributes is not item:
+            yield attributes
+    elif dataclasses.is_dataclass(item):
+        yield item
+
+
+_OPAQUE_TYPES = (type, nn.Module, ModuleType, FunctionType)
+
+
+def content_of(holder: Any) -> dict[Any, Any]:
+    """Return the content of a dictionary, or of a dataclass with slots."""
+    if isinstance(holder, dict):
+        return holder
+    names = [field.name for field in dataclasses.fields(holder)]
+    return {name: getattr(holder, name) for name in names if hasattr(holder, name)}

@@ -1,0 +1,72 @@
+"""Find where backward begins, and read and free the gradients of leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from autoac.tape.torch_facts.private import tree_leaves
+
+
+def roots_of(output: Any) -> list[Tensor]:
+    """Return the tensors where backward begins: the output's `.loss` or `["loss"]`, else all of the
+    output."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        return [loss]
+    leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves to which a backward from `roots` gives gradients."""
+    leaves = [root for root in roots if root.grad_fn is None]
+    waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    return leaves
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Return the gradient of a parameter, if it has one.
+
+    A tensor that `torch.func.functional_call` puts in place of a parameter need not be a leaf, and torch
+    warns if its gradient is read.
+    """
+    return parameter.grad if parameter.is_leaf else None
+
+
+class _AsNonLeaf(torch.autograd.Function):
+    """Return the contents of a leaf as the output of an op, which may be written in place."""
+
+    @staticmethod
+    def forward(_ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def output_of_leaf(leaf: Tensor) -> Tensor:
+    """Return a tensor on the memory of `leaf`, which forward may write in place as no leaf may be."""
+    return cast(Tensor, _AsNonLeaf.apply(leaf))  # type: ignore[no-untyped-call]
+
+
+def free_gradient_when_accumulated(leaf: Tensor) -> None:
+    """Free each gradient of `leaf` at once, as if it were added to an existing one."""
+    leaf.register_post_accumulate_grad_hook(_free_gradient)
+
+
+def _free_gradient(leaf: Tensor) -> None:
+    leaf.grad = None

@@ -1,0 +1,136 @@
+"""Follow which module is being called: the first half of an op key."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.inductor import (
+    call_outside_dynamo,
+    is_compiled,
+    is_optimized,
+    keep_dynamo_out,
+)
+
+ROOT = "."
+"""The path of the model itself, in op keys such as `./aten.add.Tensor#0`."""
+
+_dynamo_callback = private.eval_frame.get_eval_frame_callback
+
+
+class ModuleHook:
+    """A hook that stays with its module: a copy of the module gets a hook that does nothing.
+
+    Dynamo does not trace it: compiled code calls it outside of its graphs.
+    """
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        # As `dynamo_is_active`, whose call would double the cost.
+        return call_outside_dynamo(self.call, args) if _dynamo_callback() else self.call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (ModuleHook, (_nothing,))
+
+
+keep_dynamo_out(ModuleHook.__call__, "the model is planned by ac_client, around its forward")
+
+
+def _nothing(*_args: Any) -> None:
+    return None
+
+
+class WatchedCompiledCall:
+    """Stand in for the compiled call of a module after `module.compile()`, and watch it from outside."""
+
+    __slots__ = ("_after", "_before", "_call", "_module")
+
+    def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._module, self._before, self._after = module, before, after
+        self._call: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
+        module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._before()
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            self._after()
+
+    def remove(self) -> None:
+        """Put the compiled call back, unless the module was compiled again."""
+        if self._module._compiled_call_impl is self:
+            self._module._compiled_call_impl = self._call
+
+
+Watch = RemovableHandle | WatchedCompiledCall
+"""Removes what watches the calls of a module."""
+
+
+def is_called(model: weakref.ref[nn.Module]) -> bool:
+    """Return True if a call of the model is on this thread's stack."""
+    called = model()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals.get("self") is called:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def watch_modules(
+    model: nn.Module, enter: Callable[[str], None], leave: Callable[[str], None]
+) -> list[Watch]:
+    """Call `enter(path)` and `leave(path)` around the forward of each submodule, also when it raises.
+
+    A module with several paths is called by the first one. Submodules of compiled modules are skipped, since
+    the compiler would trace the calls; so are those of TorchScript, which takes no hooks.
+
+    Returns:
+        Handles that remove the hooks.
+    """
+
+    def call_before(path: str, *_: Any) -> None:
+        enter(path)
+
+    def call_after(path: str, *_: Any) -> None:
+        leave(path)
+
+    handles: list[Watch] = []
+    skipped: set[nn.Module] = set()
+    try:
+        for path, module in model.named_modules():
+            if module is model or module in skipped:
+                continue
+            before, after = partial(call_before, path), partial(call_after, path)
+            if isinstance(module, torch.jit.ScriptModule):
+                skipped.update(module.modules())
+                continue
+            if is_compiled(module):
+                skipped.update(module.modules())
+                if not is_optimized(module):  # the compiler would trace the hooks
+                    handles.append(WatchedCompiledCall(module, before, after))
+                    continue
+            handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
+            handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        raise
+    return handles

@@ -1,0 +1,549 @@
+"""List every private name of torch that the profiler and the client use, each with its reason.
+
+torch promises nothing about these names, so a new release of torch is checked against this file first.
+
+- The core: names that every planned step needs are looked up when this package is imported. If one is
+  missing, the import raises `UnsupportedTorch`. Names keep torch's spelling without the underscore.
+- `FEATURES`: names that one feature needs, with their spellings in the releases that are supported. If one
+  is missing, `UnsupportedTorch` names the feature as soon as it is used; the rest works.
+
+Some are only looked up when they are called, because a build without CUDA lacks them, or because importing
+them loads a part of torch that the user may not need.
+
+Private attributes are read where they are used, since a call would cost time for each op:
+
+- `Tensor._version`: counts writes in place; tells whether a saved tensor still has the saved contents.
+- `Tensor._base`, `_is_view()`: tell views from tensors of their own.
+- `Tensor._is_zerotensor()`: forward-mode AD makes such tensors without any memory.
+- `Tensor._post_accumulate_grad_hooks`: an optimizer in backward must not step in a profile.
+- `UntypedStorage._cdata`: the identity of a storage, also where it has no address.
+- `OpOverload._schema`, `_op`, `_op_dk`, `_overloadpacket`: what an op writes; how to call it without Python.
+- `OpOverload._uncache_dispatch`: torch.compile remembers the kernels that it has looked up.
+- `Module._parameters`, `_modules`, `_backward_hooks`, `_backward_pre_hooks`: read without a user's overrides.
+- `Module._compiled_call_impl`: set by `module.compile()`.
+- `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`: a copy of an optimizer must call none.
+- `DistributedDataParallel._module_parameters`, `_static_graph_delay_allreduce_enqueued`,
+  `_get_active_ddp_module()`: what it reduces, and switches without a public form (`distributed/ddp.py`).
+- `ScriptObject._type`, `ProcessGroup.unbox`: which group an op of `c10d` takes (`process_groups.py`).
+- `replicate`'s state (`_ddp`, `_no_sync`, `_init_args`, `_init_kwargs`, `lazy_init`): it has its own DDP.
+- FSDP's state, parameter groups and communication: all of it is private (`distributed/fsdp.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import _C, _guards, _ops, nn
+from torch._C import _autograd, _functorch, _profiler
+from torch._subclasses import fake_tensor as _fake
+from torch._subclasses import functional_tensor as _functional
+from torch.autograd import forward_ad as _forward_ad
+from torch.autograd import function as _function
+from torch.autograd import grad_mode as _grad_mode
+from torch.nn.modules import module as _modules
+from torch.nn.utils import parametrize as _parametrize
+from torch.nn.utils import stateless as _stateless
+from torch.optim import optimizer as _optimizer
+from torch.utils import _foreach_utils, _python_dispatch, _pytree
+from torch.utils import weak as _weak
+
+from autoac.tape.errors import COMPILED_SINCE, OLDEST_TORCH, UnsupportedTorch
+
+# Features that need names of their own, as error messages call them.
+CHECKPOINTS = "taking over the checkpoints of a model's own code"
+DROP_IN = "ac_client.checkpoint"
+SPLIT = "split_backward"
+FSDP = "fully_shard"
+SHARDED_OPS = "DTensor"
+DDP = "DistributedDataParallel"
+REPLICATE = "replicate"
+GROUPS = "a functional collective"
+GPU = "a fake step of a GPU"
+COMPILED = "a compiled model"
+
+FEATURES: dict[str, tuple[str, ...]] = {
+    CHECKPOINTS: (
+        # What all callers of torch's checkpoint look up when they are called (own_checkpoints.py). The first
+        # is new in 2.14, where the second only calls it.
+        "torch.utils.checkpoint:_checkpoint_without_reentrant_generator_impl"
+        " torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+        "torch.utils.checkpoint:CheckpointFunction",
+        "torch.utils.checkpoint:_checkpoint_debug_enabled",
+    ),
+    DROP_IN: (
+        "torch.utils.checkpoint:_checkpoint_debug_enabled",
+        "torch.utils.checkpoint:_allowed_determinism_checks_to_fns",
+        "torch.utils.checkpoint:_CachingTorchDispatchMode",
+        "torch.utils.checkpoint:_CachedTorchDispatchMode",
+    ),
+    SPLIT: (
+        # State of a thread that autograd takes along to the threads of its devices.
+        "torch._C:_stash_obj_in_tls",
+        "torch._C:_remove_obj_from_tls torch._C:_stash_obj_in_tls",  # 2.13; before it, None is stashed
+    ),
+    FSDP: (
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init",
+        "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+        *(
+            f"torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.{name}"
+            for name in ("lazy_init", "unshard", "wait_for_unshard", "reshard", "pre_forward", "post_forward")
+        ),
+        *(
+            f"torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.{name}"
+            for name in ("is_unsharded",)
+        ),
+    ),
+    SHARDED_OPS: tuple(
+        f"torch.distributed.tensor._sharding_prop:ShardingPropagator{name}"
+        for name in ("", "._propagate_tensor_meta_non_cached", ".propagate_op_sharding_non_cached")
+    ),
+    REPLICATE: (
+        "torch.distributed._composable.contract:STATE_KEY",
+        "torch.distributed._composable.replicate:replicate.state",
+    ),
+    GROUPS: ("torch._C._distributed_c10d:_resolve_process_group", "torch.distributed:ProcessGroup.unbox"),
+    GPU: (
+        "torch._C:_dispatch_get_registrations_for_dispatch_key",  # lists of autocast
+        "torch.library:_scoped_library",  # kernels that last as long as a with-block
+        "torch:_from_functional_tensor",  # the fake tensor
+    ),
+    COMPILED: (
+        "torch._functorch._aot_autograd.graph_compile:aot_stage2_autograd",
+        "torch._functorch._aot_autograd.graph_compile:_apply_tensorify_python_scalars",
+        "torch._functorch._aot_autograd.autograd_cache:AOTAutogradCache.try_load",
+        "torch._functorch._aot_autograd.autograd_cache:AOTAutogradCache._lookup",
+        "torch._functorch._aot_autograd.autograd_cache:create_fx_config",
+        "torch._functorch._aot_autograd.autograd_cache:FXGraphCacheMiss",
+        "torch._functorch._aot_autograd.schemas:SerializableAOTDispatchCompiler",
+        "torch._functorch._aot_autograd.utils:make_boxed_func",
+        "torch._functorch.compile_utils:fx_graph_cse",
+        "torch._functorch.config:cse",
+        "torch._functorch.config:donated_buffer",
+        "torch._functorch.config:joint_custom_pass",
+        "torch._functorch.partitioners:_extract_fwd_bwd_modules",
+        "torch._functorch.partitioners:get_default_op_list",
+        "torch._functorch.partitioners:min_cut_rematerialization_partition",
+        "torch._dynamo.eval_frame:_callback_from_stance",
+        "torch._dynamo.eval_frame:OptimizedModule",
+        "torch._dynamo.convert_frame:input_codes.seen",
+        "torch._dynamo.backends.common:aot_module_simplified",
+        "torch._dynamo.backends.debugging:boxed_nop",
+        "torch._dynamo.config:suppress_errors",
+        "torch._dynamo.config:use_lazy_graph_module",
+        "torch._dynamo.compiled_autograd:_disable",
+        "torch._inductor.output_code:CompiledFxGraph",
+        "torch._dynamo.utils:preserve_rng_state",
+        "torch._dynamo.utils:_disable_saved_tensors_hooks_during_tracing",
+        "torch._C._dynamo.eval_frame:_debug_get_cache_entry_list",
+        "torch._C._dynamo.eval_frame:reset_code",
+        "torch._guards:TracingContext.try_get",
+        "torch._guards:CompileContext.try_get",
+        "torch._guards:tracing",
+        "torch._guards:compile_context",
+        "torch._decomp.decompositions_for_rng:PhiloxStateTracker",
+        "torch._dispatch.python:enable_python_dispatcher",
+        "torch._prims.rng_prims:run_and_save_rng_state",
+        "torch._prims.rng_prims:run_with_rng_state",
+        "torch.fx._lazy_graph_module:_use_lazy_graph_module",
+        "torch.fx._lazy_graph_module:_make_graph_module",
+        "torch.fx.experimental.symbolic_shapes:optimization_hint",
+        "torch.utils._sympy.symbol:SymT.FLOAT",
+        "torch.utils._sympy.symbol:symbol_is_type",
+    ),
+}
+"""Names that one feature needs: `module:name`, of which a blank separates spellings, the newest first."""
+
+
+def find(feature: str, *spellings: str) -> Any:
+    """Return what torch has under the first of some spellings that it knows.
+
+    Raises:
+        UnsupportedTorch: it knows none.
+    """
+    for spelling in spellings:
+        try:
+            return resolve_name(spelling)
+        except (AttributeError, ImportError):
+            continue
+    raise lacks(feature, " or ".join(spellings))
+
+
+def lacks(feature: str, names: str) -> UnsupportedTorch:
+    """Return the error about names that torch does not have, and a feature needs."""
+    return UnsupportedTorch(
+        torch.__version__,
+        f"it lacks {names.replace(':', '.')}",
+        feature,
+        oldest=COMPILED_SINCE if feature == COMPILED else OLDEST_TORCH,
+    )
+
+
+@functools.cache
+def require(feature: str) -> tuple[Any, ...]:
+    """Return the names of a feature, in the order of `FEATURES`. Imports what has them.
+
+    Raises:
+        UnsupportedTorch: torch lacks one of them.
+    """
+    return tuple(find(feature, *names.split()) for names in FEATURES[feature])
+
+
+def require_attributes(feature: str, owner: Any, names: Iterable[str]) -> None:
+    """Check that an object of torch has the attributes that a feature reads, once for each class.
+
+    Raises:
+        UnsupportedTorch: it lacks one.
+    """
+    kind = type(owner)
+    if kind in _checked:
+        return
+    for name in names:
+        if not hasattr(owner, name):
+            raise lacks(feature, f"{kind.__module__}.{kind.__qualname__}.{name}")
+    _checked.add(kind)
+
+
+_checked: set[type] = set()  # classes of torch
+
+
+# Ops, and the containers of their arguments.
+OpOverload = _ops.OpOverload  # what a dispatch mode is called with
+OpOverloadPacket = _ops.OpOverloadPacket  # what users name an op by: torch.ops.aten.mm
+HigherOrderOperator = _ops.HigherOrderOperator  # an op with functions inside, such as flex_attention
+tree_leaves = _pytree.tree_leaves  # walks containers as torch itself does
+tree_map = _pytree.tree_map
+tree_map_only = _pytree.tree_map_only
+WeakIdKeyDictionary = _weak.WeakIdKeyDictionary  # keyed by tensors, which compare element by element
+
+# Functions of users. Up to torch 2.13, `Function.apply` calls `apply` of this class, however early it was
+# looked up. Since 2.14 it calls nothing in Python but the class of nodes, of which it makes one.
+SingleLevelFunction: Any = _function._SingleLevelFunction
+BackwardCFunction: Any = _function.BackwardCFunction
+# Tells the two forms of forward apart.
+is_setup_context_defined: Callable[[Any], bool] = _function._is_setup_context_defined
+
+# Dispatch modes. The stack is pushed and popped for each op, so without torch's Python around it.
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+disable_current_modes = _python_dispatch._disable_current_modes  # for our own copies
+get_current_dispatch_mode = _python_dispatch._get_current_dispatch_mode
+get_current_dispatch_mode_stack = _python_dispatch._get_current_dispatch_mode_stack
+len_dispatch_stack = _C._len_torch_dispatch_stack
+get_dispatch_stack_at = _C._get_dispatch_stack_at
+pop_dispatch_stack = _C._pop_torch_dispatch_stack
+push_on_dispatch_stack = _C._push_on_torch_dispatch_stack
+storage_use_count: Callable[[int], int] = _C._storage_Use_Count  # tells if the model still holds a storage
+DisableTorchDispatch = _C._DisableTorchDispatch  # hides an op of ours from all modes
+DisableTorchFunctionSubclass = _C.DisableTorchFunctionSubclass  # and from tensor subclasses
+
+# Dispatch keys: which kernels run.
+DispatchKey = _C.DispatchKey
+DispatchKeySet = _C.DispatchKeySet
+AutoDispatchBelowAutograd = _C._AutoDispatchBelowAutograd  # recompute builds no graph
+ExcludeDispatchKeyGuard = _C._ExcludeDispatchKeyGuard  # recompute runs ops that autocast has already cast
+ExcludeDispatchKey = _C._ExcludeDispatchKeyGuard  # the same for a set of keys, in a with-block
+ForceDispatchKeyGuard = _C._ForceDispatchKeyGuard  # kernels of one thread: a key that no tensor has
+dispatch_include_set = _C._dispatch_tls_local_include_set
+dispatch_exclude_set = _C._dispatch_tls_local_exclude_set
+parse_dispatch_key = _C._dispatch_key_parse
+SetExcludeDispatchKeyGuard = _C._SetExcludeDispatchKeyGuard  # lets a view share a version counter
+dispatch_key_is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
+
+# Tensors without memory, and whether torch is tracing.
+FakeTensor = _fake.FakeTensor
+FunctionalTensor = _functional.FunctionalTensor  # wraps a fake tensor while torch.compile traces
+FakeTensorMode = _fake.FakeTensorMode
+unset_fake_temporarily = _fake.unset_fake_temporarily  # runs one op for real
+DataDependentOutputException = _fake.DataDependentOutputException  # an op asks for an unknown value
+DynamicOutputShapeException = _fake.DynamicOutputShapeException  # or needs one for its output's shape
+UnsupportedOperatorException = _fake.UnsupportedOperatorException  # or has no fake kernel
+detect_fake_mode = _guards.detect_fake_mode
+get_tracing_state = _C._get_tracing_state  # of torch.jit.trace
+
+
+def is_proxy_tracing() -> bool:
+    """Return True if `make_fx` or torch.export traces what runs on this thread."""
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
+
+
+def is_transforming() -> bool:
+    """Return True inside of torch.func's transforms and of forward-mode AD, whose tensors have no storage."""
+    return _functorch.peek_interpreter_stack() is not None or _forward_ad._current_level >= 0
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Return True if the op `name` has a kernel of its own for a dispatch key, other than a fallthrough."""
+    return _C._dispatch_has_kernel_for_dispatch_key(
+        name, key
+    ) and not _C._dispatch_kernel_for_dispatch_key_is_fallthrough(name, key)
+
+
+def keys_excluded_by_caller() -> Any:
+    """Return the dispatch keys that the caller of an op excludes; None where no dispatch mode was called.
+
+    torch takes a snapshot of the keys where it enters the dispatcher. Only restoring it shows it.
+    """
+    snapshot = _restored_snapshot()
+    try:
+        snapshot.__enter__()
+    except RuntimeError:
+        return None
+    excluded = dispatch_exclude_set()
+    snapshot.__exit__(None, None, None)
+    return excluded
+
+
+_restored_snapshot: Any = _C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]  # no stub
+
+
+def private_use_device() -> str:
+    """Return the type of the device for which torch has no name of its own."""
+    return _C._get_privateuse1_backend_name()
+
+
+def current_stream() -> int:
+    """Return a number that identifies the current stream of the current device. Makes no object on CUDA."""
+    if _raw_stream is not None:
+        return _raw_stream(_C._cuda_getDevice())
+    return _C._accelerator_getStream(-1).stream_id
+
+
+_raw_stream: Callable[[int], int] | None = getattr(_C, "_cuda_getCurrentRawStream", None)
+
+# Choice of kernels for attention.
+get_flash_sdp_enabled, set_flash_sdp_enabled = _C._get_flash_sdp_enabled, _C._set_sdp_use_flash
+get_mem_efficient_sdp_enabled = _C._get_mem_efficient_sdp_enabled
+set_mem_efficient_sdp_enabled = _C._set_sdp_use_mem_efficient
+get_math_sdp_enabled, set_math_sdp_enabled = _C._get_math_sdp_enabled, _C._set_sdp_use_math
+get_cudnn_sdp_enabled, set_cudnn_sdp_enabled = _C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn
+
+# Tensors.
+neg_view = torch._neg_view  # a stand-in is lazily negated where the saved tensor is
+set_conj, set_neg = _C._set_conj, _C._set_neg  # rebuild a view with its lazy bits
+unsafe_preserve_version_counter = _grad_mode._unsafe_preserve_version_counter  # hides what is put back
+
+# Autograd.
+current_graph_task_id = _C._current_graph_task_id  # which backward is running; -1: none
+current_graph_task_keeps_graph = _C._autograd._get_current_graph_task_keep_graph  # retain_graph=True
+current_autograd_node = _C._current_autograd_node  # which node unpacks
+get_graph_exec_group = _C._get_graph_exec_group  # `register_multi_grad_hook` and pipelines set it
+will_engine_execute_node = _C._will_engine_execute_node  # whether a partial backward comes to a node
+execution_engine: Any = torch.autograd.Variable._execution_engine  # calls back when a backward is over
+engine_run_backward = torch.autograd.graph._engine_run_backward  # its frame shows the arguments of backward
+ENGINE_RUN_BACKWARD = "_engine_run_backward"  # by which torch.autograd calls it
+top_saved_tensors_default_hooks = _autograd._top_saved_tensors_default_hooks  # hooks around ours
+set_grad_enabled = _C._set_grad_enabled  # unlike the public one, makes no object
+HookMixin = _function._HookMixin  # C++ registers hooks of nodes through it
+
+# Modules and optimizers.
+reparametrize_module = _stateless._reparametrize_module  # functional_call ends before backward
+foreach_supported_types = _optimizer._foreach_supported_types  # which tensors an optimizer updates at once
+get_foreach_kernels_supported_devices = _foreach_utils._get_foreach_kernels_supported_devices  # and where
+HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
+    _modules._global_backward_hooks,  # `register_module_full_backward_hook`
+    _modules._global_backward_pre_hooks,
+)
+STEP_HOOKS_OF_ALL_OPTIMIZERS: tuple[dict[int, Any], ...] = (
+    _optimizer._global_optimizer_pre_hooks,  # `register_optimizer_step_pre_hook`
+    _optimizer._global_optimizer_post_hooks,
+)
+
+
+def parametrization_cache() -> dict[Any, Any]:
+    """Return what `torch.nn.utils.parametrize.cached()` holds, which replaces the dictionary when it ends."""
+    return _parametrize._cache
+
+
+# State of a thread that autograd takes along to the threads of its devices. SPLIT has what writes it.
+is_key_in_tls = _C._is_key_in_tls
+get_from_tls = _C._get_obj_in_tls
+
+
+def stash_in_tls(key: str, value: Any) -> None:
+    """Put a value into the state of this thread."""
+    if torch.__version__.startswith("2.11."):  # takes a reference that it does not count
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    require(SPLIT)[0](key, value)
+
+
+def remove_from_tls(key: str) -> None:
+    """Remove a value from the state of this thread; up to torch 2.12, leave None in its place."""
+    stash, remove = require(SPLIT)
+    if remove is stash:
+        stash_in_tls(key, None)
+    else:
+        remove(key)
+
+
+def registrations_for_dispatch_key(key: str) -> list[str]:
+    """Return the ops that have a kernel for a dispatch key."""
+    ops: list[str] = require(GPU)[0](key)
+    return ops
+
+
+def scoped_library(*args: Any) -> AbstractContextManager[Any]:
+    """Return a library whose kernels last as long as a with-block."""
+    library: AbstractContextManager[Any] = require(GPU)[1](*args)
+    return library
+
+
+def from_functional_tensor(tensor: Any) -> Any:
+    """Return the fake tensor that a functional tensor wraps."""
+    return require(GPU)[2](tensor)
+
+
+# Flags of the process by which kernels are chosen: the public accessors are slow, or check and warn.
+get_deterministic_algorithms = _C._get_deterministic_algorithms
+get_deterministic_algorithms_warn_only = _C._get_deterministic_algorithms_warn_only
+set_deterministic_algorithms = _C._set_deterministic_algorithms
+get_mkldnn_enabled, set_mkldnn_enabled = _C._get_mkldnn_enabled, _C._set_mkldnn_enabled
+get_mkldnn_deterministic = _C._get_mkldnn_deterministic
+set_mkldnn_deterministic = _C._set_mkldnn_deterministic
+get_cudnn_enabled, set_cudnn_enabled = _C._get_cudnn_enabled, _C._set_cudnn_enabled
+get_cudnn_deterministic = _C._get_cudnn_deterministic
+set_cudnn_deterministic = _C._set_cudnn_deterministic
+get_cudnn_benchmark, set_cudnn_benchmark = _C._get_cudnn_benchmark, _C._set_cudnn_benchmark
+
+# torch.profiler: its public form neither records marks alone nor lets a mark pass unseen by modes.
+DeviceType = _autograd.DeviceType
+RecordScope = _profiler.RecordScope
+EventType = _profiler._EventType
+profiler_enabled = _autograd._profiler_enabled
+prepare_profiler = _autograd._prepare_profiler
+enable_profiler: Callable[..., None] = _autograd._enable_profiler  # the stub lacks its scopes
+disable_profiler: Callable[[], Any] = _autograd._disable_profiler
+begin_range: Callable[..., Any] = torch.ops.profiler._record_function_enter_new.default._op
+end_range: Callable[..., Any] = torch.ops.profiler._record_function_exit._RecordFunction._op
+
+# torch.utils.checkpoint: the module that imports the generator by name (own_checkpoints.py).
+COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
+
+
+def checkpoint_names() -> tuple[str, str]:
+    """Return the names under which torch's checkpoint looks up its generator and its autograd Function."""
+    generator, function, _ = require(CHECKPOINTS)
+    return generator.__name__, function.__name__
+
+
+def checkpoint_debugs(debug: bool) -> bool:
+    """Return True if a checkpoint called with `debug` records its ops for error messages."""
+    enabled = find(DROP_IN, FEATURES[DROP_IN][0])
+    return debug if enabled is None else enabled
+
+
+def determinism_checks() -> list[str]:
+    """Return the values of `determinism_check` that torch's checkpoint accepts."""
+    return list(require(DROP_IN)[1])
+
+
+def selective_context_classes() -> tuple[Any, Any]:
+    """Return the classes of the two contexts that `create_selective_checkpoint_contexts` makes."""
+    return require(DROP_IN)[2:]
+
+
+# Dynamo: imports none of its Python, which takes seconds.
+eval_frame = _C._dynamo.eval_frame
+
+
+def compiled_autograd_off() -> AbstractContextManager[None]:
+    """Run backward in eager mode, even where compiled autograd is active, which would trace it."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return nullcontext() if module is None else find(COMPILED, f"{module.__name__}:_disable")()
+
+
+def clear_cublas_workspaces() -> None:
+    """Free what cuBLAS keeps between calls for this thread. Only a build with CUDA has the function."""
+    _C._cuda_clearCublasWorkspaces()
+
+
+def sleep_of(device: torch.device) -> Callable[[int], None] | None:
+    """Return a function that keeps the current stream busy for some cycles; None if torch has none."""
+    return getattr(_C, "_cuda_sleep", None) if device.type == "cuda" else None
+
+
+def optimized_module_class() -> type[nn.Module] | None:
+    """Return the class of what `torch.compile(module)` returns; None if nothing has loaded Dynamo yet."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return None if dynamo is None else find(COMPILED, f"{dynamo.__name__}:OptimizedModule")
+
+
+def compiled_graph_class() -> Any:
+    """Return the class of Inductor's compiled code, which has no hook around its calls. Imports Inductor."""
+    return find(COMPILED, "torch._inductor.output_code:CompiledFxGraph")
+
+
+def process_group_named(name: str) -> Any:
+    """Return the process group that functional collectives know by `name`; None if there is none."""
+    resolve, _ = require(GROUPS)
+    try:
+        return resolve(name)
+    except (LookupError, RuntimeError, ValueError):
+        return None
+
+
+def unboxed_group(boxed: Any) -> Any:
+    """Return the process group in a `ScriptObject`."""
+    return require(GROUPS)[1](boxed)
+
+
+def replicate_states(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Return the modules in `model` that `replicate` was called on, each with its state there."""
+    if "torch.distributed._composable.replicate" not in sys.modules:
+        return []
+    key, state_of = require(REPLICATE)
+    contracted = [module for module in model.modules() if key in module.__dict__]
+    states = ((module, state_of(module)) for module in contracted)
+    replicated = [(module, state) for module, state in states if state is not None]
+    for _, state in replicated:
+        require_attributes(REPLICATE, state, ("_no_sync", "_init_args", "_init_kwargs", "lazy_init"))
+    return replicated
+
+
+def fsdp_param_group_class() -> Any:
+    """Return the class that gathers, frees and reduces the parameters of an FSDP unit. Imports FSDP."""
+    return find(FSDP, "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup")
+
+
+def fsdp_state_class() -> Any:
+    """Return the class of the state of an FSDP unit. Imports FSDP."""
+    return require(FSDP)[0]
+
+
+def sharding_propagator() -> Any:
+    """Return the class that finds out how an op on DTensors shards its outputs. Imports DTensor."""
+    return require(SHARDED_OPS)[0]
+
+
+def _check_attributes() -> None:
+    """Read the private attributes that are listed above.
+
+    Raises:
+        AttributeError: torch has one of them no more.
+    """
+    for owner, names in (
+        (torch.Tensor, "_version _base _is_view _is_zerotensor _post_accumulate_grad_hooks"),
+        (torch.UntypedStorage, "_cdata"),
+        (torch.ops.aten.mm.default, "_schema _op _op_dk _overloadpacket _uncache_dispatch"),
+        (torch.ScriptObject, "_type"),
+        (nn.parallel.DistributedDataParallel, "_get_active_ddp_module"),
+        (nn.Identity(), "_parameters _modules _backward_hooks _backward_pre_hooks _compiled_call_impl"),
+        # What the functions of this file read.
+        (_C, "_get_dispatch_mode _TorchDispatchModeKey _accelerator_getStream _get_privateuse1_backend_name"),
+        (_C, "_dispatch_has_kernel_for_dispatch_key _dispatch_kernel_for_dispatch_key_is_fallthrough"),
+        (_functorch, "peek_interpreter_stack"),
+        (_forward_ad, "_current_level"),
+        (_parametrize, "_cache"),
+    ):
+        for name in names.split():
+            getattr(owner, name)
+
+
+_check_attributes()

@@ -1,0 +1,160 @@
+"""Find the generator that an op draws from, and restore the states of generators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from autoac.tape.torch_facts.op_signature import tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorState:
+    """A generator and one of its states.
+
+    The state is bytes: a tensor would count as device memory if the device is the CPU.
+    """
+
+    generator: torch.Generator
+    state: bytes
+
+    def restore(self) -> None:
+        """Set the generator to this state."""
+        self.generator.set_state(torch.frombuffer(bytearray(self.state), dtype=torch.uint8))
+
+
+def capture_generator(generator: torch.Generator) -> GeneratorState:
+    """Return `generator` with the state that it has now."""
+    return GeneratorState(generator, generator.get_state().numpy().tobytes())
+
+
+@contextmanager
+def generator_at(state: GeneratorState) -> Iterator[None]:
+    """Set the generator to `state` inside, and back to its present state afterwards."""
+    now = capture_generator(state.generator)
+    state.restore()
+    try:
+        yield
+    finally:
+        now.restore()
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that ops on `device` draw from if none is passed to them."""
+    if device.type in ("cpu", "meta"):  # nothing is drawn on meta, which has no generator
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    generator: torch.Generator = module.default_generators[index]
+    return generator
+
+
+def generator_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
+    """Return the generator that an op with these arguments draws from."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator):
+            return value
+    for tensor in tensors_in(args, kwargs):
+        return default_generator(tensor.device)
+    return default_generator(torch.device(kwargs.get("device") or "cpu"))
+
+
+def as_compiled(op: Any) -> Callable[..., Tensor] | None:
+    """Return a call of one of Inductor's random ops that draws as its code does; None for another op.
+
+    Called by torch, the op that makes seeds draws twice from the generator of the device, and an op that has
+    a seed draws from that generator, too, in place of numbers that the seed alone decides.
+    """
+    own: Callable[..., Tensor] | None = _DRAWS.get(op._schema.name)
+
+    if own is None:
+        return None
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        if all(type(tensor) is Tensor for tensor in tensors_in(args, {})):
+            return own(*args)
+        fake: Tensor = op(*args, **kwargs)
+        return fake
+
+    return call
+
+
+def _seed(device: torch.device) -> Tensor:
+    return torch.randint(2**63 - 1, [], device=device)
+
+
+def _seeds(count: int, device: torch.device) -> Tensor:
+    return torch.randint(2**63 - 1, [count], device=device)
+
+
+def _random(size: Sequence[int], seed: Tensor, mode: str) -> Tensor:
+    draw: Callable[..., Tensor] = getattr(torch, mode)
+    return draw(size, generator=_seeded(seed), device=seed.device, dtype=torch.float32)
+
+
+def _randint(low: int, high: int, size: Sequence[int], seed: Tensor) -> Tensor:
+    return torch.randint(low, high, size, generator=_seeded(seed), device=seed.device)
+
+
+def _seeded(seed: Tensor) -> torch.Generator:
+    return torch.Generator(seed.device).manual_seed(int(seed))
+
+
+_DRAWS: dict[str, Callable[..., Tensor]] = {
+    "prims::inductor_seed": _seed,
+    "prims::inductor_seeds": _seeds,
+    "prims::inductor_random": _random,
+    "prims::inductor_randint": _randint,
+}
+
+
+class UsedGenerators:
+    """The generators that ops drew from, each with its state before the first draw."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, GeneratorState] = {}
+
+    def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note the generator that an op with these arguments is about to draw from."""
+        generator = generator_of(args, kwargs)
+        if id(generator) not in self._states:
+            self._states[id(generator)] = capture_generator(generator)
+
+    def restore(self) -> None:
+        """Set each generator to its state before the first draw."""
+        for state in self._states.values():
+            state.restore()
+
+
+class DefaultGenerators:
+    """The present states of the default generators: of the CPU, of `device`, of Python and of numpy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._states = [capture_generator(torch.default_generator)]
+        if device.type not in ("cpu", "meta"):
+            self._states.append(capture_generator(default_generator(device)))
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        for state in self._states:
+            state.restore()
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+
+
+@contextmanager
+def generators_restored(device: torch.device) -> Iterator[None]:
+    """Put the default generators of torch, Python and numpy back when the block ends."""
+    before = DefaultGenerators(device)
+    try:
+        yield
+    finally:
+        before.restore()

@@ -1,0 +1,189 @@
+"""Keep one entry for each storage for as long as the storage lives; views share it.
+
+torch keeps the Python object of a storage, attributes included, for as long as the storage itself. So an
+entry is an attribute of that object, under a name of the table's own: it is found without a search, it is
+deleted with the storage, and it cannot be mistaken for that of another storage at the same address.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from autoac.tape.torch_facts.private import FakeTensor
+
+T = TypeVar("T")
+
+_STRIDED = torch.strided
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Return True if `tensor` is a plain window on one storage.
+
+    False for sparse and mkldnn layouts, nested and quantized tensors, subclasses that wrap other tensors, the
+    zeros that forward-mode AD makes without any memory, and fake tensors, whose storages have no address.
+    """
+    kind = type(tensor)
+    if kind is not Tensor and kind is not Parameter and (kind is FakeTensor or is_wrapper(tensor)):
+        return False
+    return _is_window(tensor)
+
+
+def has_storage_or_fake(tensor: Tensor) -> bool:
+    """Return True as `has_storage` does, and for fake tensors too, whose storages have the right size."""
+    if type(tensor) is FakeTensor:
+        return _is_window(tensor)
+    return has_storage(tensor)
+
+
+def _is_window(tensor: Tensor) -> bool:
+    return (
+        tensor.layout is _STRIDED
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and not tensor._is_zerotensor()
+    )
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return True if `tensor` is of a subclass with its own dispatch."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+class Window(NamedTuple):
+    """The bytes of its storage that a tensor views."""
+
+    offset: int  # of the first element, in bytes
+    itemsize: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]  # in elements
+
+
+def window_of(tensor: Tensor) -> Window:
+    """Return which bytes of its storage `tensor` shows: offset, size and stride."""
+    itemsize = tensor.itemsize
+    return Window(tensor.storage_offset() * itemsize, itemsize, tuple(tensor.size()), tuple(tensor.stride()))  # type: ignore[arg-type]
+
+
+def disjoint(a: Window, b: Window) -> bool:
+    """Return True if it is certain that no byte is in both windows of one storage.
+
+    Chunks of a tensor along any dimension are disjoint: modulo the stride of the next outer dimension, each
+    covers an interval, and the intervals do not meet. Try the stride of each dimension, and no stride.
+
+    >>> left, right = Window(0, 4, (8, 2), (4, 1)), Window(8, 4, (8, 2), (4, 1))
+    >>> disjoint(left, right), disjoint(left, left)
+    (True, False)
+    """
+    if 0 in a.size or 0 in b.size:
+        return True
+    return any(_apart(a, b, period) for period in {0, *_steps(a), *_steps(b)})
+
+
+def _steps(window: Window) -> Iterable[int]:
+    return (s * window.itemsize for n, s in zip(window.size, window.stride, strict=True) if n > 1)
+
+
+def _apart(a: Window, b: Window, period: int) -> bool:
+    """Return True if the windows do not meet modulo `period`; 0 stands for no modulus."""
+    first, second = _interval(a, period), _interval(b, period)
+    if not period:
+        return first[1] <= second[0] or second[1] <= first[0]
+    distance = (second[0] - first[0]) % period  # from the start of `first` to the start of `second`
+    return first[1] - first[0] <= distance and distance + second[1] - second[0] <= period
+
+
+def _interval(window: Window, period: int) -> tuple[int, int]:
+    """Return the bytes from the first to the last, without dimensions that repeat after `period`."""
+    dimensions = zip(window.size, window.stride, strict=True)
+    steps = [(n, s * window.itemsize) for n, s in dimensions if not period or s * window.itemsize % period]
+    return window.offset, window.offset + sum((n - 1) * s for n, s in steps) + window.itemsize
+
+
+_names = (f"_autoac_{number}" for number in itertools.count())
+
+PRUNED_AT = 1024  # references to storages, before dead ones are removed for the first time
+
+
+class StorageTable(Generic[T]):
+    """A table from storages to entries. Any view finds the entry, which is deleted with its storage.
+
+    Attributes:
+        name: the attribute of storages that holds their entry, for code too hot for a call:
+            `storage.__dict__.get(table.name)`.
+    """
+
+    __slots__ = ("__weakref__", "_prune_at", "_refs", "name")
+
+    def __init__(self) -> None:
+        self.name = next(_names)
+        self._refs: list[weakref.ref[torch.UntypedStorage]] = []
+        self._prune_at = PRUNED_AT
+
+    def of(self, storage: torch.UntypedStorage) -> T | None:
+        """Return the entry of `storage`, or None."""
+        return storage.__dict__.get(self.name)
+
+    def get(self, tensor: Tensor) -> T | None:
+        """Return the entry of `tensor`'s storage, or None."""
+        return tensor.untyped_storage().__dict__.get(self.name)
+
+    def set(self, tensor: Tensor, value: T) -> None:
+        """Set the entry of `tensor`'s storage."""
+        self.put(tensor.untyped_storage(), value)
+
+    def put(self, storage: torch.UntypedStorage, value: T) -> weakref.ref[torch.UntypedStorage]:
+        """Set the entry of `storage`; return a weak reference to it."""
+        ref = weakref.ref(storage)
+        entries: dict[str, Any] = storage.__dict__
+        known = self.name in entries
+        entries[self.name] = value
+        if not known:
+            self._refs.append(ref)
+            if len(self._refs) > self._prune_at:
+                self._prune()
+        return ref
+
+    def drop(self, tensor: Tensor) -> None:
+        """Delete the entry of `tensor`'s storage."""
+        tensor.untyped_storage().__dict__.pop(self.name, None)
+
+    def values(self) -> list[T]:
+        """Return the entries of the storages that are alive."""
+        self._prune()
+        entries = []
+        for ref in self._refs:
+            storage = ref()
+            if storage is not None:
+                entries.append(storage.__dict__[self.name])
+        return entries
+
+    def clear(self) -> None:
+        """Delete all entries."""
+        refs, self._refs = self._refs, []
+        for ref in refs:
+            storage = ref()
+            if storage is not None:
+                storage.__dict__.pop(self.name, None)
+
+    def __len__(self) -> int:
+        """Return an upper bound of the number of entries: at most twice as many, or `PRUNED_AT`."""
+        return len(self._refs)
+
+    def _prune(self) -> None:
+        alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for ref in self._refs:
+            storage = ref()
+            if storage is not None and self.name in storage.__dict__:
+                alive[id(ref)] = ref  # by id: listed twice if its entry was deleted in between
+        self._refs = list(alive.values())
+        self._prune_at = max(PRUNED_AT, 2 * len(alive))
+
+    def __del__(self) -> None:
+        self.clear()

@@ -1,0 +1,209 @@
+"""Run torch.profiler over a with-block and read its trace: allocations, marks, and the ops that ran.
+
+PyTorch's profiler reports each allocation and free of its CPU and CUDA allocators, also inside kernels. A
+mark is a named range in the same trace, so the allocations between two marks are known exactly, without a
+clock.
+
+NOTE [ Ops are left out of the trace ]
+Unless the caller asks for ops, the profiler records the scope of marks alone, for which torch.profiler has
+no argument. The entry of an op holds its name for as long as the trace is open, in a few bytes of the C
+library's heap, and these come to lie in the gaps that aligned allocations leave next to tensors. glibc
+before 2.39 then cannot reuse the memory of a freed tensor for another one of its size (sourceware.org, bug
+30723). The heap grows far beyond what the step holds, and the kernel clears all these pages. The trace is
+shorter, too.
+
+NOTE [ Allocations of other devices need a range around them ]
+torch.profiler lists events twice: in a tree, with addresses, and flat, without. In the tree, an event of
+the CPU's allocator may stand alone, but an event of another device's allocator appears only inside a
+recorded range of its thread. So for such a device one range stays open from beginning to end, for this
+thread, and autograd's nodes are recorded, for the thread that runs backward. Events of further threads (a
+TorchScript `fork`) are dropped from the tree, but not from the flat list, so `check_complete` compares the
+two. (`materializeOpEvents` in profiler_kineto.cpp.)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from autoac.tape.errors import CannotProfile, ProfilerBusy
+from autoac.tape.torch_facts import private
+
+_MARK = "autoac.mark:"
+_WHOLE = "autoac.record"
+_MEMORY = "[memory]"
+_CPU = private.DeviceType.CPU
+_NODE = "autograd::engine::evaluate_function: "
+_NO_KINETO_BANNER = "6"  # kineto writes a line at start and stop at every lower level
+
+
+def profiler_is_running() -> bool:
+    """Return True if torch.profiler runs on this thread, so that no trace can be taken."""
+    return private.profiler_enabled()
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationEvent:
+    """An allocation or a free. Times are on the profiler's clock."""
+
+    time_ns: int
+    address: int
+    nbytes: int  # negative: a free
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class MarkEvent:
+    """A named point in the trace, placed by `TorchTrace.mark`."""
+
+    time_ns: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpEvent:
+    """The run of an op; or of a node of autograd, from its first unpack until its function returned."""
+
+    time_ns: int
+    end_ns: int
+    name: str  # "aten::mm"; of a node "MmBackward0"
+    node: bool
+
+
+TraceEvent = AllocationEvent | MarkEvent | OpEvent
+
+
+class TorchTrace:
+    """Trace a with-block. Call `mark()` inside it, and `events()` after it.
+
+    Args:
+        device: the device whose allocator is traced; None: every device. The CPU's allocator always is.
+        ops: names of ops, such as `aten::mm`, whose runs are traced, and with them the runs of all nodes of
+            autograd. By default neither is (NOTE [ Ops are left out of the trace ]).
+
+    Raises:
+        ProfilerBusy: another torch profiler is running on this thread.
+    """
+
+    def __init__(
+        self, device: torch.device | None = None, *, ops: Collection[str] = (), nodes: bool = False
+    ) -> None:
+        self._ranged = device is None or device.type != "cpu"
+        self._range: Any = None  # open on this thread; NOTE [ Allocations of other devices need a range ... ]
+        self._ops = frozenset(ops)
+        self._nodes = nodes or bool(ops)
+        # Without CUDA's activities: the allocator reports on the host, and no kernel needs to be traced.
+        self._settings = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
+        self._results: Any = None
+
+    def __enter__(self) -> Self:
+        if profiler_is_running():
+            raise ProfilerBusy
+        os.environ.setdefault("KINETO_LOG_LEVEL", _NO_KINETO_BANNER)  # read when kineto is first used
+        config, activities = self._settings.config(create_trace_id=True), self._settings.kineto_activities
+        private.prepare_profiler(config, activities)
+        scopes = {private.RecordScope.USER_SCOPE}
+        if self._ranged or self._nodes:
+            scopes.add(private.RecordScope.BACKWARD_FUNCTION)
+        private.enable_profiler(config, activities, set() if self._ops else scopes)
+        if self._ranged:
+            with _unseen():
+                self._range = private.begin_range(_WHOLE, None)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._ranged:
+            with _unseen():
+                private.end_range(self._range)
+            self._range = None
+        self._results = private.disable_profiler()
+
+    def mark(self, name: str = "") -> None:
+        """Place a point called `name` in the trace, which becomes a MarkEvent."""
+        with _unseen():
+            private.end_range(private.begin_range(_MARK + name, None))
+
+    def check_complete(self, where: str) -> None:
+        """Compare the allocations of `events`, without the CPU's, with torch.profiler's flat list of events.
+
+        See NOTE [ Allocations of other devices need a range around them ].
+
+        Args:
+            where: names the traced code in the error.
+
+        Raises:
+            CannotProfile: `events` lacks some of them.
+        """
+        if not self._ranged:
+            return
+        listed = sum(
+            event.name() == _MEMORY and event.device_type() != _CPU for event in self._results.events()
+        )
+        in_tree = sum(
+            event.tag == private.EventType.Allocation and event.typed[1].device.type != "cpu"
+            for event, _ in self._walk()
+        )
+        if in_tree != listed:
+            raise CannotProfile(
+                where,
+                f"{listed - in_tree} of its {listed} allocations and frees happen on threads that "
+                "torch.profiler assigns to no range (such as those of torch.jit.fork)",
+                "run that part on the thread that calls forward",
+            )
+
+    def events(self) -> Iterator[TraceEvent]:
+        """Yield the events in order of time. Of nested ops, only the outer one."""
+        ops = self._ops
+        for event, inside in sorted(self._walk(), key=lambda pair: int(pair[0].start_time_ns)):
+            time_ns = int(event.start_time_ns)
+            if event.tag == private.EventType.Allocation:
+                fields = event.typed[1]
+                yield AllocationEvent(time_ns, fields.ptr, fields.alloc_size, fields.device)
+            elif (name := event.name).startswith(_MARK):
+                yield MarkEvent(time_ns, name.removeprefix(_MARK))
+            elif not inside:
+                if name in ops:
+                    yield OpEvent(time_ns, int(event.end_time_ns), name, node=False)
+                elif (
+                    self._nodes and not ops
+                ):  # the range around a node has another scope, and is not recorded
+                    if event.typed[1].scope == private.RecordScope.BACKWARD_FUNCTION:
+                        yield OpEvent(time_ns, int(event.end_time_ns), name, node=True)
+                elif name.startswith(_NODE):
+                    yield OpEvent(time_ns, _function_end_ns(event), name.removeprefix(_NODE), node=True)
+
+    def _walk(self) -> Iterator[tuple[Any, bool]]:
+        """Yield every event of the tree, and True if it lies inside an op that is traced."""
+        ops = self._ops
+        stack = [(event, False) for event in reversed(self._results.experimental_event_tree())]
+        while stack:
+            event, inside = stack.pop()
+            yield event, inside
+            inside = inside or (bool(ops) and event.name in ops)
+            stack.extend((child, inside) for child in reversed(event.children))
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Hide the ops inside from modes."""
+    unseen = private.DisableTorchDispatch()
+    with private.DisableTorchFunctionSubclass():
+        yield
+    del unseen
+
+
+def _function_end_ns(node: Any) -> int:
+    """Return when a node's own function returned. Autograd then checks and accumulates its gradients."""
+    name = node.name.removeprefix(_NODE)
+    return int(next((child for child in node.children if child.name == name), node).end_time_ns)

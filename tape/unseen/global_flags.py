@@ -1,0 +1,98 @@
+"""Record and restore the global flags of torch that decide, with its arguments, what an op computes.
+
+A flag may be set by a with-block that is around forward, or inside it, and not around backward:
+`torch.backends.mkldnn.flags(enabled=False)` selects other kernels, whose last bits differ. So each recorded
+op notes the flags, and its replay restores them. Not included: generator states
+(tape/torch_facts/rng.py); autocast, because ops are recorded below it; the precision of float32
+matmuls, which is too slow to read for each op (docs/semantics.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoac.tape.torch_facts import private
+
+Flags = tuple[Any, ...]
+"""Grad mode, default dtype, deterministic algorithms, then the flags of oneDNN and cuDNN; as in _SETTERS."""
+
+_grad = torch.is_grad_enabled
+_dtype = torch.get_default_dtype  # of what ops make from Python numbers
+_deterministic = private.get_deterministic_algorithms
+_mkldnn = private.get_mkldnn_enabled
+_mkldnn_deterministic = private.get_mkldnn_deterministic
+_cudnn = private.get_cudnn_enabled
+_cudnn_deterministic = private.get_cudnn_deterministic
+_cudnn_benchmark = private.get_cudnn_benchmark
+
+
+def _cpu_flags() -> Flags:
+    return _grad(), _dtype(), _deterministic(), _mkldnn(), _mkldnn_deterministic()
+
+
+def _cpu_and_gpu_flags() -> Flags:
+    return (
+        _grad(),
+        _dtype(),
+        _deterministic(),
+        _mkldnn(),
+        _mkldnn_deterministic(),
+        _cudnn(),
+        _cudnn_deterministic(),
+        _cudnn_benchmark(),
+    )
+
+
+def _set_deterministic(value: bool) -> None:
+    # An op that raises under this flag has raised in forward.
+    private.set_deterministic_algorithms(value, warn_only=True)
+
+
+_SETTERS: tuple[Callable[[Any], None], ...] = (
+    private.set_grad_enabled,
+    torch.set_default_dtype,
+    _set_deterministic,
+    private.set_mkldnn_enabled,
+    private.set_mkldnn_deterministic,
+    private.set_cudnn_enabled,
+    private.set_cudnn_deterministic,
+    private.set_cudnn_benchmark,
+)
+
+current_flags: Callable[[], Flags] = _cpu_and_gpu_flags if torch.backends.cuda.is_built() else _cpu_flags
+"""Return the flags in force. Called for each op that is recorded."""
+
+
+class FlagSwitcher:
+    """Set the flags of one op after another; restore the caller's flags at the end of the with-block.
+
+    Ops do not change flags, so only a difference between two ops costs anything.
+    """
+
+    __slots__ = ("_before", "_current", "_warns")
+
+    def __enter__(self) -> FlagSwitcher:
+        self._before = self._current = current_flags()
+        return self
+
+    def set(self, flags: Flags) -> None:
+        """Switch torch's global flags to `flags`."""
+        if flags != self._current:
+            if self._current == self._before:
+                self._warns = private.get_deterministic_algorithms_warn_only()
+            _switch(self._current, flags)
+            self._current = flags
+
+    def __exit__(self, *_: Any) -> None:
+        if self._current != self._before:
+            _switch(self._current, self._before)
+            private.set_deterministic_algorithms(_deterministic(), warn_only=self._warns)
+
+
+def _switch(current: Flags, target: Flags) -> None:
+    for put, old, new in zip(_SETTERS, current, target, strict=False):
+        if old != new:
+            put(new)

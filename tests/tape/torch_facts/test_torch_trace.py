@@ -1,0 +1,96 @@
+"""Test which events a trace contains and which it leaves out."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stepping import SeenOps
+
+from autoac.profiler import ProfilerBusy
+from autoac.tape.torch_facts.torch_trace import AllocationEvent, MarkEvent, OpEvent, TorchTrace
+
+CPU = torch.device("cpu")
+
+
+def traced(recording: TorchTrace) -> list[AllocationEvent | MarkEvent | OpEvent]:
+    """Return the trace of two allocations, nested ops, and a backward."""
+    x = torch.ones(1000, requires_grad=True)
+    with recording:
+        recording.mark("first")
+        y = torch.nn.functional.linear(x, torch.ones(500, 1000))
+        recording.mark("second")
+        y.sum().backward()
+    return list(recording.events())
+
+
+def test_trace_lists_allocations_and_marks_in_order_and_nothing_else() -> None:
+    events = traced(TorchTrace(CPU))
+    kinds = [type(entry) for entry in events]
+    assert [entry.name for entry in events if isinstance(entry, MarkEvent)] == ["first", "second"]
+    between = events[kinds.index(MarkEvent) + 1 : len(kinds) - 1 - kinds[::-1].index(MarkEvent)]
+    assert next(entry.nbytes for entry in between if isinstance(entry, AllocationEvent)) == 2_000_000
+    assert OpEvent not in kinds
+    assert [entry.time_ns for entry in events] == sorted(entry.time_ns for entry in events)
+
+
+def test_ops_are_left_out_of_the_trace_by_default() -> None:
+    """Their names would lie between tensors on the heap for as long as the trace is open."""
+    traced(recording := TorchTrace(CPU))
+    names = {event.name for event in every(recording._results.experimental_event_tree())}
+    assert {name for name in names if "aten" in name or "Backward" in name} == set()
+
+
+def every(events: list[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from every(event.children)
+
+
+def test_requested_ops_and_nodes_of_backward_are_traced() -> None:
+    ran = [
+        entry
+        for entry in traced(TorchTrace(CPU, ops=["aten::linear", "aten::mv"]))
+        if isinstance(entry, OpEvent)
+    ]
+    assert [entry.name for entry in ran if not entry.node] == ["aten::linear"], "mv runs inside linear"
+    assert "SumBackward0" in [entry.name for entry in ran if entry.node]
+
+
+def test_dispatch_modes_do_not_see_marks() -> None:
+    recording = TorchTrace(CPU)
+    with SeenOps() as watching, recording:
+        recording.mark("here")
+        torch.ones(3).sin()
+    assert watching.ops == ["aten.ones.default", "aten.sin.default"]
+    assert [entry.name for entry in recording.events() if isinstance(entry, MarkEvent)] == ["here"]
+
+
+def test_second_trace_on_a_thread_is_refused() -> None:
+    with TorchTrace(CPU), pytest.raises(ProfilerBusy), TorchTrace(CPU):
+        pass
+    with TorchTrace(CPU):
+        pass
+
+
+class CDevice(ctypes.Structure):
+    """Hold a `c10::Device`."""
+
+    _fields_ = (("type", ctypes.c_int8), ("index", ctypes.c_int8))
+
+
+@pytest.mark.parametrize(("kind", "device"), [("cpu", CDevice(0, -1)), ("cuda", CDevice(1, 0))])
+def test_trace_has_what_the_allocator_of_a_device_reports(kind: str, device: CDevice) -> None:
+    """Torch drops such an event of another device than the CPU where no range is open around it."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    report = library._ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE
+    report.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_size_t, CDevice]
+    with (recording := TorchTrace()):
+        report(0x1000, 4096, 0, 0, device)
+        report(0x1000, -4096, 0, 0, device)
+    found = [event for event in recording.events() if isinstance(event, AllocationEvent)]
+    assert [(e.device.type, e.nbytes) for e in found] == [(kind, 4096), (kind, -4096)]
