@@ -21,7 +21,6 @@ from ac_client.planning.plan_batch import (
     AnotherIsObserved,
     BatchPlanner,
     Observation,
-    dropping_all,
     first_line,
 )
 from ac_client.planning.policy_store import PolicyStore
@@ -336,24 +335,23 @@ class PolicyChooser:
 
         def plan(terms: Terms) -> Policy:
             assert profile is not None
-            (policy, plan), _, _ = self._planner.plan_first(profile, loop, terms.extra_static, terms.limit)
+            policy, plan = self._planner.plan_within(profile, terms.limit, terms.extra_static)
             own_plan.append(plan)
             return policy
 
         agreed = meet(ranks, need, plan)
         assert profile is not None
         assert isinstance(need, Need), "meet raises the error of a rank"
-        dropped = dropping_all(profile, loop)
         for one in agreed.policies:
-            of, its_loop = dropped if one.policy.fingerprint == dropped[0].fingerprint else (profile, loop)
             found = own_plan[0] if one.planner == ranks.rank else None
             if found is None and one.shape == shape:
-                found = _plan_on(one.policy, of)
+                found = _plan_on(one.policy, profile)
             loaded, step = LoadedPolicy(one.policy, found), None
             if found is not None:
-                step = self._planner.profiled_step(call, of, loaded, agreed.static - of.static.total)
+                more = agreed.static - profile.static.total
+                step = self._planner.profiled_step(call, profile, loaded, more)
                 step = replace(step, shape=shape)
-            bucket = PlannedBucket(one.shape, loaded, step, PlannedFor(need.limit, loop=its_loop))
+            bucket = PlannedBucket(one.shape, loaded, step, PlannedFor(need.limit, loop=loop))
             self._store.add(bucket, serve_all=False)
             log.info("%s: planned by rank %d of %d", self._planner.name, one.planner, ranks.size)
 

@@ -220,6 +220,7 @@ class PlannedBucket:
         observed: the form of the loop, as steps have shown it. The next forward is planned for it.
         outside_nbytes: that steps have made between the model and backward, at most.
         ran_skipped: skipped modules of the step that a forward has run since.
+        left: a forward has run other ops than the policy has.
         room_requests: how often other models on the device asked for room.
         room_requested: bytes that they asked for since the policy was planned.
         without_gradients: step and terms from before the one that finds gradients, if the ops are the same.
@@ -238,6 +239,7 @@ class PlannedBucket:
         self.shape = shape
         self.statistics = StepStatistics()
         self.ran_skipped: set[str] = set()
+        self.left = False
         self.room_requests = 0
         self.room_requested = 0
         self.warned: set[str] = set()
@@ -273,6 +275,7 @@ class PlannedBucket:
         self.loaded, self.step, self.stale = loaded, step, ""
         self.statistics.forget_peaks()
         self.ran_skipped.clear()
+        self.left = False
         self.warned.discard("over the limit")
         predicted, profile = loaded.policy.predicted, step.profile
         own = predicted.peak_bytes - predicted.static_bytes

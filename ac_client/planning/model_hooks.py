@@ -182,7 +182,7 @@ class ModelHooks:
         route = bucket.loaded.route(waiting)
         asked = options.verify is not None and self.log.steps % options.verify == 0
         compares = Comparison.enabled and (asked or not route.compared)
-        route.compared = True
+        follows, route.compared = bucket.profile is not None and not route.compared, True
         if not waiting:
             compared_too = compares and bucket.loaded.recomputes
             planning.watch.peaks.begin_step(bucket, ModelCall(model, args, kwargs), compares=compared_too)
@@ -195,6 +195,7 @@ class ModelHooks:
             compiled=self._compiled,
             has_compiled_parts=bool(self._compiled_parts),
             compares=compares,
+            follows=follows,
         )
 
     def _forward_ended(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
@@ -250,7 +251,7 @@ class ModelHooks:
 
     def _left_policy(self, off: OffPath) -> None:
         if (bucket := self._planning.store.current) is not None:
-            bucket.stale = f"{LEFT}, {off}"
+            bucket.stale, bucket.left = f"{LEFT}, {off}", True
         self.log.off_path = str(off)
         self._planning.planner.warn_once(
             "left",

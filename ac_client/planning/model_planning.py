@@ -15,8 +15,15 @@ from ac_client.planning.batch_shape import ModelCall, key_of
 from ac_client.planning.choose_policy import PolicyChooser
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts
 from ac_client.planning.facts.step_watch import StepWatch
-from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, ProfiledStep, corrected
+from ac_client.planning.loaded_policy import (
+    LoadedPolicy,
+    PlannedBucket,
+    ProfiledStep,
+    corrected,
+    skipped_modules,
+)
 from ac_client.planning.next_action import (
+    MOST_OP_TRIES,
     Action,
     CorrectPrediction,
     PlanAgain,
@@ -37,6 +44,7 @@ from autoac.profiler.static_memory import optimizer_bytes, static_bytes
 
 log = logging.getLogger("ac_client")
 
+MORE_OPS = ("skipped modules", "other ops")  # a profile with fewer ops does not replace another
 _LOUD = ("loosened too far", "over the limit", "fragments", "stalls", "far under the limit")  # measured
 
 
@@ -219,7 +227,6 @@ class ModelPlanning:
             bucket.observed, bucket.outside_nbytes = planned.loop, planned.outside_nbytes
             bucket.planned_for = replace(
                 bucket.planned_for,
-                holds_outputs=planned.holds_outputs,
                 frees_gradients=planned.frees_gradients,
             )
 
@@ -264,8 +271,13 @@ class ModelPlanning:
                 if action.profiles:
                     assert found is not None
                     found = _with_link(found, terms.link_share)
-                    if action.row == "skipped modules" and len(found.ops) <= len(profile.ops):
-                        bucket.planned_for = replace(bucket.planned_for, module_tries=terms.module_tries)
+                    assert call is not None
+                    fewer = action.row in MORE_OPS and len(found.ops) <= len(profile.ops)
+                    if fewer and (
+                        action.row == "skipped modules" or self._runs_other_modules(bucket, call.model)
+                    ):
+                        tries = max(terms.module_tries, MOST_OP_TRIES)
+                        bucket.planned_for = replace(bucket.planned_for, module_tries=tries)
                         return
                     found = found.with_kept(terms.kept_nbytes)
                     others, limit = self.watch.on_device.others_nbytes(), self.planner.limit_of(found)
@@ -292,6 +304,10 @@ class ModelPlanning:
                     action.reason,
                     first_line(error),
                 )
+
+    def _runs_other_modules(self, bucket: PlannedBucket, model: nn.Module) -> bool:
+        """Return True if the step that was just observed has run other modules than that of `bucket`."""
+        return skipped_modules(model, self.planner.called) != bucket.step.skipped
 
     def _load(
         self, bucket: PlannedBucket, step: ProfiledStep, action: PlanAgain, call: ModelCall | None = None

@@ -4,7 +4,7 @@ docs/budget.md is the page. A plan was made for a step (`PlannedFor`). The steps
 (`StepFacts`). `next_action` compares the two and returns what to do. It is asked at five moments, each with
 the facts that are known then:
 
-    before a forward        waiting, loop, gradients, stepped, optimizers, others_nbytes, ran_skipped
+    before a forward        waiting, loop, gradients, stepped, optimizers, others_nbytes, ran_skipped, left
     a forward has ended     ran_skipped
     a backward begins       backward, gradients, freed_gradients
     an optimizer stepped    optimizers
@@ -40,6 +40,7 @@ SLOWER = 0.5  # of the rates of a link that turned out to be slower
 SMALL = 1 << 10  # bytes: less is not worth planning again
 MOST_FORWARDS = 8  # that are planned for unasked: a profile runs them all
 MOST_MODULE_TRIES = 8  # batches that are profiled to find one that runs more modules
+MOST_OP_TRIES = 2  # batches that are profiled because a forward ran other ops, until one has no more
 
 NO_OPTIMIZER = OptimizerBytes(0, 0)
 
@@ -74,7 +75,6 @@ class PlannedFor:
     recomputes: bool = True  # at least one op
     elsewhere: bool = False  # the policy was given, and its profile is not here
     loop: Loop = field(default_factory=Loop)
-    holds_outputs: bool = False  # a step held outputs again that earlier steps had dropped
     gradients: bool = False  # existed before the step
     frees_gradients: bool | None = None  # the loop does, before backward; False: it did not; None: not asked
     optimizers: OptimizerBytes = NO_OPTIMIZER  # whose state and workspace count
@@ -105,6 +105,7 @@ class StepFacts(NamedTuple):
     others_nbytes: int | None = None  # held by other models and tensors on the device
     room_requested: int = 0  # that other planned models on the device have asked for
     ran_skipped: Set[str] = frozenset()  # modules that ran, and that the profiled forward skipped
+    left: bool = False  # a forward has run other ops than the policy has
     kept_nbytes: int = 0  # held by names of the step before, until this forward has ended
     kept_before: int = 0  # the same as the last forward began
     outside_nbytes: int = 0  # that a step made between the model and backward, at most
@@ -333,6 +334,22 @@ def _skipped_modules(planned: PlannedFor, facts: StepFacts) -> Action | None:
     )
 
 
+def _other_ops(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Plan a forward that runs more ops than the profiled one, which may have been the first of its model.
+
+    A first forward fills caches, or finds a memory bank empty. Forwards that run fewer ops need no more.
+    """
+    if not facts.left or planned.fits(1) or facts.waiting or not facts.can_profile:
+        return None
+    if planned.module_tries >= MOST_OP_TRIES:
+        return None
+    return PlanAgain(
+        replace(planned, module_tries=planned.module_tries + 1, correction=_anew(planned)),
+        "a forward runs other ops than the profiled one",
+        profiles=True,
+    )
+
+
 def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Count what other models hold, if the plan leaves no room for it, or if one of them asks for room.
 
@@ -473,16 +490,7 @@ def _outputs_held(planned: PlannedFor, facts: StepFacts) -> Action | None:
             again=True,
         )
     loop = replace(planned.loop, drops=frozenset())
-    return PlanAgain(replace(planned, loop=loop, holds_outputs=True), warning=warning)
-
-
-def _outputs_dropped(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    backward = facts.backward
-    if backward is None or not backward.first or planned.loop.drops or planned.holds_outputs:
-        return None
-    if backward.dropped_nbytes <= FAR_UNDER * min(planned.limit, planned.peak):
-        return None
-    return PlanAgain(replace(planned, loop=replace(planned.loop, drops=backward.dropped)))
+    return PlanAgain(replace(planned, loop=loop), warning=warning)
 
 
 def _gradients_freed(planned: PlannedFor, facts: StepFacts) -> Action | None:
@@ -537,6 +545,7 @@ LOOP: dict[str, Row] = {
     "gradients": _gradients,
     "optimizers": _optimizers,
     "skipped modules": _skipped_modules,
+    "other ops": _other_ops,
     "other models": _other_models,
     "last step": _last_step,
     "outside": _outside,
@@ -546,7 +555,6 @@ BACKWARD: dict[str, Row] = {
     "graph created": _graph_created,
     "graph retained": _graph_retained,
     "outputs held": _outputs_held,
-    "outputs dropped": _outputs_dropped,
     "gradients freed": _gradients_freed,
     "gradients held": _gradients_held,
     "loss outside": _loss_outside,

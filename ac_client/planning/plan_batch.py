@@ -407,15 +407,15 @@ class BatchPlanner:
         self._on_device.measure_uncounted(call.args, call.kwargs, self._on_device.kept_nbytes(profile))
         others, limit = self._on_device.others_nbytes(), self.limit_of(profile)
         try:
-            made, profile, loop = self.plan_first(profile, loop, others, limit)
+            made = self.plan_within(profile, limit, others)
         except NO_PLAN as error:
+            _explain(error, profile, loop)
             appeared = profile.static.optimizer_state - (self._state_at_first or 0)
             alone = None if error.smallest_found is None else error.smallest_found - others - max(0, appeared)
             fits_alone = alone is not None and alone <= self.options.limit
             if not (running or fits_alone or self._on_device.neighbors_nbytes()):
                 self._on_device.name_others(error)
                 raise
-            profile, loop = dropping_all(profile, loop)
             policy, plan, infeasible = self.plan_or_tightest(profile, limit, others)
             made, needs = (policy, plan), policy.predicted.peak_bytes
             if infeasible is not None and limit < needs <= self.options.limit:
@@ -440,47 +440,6 @@ class BatchPlanner:
         loaded, shape = LoadedPolicy(*made), shape or call.shape
         step = replace(self.profiled_step(call, profile, loaded), shape=shape)
         return PlannedBucket(shape, loaded, step, terms)
-
-    def plan_first(
-        self, profile: Profile, loop: Loop, others: int, limit: int
-    ) -> tuple[tuple[Policy, Plan], Profile, Loop]:
-        """Plan a loop that has not run yet: as one that drops the model's outputs, if no other plan fits.
-
-        Args:
-            others: bytes held beyond what the profile counts, by other models or on other ranks.
-            limit: of the peak.
-
-        Returns:
-            Policy and plan, and the profile and the form of the loop that they are for.
-
-        Raises:
-            InfeasibleBudget, SolverOutOfTime: no plan fits, or was found, though the loop drops the outputs.
-        """
-        try:
-            return self.plan_within(profile, limit, others), profile, loop
-        except NO_PLAN as error:
-            drops = profile.droppable_outputs - loop.drops
-            if not drops:
-                _explain(error, profile)
-                raise
-        nbytes = format_bytes(profile.output_nbytes(drops))
-        profile, loop = dropping_all(profile, loop)
-        try:
-            made = self.plan_within(profile, limit, others)
-        except NO_PLAN as error:
-            error.add_note(
-                f"autoac: this is of a loop that drops the model's other outputs ({nbytes}) before backward, "
-                "as in loss = model(batch).loss. A loop that holds them needs more"
-            )
-            _explain(error, profile)
-            raise
-        self.warn_once(
-            "outputs",
-            f"no plan keeps the budget of {format_bytes(self.options.budget_bytes or 0)} if the training "
-            f"loop holds all outputs of the model during backward ({nbytes}). The plan is for a loop that "
-            "drops them before, as in loss = model(batch).loss",
-        )
-        return made, profile, loop
 
     def profiled_step(
         self, call: ModelCall, profile: Profile, loaded: LoadedPolicy, rank_nbytes: int = 0
@@ -507,13 +466,14 @@ class BatchPlanner:
         return ProfiledStep(call.shape, profile, rank_nbytes, self._optimizers.adopted, skipped)
 
 
-def dropping_all(profile: Profile, loop: Loop) -> tuple[Profile, Loop]:
-    """Return the profile and the form of a loop that drops every output whose memory that frees."""
-    drops = loop.drops | profile.droppable_outputs
-    return profile.with_dropped_outputs(drops), replace(loop, drops=drops)
-
-
-def _explain(error: PlannerError, profile: Profile) -> None:
+def _explain(error: PlannerError, profile: Profile, loop: Loop) -> None:
+    """Say what the loop, or the model, could change so that a plan fits."""
+    if drops := profile.droppable_outputs - loop.drops:
+        nbytes = format_bytes(profile.output_nbytes(drops))
+        error.add_note(
+            f"autoac: the training loop holds outputs of the model during backward ({nbytes}). A loop that "
+            "drops them before, as in loss = model(batch).loss, needs less"
+        )
     for message in unplanned_in(profile):
         error.add_note(f"autoac: {message}")
 

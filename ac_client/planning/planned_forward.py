@@ -57,6 +57,7 @@ class PlannedForward:
         compiled: bool = False,
         has_compiled_parts: bool = False,
         compares: bool = False,
+        follows: bool = False,
     ) -> None:
         """Carry out the policy of `bucket` from here on.
 
@@ -66,8 +67,10 @@ class PlannedForward:
             compiled: torch.compile runs the whole forward.
             has_compiled_parts: torch.compile runs parts of it.
             compares: backward compares what it recomputes.
+            follows: notice ops that the policy does not contain even if it recomputes nothing.
         """
         loaded = bucket.loaded
+        records = not compiled and (loaded.recomputes or follows)
         self._bucket, self._unrecorded, self.left = bucket, 0, False
         route = loaded.route(waiting)
         self._calls = [(ROOT, id(sys.exception()))]
@@ -80,11 +83,11 @@ class PlannedForward:
             checkpoints = checkpoints_left_alone(needed=True) if needed else plain_checkpoints()
             checkpoints.__enter__()
             self._closing.append(checkpoints.__exit__)
-            if compares and not needed and not loaded.recomputes and not has_compiled_parts:
+            if compares and not needed and not records and not has_compiled_parts:
                 self._compare_checkpoints()
         if compiled:
             route.unrecorded = len(route.decisions)
-        if compiled or not loaded.recomputes:
+        if not records:
             return
         self._route = route
         self._cursor = Cursor(

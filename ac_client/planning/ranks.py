@@ -35,7 +35,7 @@ from ac_client.errors import RankFailed
 from autoac.planner import Policy
 from autoac.planner.errors import PlannerError, from_dict
 from autoac.planner.formats.policy_set import Extent, Shape
-from autoac.profiler import CannotProfile, NothingToProfile, ProfilerBusy, ShardsInUse, device_of
+from autoac.profiler import CannotProfile, NothingToProfile, device_of
 from autoac.tape.distributed.ddp import build_replicating, replicating
 from autoac.tape.distributed.process_groups import Groups
 
@@ -251,8 +251,6 @@ def _encode(need: Need | Exception) -> str:
             data["error"] = need.to_dict()
         case CannotProfile():
             data["arguments"] = [need.where, need.why, need.instead]
-        case ShardsInUse():
-            data["arguments"] = [need.where]
     return json.dumps(data, default=str)
 
 
@@ -281,9 +279,5 @@ def _decode_error(rank: int, data: dict[str, Any]) -> Exception:
             return CannotProfile(*data["arguments"])
         case "NothingToProfile":
             return NothingToProfile(data["message"])
-        case "ProfilerBusy":
-            return ProfilerBusy()
-        case "ShardsInUse":
-            return ShardsInUse(*data["arguments"])
         case kind:
             return RankFailed(rank, kind, data["message"])

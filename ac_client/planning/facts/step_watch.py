@@ -107,6 +107,7 @@ class StepWatch:
             self.on_device.others_nbytes(),
             bucket.room_requested,
             bucket.ran_skipped,
+            bucket.left,
             kept_nbytes=now,
             kept_before=kept_before,
             outside_nbytes=bucket.outside_nbytes,

@@ -87,12 +87,9 @@ KEPT: list[tuple[str, PlannedFor, StepFacts]] = [
     ),
     ("a gradient penalty fits", LOOSE, backward(creates_graph=True)),
     ("outputs are dropped, as planned", HELD, backward(dropped=frozenset({1, 2}))),
-    ("outputs of less than 3 % are dropped", PLANNED, backward(dropped=frozenset({1}), dropped_nbytes=27)),
-    (
-        "outputs are dropped now and then",
-        replace(PLANNED, holds_outputs=True),
-        backward(dropped=frozenset({1}), dropped_nbytes=300),
-    ),
+    ("outputs are dropped now and then", PLANNED, backward(dropped=frozenset({1}), dropped_nbytes=300)),
+    ("other ops fit", LOOSE, StepFacts(left=True)),
+    ("other ops were observed twice", replace(PLANNED, module_tries=2), StepFacts(left=True)),
     ("the loss outside fits", PLANNED, backward(nbytes_outside=300, nbytes_live=700)),
     ("the loss outside is small", PLANNED, backward(nbytes_outside=30, nbytes_live=999)),
 ]
@@ -297,14 +294,14 @@ def test_retained_graph_is_planned_for() -> None:
 def test_outputs_that_are_held_count_again(held: int, warns: bool) -> None:
     action = again("outputs held", HELD, backward(held_nbytes=held))
     assert action.terms.loop == Loop()
-    assert action.terms.holds_outputs
     assert bool(action.warning) is warns
 
 
-def test_outputs_that_are_dropped_are_not_planned_as_held() -> None:
-    action = again("outputs dropped", PLANNED, backward(dropped=frozenset({1}), dropped_nbytes=28))
-    assert action.terms.loop == Loop(drops=frozenset({1}))
-    assert not action.warning
+def test_forward_that_ran_other_ops_is_observed() -> None:
+    action = again("other ops", PLANNED, StepFacts(left=True))
+    assert action.profiles
+    assert action.terms.module_tries == 1
+    assert next_action(PLANNED, StepFacts(left=True, waiting=1)) == Keep()
 
 
 def test_larger_loss_outside_of_the_model_is_warned_of_and_observed() -> None:
