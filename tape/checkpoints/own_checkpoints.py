@@ -6,8 +6,9 @@ the function (`use_reentrant=False`), and an autograd Function that calls it (`u
 `plain_checkpoints` is open, both names lead to functions of this file, which call torch's outside of the
 threads that opened one. torch.compile knows `checkpoint` itself and looks up neither.
 
-Calls that cannot run plainly go to torch and are noted: those with contexts or `debug`, which do more than
-recompute. Saved-tensor hooks that a model enters, such as `save_on_cpu`, are noted as well.
+Calls that cannot run plainly go to torch and are noted: those with `debug`, or with contexts other than those
+of selective checkpoints, which do more than recompute. Saved-tensor hooks that a model enters, such as
+`save_on_cpu`, are noted as well.
 
 NOTE [ Needed checkpoints ]
 Some models need their checkpoints for more than memory: parts of the model write to memory that they share,
@@ -35,6 +36,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint as torchs
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.tape.torch_facts import private, probes
 
@@ -228,16 +230,21 @@ def _checkpoint_generator(*args: Any, **kwargs: Any) -> Generator[None]:
         return _plain_call()
     else:
         contexts = context_fn()
-        if type(contexts[0]) is contextlib.nullcontext:  # the other one is for backward
-            return _plain_call()
+        if type(contexts[0]) is contextlib.nullcontext or _is_selective(contexts[0]):
+            return _plain_call()  # the other one is for backward
         call.arguments["context_fn"] = functools.partial(tuple, contexts)
         _note(
-            "torch.utils.checkpoint with a context_fn (selective checkpointing)",
-            "leave context_fn out, and pin what must be saved by constraints=",
+            "torch.utils.checkpoint with a context_fn other than that of selective checkpoints",
+            "leave context_fn out",
         )
     if call.arguments.get("respect_saved_tensors_hooks", False) is None:  # since torch 2.14, which warns
         call.arguments["respect_saved_tensors_hooks"] = False
     return _left_to_torch(generator(*call.args, **call.kwargs))
+
+
+def _is_selective(context: Any) -> bool:
+    """Return True if all that `context` does is to save what a policy says: a plan decides that instead."""
+    return isinstance(context, TorchDispatchMode) and type(context).__module__ == torchs.__name__
 
 
 def _plain_call() -> Generator[None]:

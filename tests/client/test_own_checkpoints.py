@@ -18,6 +18,7 @@ from stepping import seed, seeded, timed_by_flops
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
@@ -96,6 +97,33 @@ def selective(function: Any, x: Tensor) -> Tensor:
     return by_name(lambda x: in_torch(function, x), x, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
 
 
+def by_policy(function: Any, x: Tensor) -> Tensor:
+    """Save every second product, as torchtitan does."""
+    counts = {False: 0, True: 0}
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> torchs.CheckpointPolicy:
+        counts[ctx.is_recompute] += op is torch.ops.aten.addmm.default
+        saves = op is torch.ops.aten.addmm.default and counts[ctx.is_recompute] % 2
+        return torchs.CheckpointPolicy.MUST_SAVE if saves else torchs.CheckpointPolicy.PREFER_RECOMPUTE
+
+    wrapper = checkpoint_wrapper(
+        function, context_fn=lambda: torchs.create_selective_checkpoint_contexts(policy)
+    )
+    return wrapper(x)  # type: ignore[no-any-return]
+
+
+class Passing(TorchDispatchMode):
+    """A context of a checkpoint that does more than decide."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def in_context(function: Any, x: Tensor) -> Tensor:
+    contexts = lambda: (Passing(), Passing())  # noqa: E731
+    return by_name(lambda x: in_torch(function, x), x, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+
+
 def offloaded(function: Any, x: Tensor) -> Tensor:
     with torch.autograd.graph.save_on_cpu():
         return plainly(function, x)
@@ -107,7 +135,16 @@ def with_sine(function: Any, x: Tensor) -> Tensor:
 
 PLAIN = {sequential: with_sine, of_remat: with_sine}  # torch_remat alone draws other dropout masks again
 HAS_REMAT = pytest.mark.skipif(find_spec("torch_remat") is None, reason="torch_remat is not installed")
-TAKEN = [in_torch, reentrant, nested, sequential, ours, pytest.param(of_remat, marks=HAS_REMAT)]
+TAKEN = [
+    in_torch,
+    reentrant,
+    nested,
+    sequential,
+    ours,
+    selective,
+    by_policy,
+    pytest.param(of_remat, marks=HAS_REMAT),
+]
 
 
 def batch() -> Tensor:
@@ -151,7 +188,7 @@ def test_generous_plan_recomputes_nothing(call: Callable[[Any, Tensor], Tensor])
     assert model.calls == calls + 2 * len(model.blocks)
 
 
-@pytest.mark.parametrize("call", [in_torch, reentrant, ours], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", [in_torch, reentrant, ours, selective], ids=lambda call: call.__name__)
 def test_tightest_plan_is_no_larger_than_the_checkpoint(call: Callable[[Any, Tensor], Tensor]) -> None:
     model, x = seeded(Net, call), batch()
     graph = build(timed_by_flops(profile(model, x)))
@@ -246,7 +283,7 @@ def test_reentrant_checkpoints_that_are_left_alone_are_observed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "name"), [(selective, "context_fn"), (offloaded, "save_on_cpu")], ids=["selective", "offload"]
+    ("call", "name"), [(in_context, "context_fn"), (offloaded, "save_on_cpu")], ids=["context", "offload"]
 )
 def test_what_cannot_be_taken_over_is_named(
     call: Callable[[Any, Tensor], Tensor], name: str, caplog: pytest.LogCaptureFixture
@@ -260,8 +297,8 @@ def test_what_cannot_be_taken_over_is_named(
     assert name in error.value.__notes__[0]
 
 
-def test_selective_checkpoint_is_carried_out_by_torch() -> None:
-    model = ac_client.apply(seeded(Net, selective), 1.0)
+def test_checkpoint_with_other_contexts_is_carried_out_by_torch() -> None:
+    model = ac_client.apply(seeded(Net, in_context), 1.0)
     trained(model, 1)
     calls = model.calls
     trained(model, 1)
