@@ -73,7 +73,6 @@ fmt: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.shapes
-	$(BIN)/python -m benchmarks.demo_table
 
 # These print Markdown; run the modules with --out FILE or --page FILE to write it (docs/measurements.md).
 

@@ -1,6 +1,7 @@
 """Measuring one row of the demo, on a tiny model."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -9,8 +10,9 @@ from ac_client.demo.rows import Row, measure
 from ac_client.demo.setting import TINY
 from ac_client.measure.forked_call import run_in_child
 from ac_client.measure.memory_timeline import LiveBytes
-from benchmarks.demo_table.table import WRAPPERS
-from benchmarks.torch_checkpoint import BASELINES
+from benchmarks.torch_checkpoint import BASELINES, wrap_blocks
+
+WRAPPERS = {baseline: partial(wrap_blocks, baseline=baseline) for baseline in BASELINES}
 
 
 @pytest.mark.parametrize("method", BASELINES)
