@@ -25,6 +25,8 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 if backend == "standin":
     torch.cuda.set_device(rank)
+if backend == "fake":
+    import torch.testing._internal.distributed.fake_pg
 dist.init_process_group(backend, init_method="file://" + sys.argv[4], rank=rank, world_size=world)
 """
 
@@ -47,7 +49,8 @@ def outputs_of_ranks(
     Args:
         store: a file through which the ranks meet; must not exist.
         timeout: seconds for all of them.
-        backend: "gloo", or "standin": each rank has a device of the stand-in, `gpu`.
+        backend: "gloo"; "standin": each rank has a device of the stand-in, `gpu`; "fake": ranks that send
+            nothing, and so hold nothing for longer.
 
     Raises:
         AssertionError: a rank failed; has its stderr.

@@ -343,10 +343,10 @@ class PolicyChooser:
         assert profile is not None
         assert isinstance(need, Need), "meet raises the error of a rank"
         for one in agreed.policies:
-            found = own_plan[0] if one.planner == ranks.rank else None
+            policy, found = one.policy, own_plan[0] if one.planner == ranks.rank else None
             if found is None and one.shape == shape:
-                found = _plan_on(one.policy, profile)
-            loaded, step = LoadedPolicy(one.policy, found), None
+                policy, found = self._plan_on(policy, profile, need.limit)
+            loaded, step = LoadedPolicy(policy, found), None
             if found is not None:
                 more = agreed.static - profile.static.total
                 step = self._planner.profiled_step(call, profile, loaded, more)
@@ -354,6 +354,22 @@ class PolicyChooser:
             bucket = PlannedBucket(one.shape, loaded, step, PlannedFor(need.limit, loop=loop))
             self._store.add(bucket, serve_all=False)
             log.info("%s: planned by rank %d of %d", self._planner.name, one.planner, ranks.size)
+
+    def _plan_on(self, policy: Policy, profile: Profile, limit: int) -> tuple[Policy, Plan | None]:
+        """Return another rank's policy, and its plan on this rank's profile.
+
+        If this rank runs other ops, as with a smaller shard, return a policy of its own: the tightest if none
+        keeps the limit, since the other ranks train on.
+        """
+        with suppress(OtherProfile):
+            return policy, as_planned(policy, profile)
+        with suppress(*NO_PLAN):
+            own, plan, infeasible = self._planner.plan_or_tightest(profile, limit)
+            if infeasible is not None:
+                needs = own.predicted.peak_bytes
+                self._planner.warn_over_budget(needs, "other ops than on the rank that planned")
+            return own, plan
+        return policy, None
 
     def _warn_of_unknown_ranks(self, reason: str) -> None:
         self._planner.warn_once(
@@ -411,11 +427,3 @@ def _as_shown(observation: Observation, profile: Profile) -> tuple[Loop, Profile
     drops = frozenset(position for position, released in rows if released <= len(profile.ops))
     loop = Loop(observation.forwards, drops & profile.droppable_outputs)
     return loop, profile.with_dropped_outputs(loop.drops)
-
-
-def _plan_on(policy: Policy, profile: Profile) -> Plan | None:
-    """Return the plan of another rank's policy on this rank's profile; None if this rank runs other ops."""
-    try:
-        return as_planned(policy, profile)
-    except OtherProfile:
-        return None

@@ -16,12 +16,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from autoac.tape.distributed.wrapped_tensors import below
 from autoac.tape.runtime.split_backward import current_split
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.batch_contents import batch_tensors
@@ -72,7 +74,8 @@ class ForwardsInFlight:
         nodes = {t.grad_fn for t in tensors if t.requires_grad and t.grad_fn is not None}
         if not nodes or torch.compiler.is_compiling():
             return
-        forward = _InFlight(tensors, [] if has_loss else roots_of(out), listener)
+        inside, roots = (list(chain.from_iterable(map(below, each))) for each in (tensors, roots_of(out)))
+        forward = _InFlight(inside, [] if has_loss else roots, listener)
         for node in nodes:
             node.register_prehook(forward)
             node.metadata[_MODEL] = True  # type: ignore[index]  # torch's stub takes the property for a method

@@ -60,11 +60,11 @@ class Block(nn.Module):
         return x + self.drop(self.feed(self.n2(x)))
 
 class Model(nn.Module):
-    def __init__(self, p):
+    def __init__(self, p, words=WORDS):
         super().__init__()
-        self.words, self.norm = nn.Embedding(WORDS, WIDTH), nn.RMSNorm(WIDTH)
+        self.words, self.norm = nn.Embedding(words, WIDTH), nn.RMSNorm(WIDTH)
         self.blocks = nn.ModuleList(Block(p) for _ in range(3))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head = nn.Linear(WIDTH, words, bias=False)
     def forward(self, ids):
         x = self.words(ids)
         for block in self.blocks:
@@ -101,10 +101,10 @@ mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"
 def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
-def of(sequence=False, loss=False, p=0.0, sharded=False):
+def of(sequence=False, loss=False, p=0.0, sharded=False, words=WORDS):
     def made(checkpoints=False):
         torch.manual_seed(0)
-        model = parallel(Model(p), mesh["tensor"], sequence, loss)
+        model = parallel(Model(p, words), mesh["tensor"], sequence, loss)
         for i, block in enumerate(model.blocks):
             if checkpoints:
                 block = model.blocks[i] = checkpoint_wrapper(block)
@@ -135,7 +135,8 @@ def of(sequence=False, loss=False, p=0.0, sharded=False):
     plain, plain_peak = train(made())
     checkpointed, checkpoint_peak = train(made(checkpoints=True))
     tight = made()
-    ac_client.apply(tight, 1e-6)
+    group = None if backend == "fake" else "auto"  # fake ranks cannot agree on anything
+    ac_client.apply(tight, 1e-6, group=group)
     step(tight, 0)
     tight.zero_grad()
     try:
@@ -145,59 +146,74 @@ def of(sequence=False, loss=False, p=0.0, sharded=False):
     planned = made()
     everyone = torch.tensor([smallest])
     dist.all_reduce(everyone, dist.ReduceOp.MAX)
-    ac_client.apply(planned, 1.1 * int(everyone) / GIB)
+    ac_client.apply(planned, 1.1 * int(everyone) / GIB, group=group)
     ours, peak = train(planned)
     report, predicted = ac_client.applied(planned).report(), ac_client.applied(planned).policy.predicted
     ac_client.applied(planned).remove()
     return {
         "equal": [same(a, b) for a, b in zip(ours, plain, strict=True)],
         "recomputed": report.recomputed,
+        "off path": report.off_path,
         "smallest of checkpoint": (smallest - predicted.static_bytes) / checkpoint_peak,
         "of plain": checkpoint_peak / plain_peak,
-        "measured of predicted": peak / (predicted.peak_bytes - predicted.static_bytes),
+        # The batch is among the static bytes of the plan, and is made in each measured step.
+        "beyond the prediction": peak - predicted.peak_bytes + predicted.static_bytes - ROWS * LENGTH * 8,
     }
 """
 
 Results = list[dict[str, Any]]
 
 
-def results_of(store: Path, world: int, **cases: str) -> dict[str, Results]:
+CASES = {
+    "tensor": "",
+    "sequence": "sequence=True",
+    "loss": "sequence=True, loss=True",
+    "dropout": "sequence=True, p=0.1",
+    "uneven": "sequence=True, words=97",
+}
+SHARDED = {"sharded": "sequence=True, sharded=True"}
+
+
+def results_of(store: Path, world: int, backend: str, cases: dict[str, str]) -> dict[str, Results]:
     calls = ", ".join(f"{name}=of({arguments})" for name, arguments in cases.items())
-    outs = outputs_of_ranks(SCRIPT + f"print(json.dumps(dict({calls})))\n", store, world, timeout=300)
+    outs = outputs_of_ranks(
+        SCRIPT + f"print(json.dumps(dict({calls})))\n", store, world, timeout=300, backend=backend
+    )
     ranks = [json.loads(out) for out in outs]
     return {name: [rank[name] for rank in ranks] for name in cases}
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
-    return results_of(
-        tmp_path_factory.mktemp("two") / "store",
-        2,
-        tensor="",
-        sequence="sequence=True",
-        loss="sequence=True, loss=True",
-        dropout="sequence=True, p=0.1",
-    )
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
+    stores = tmp_path_factory.mktemp("gloo")
+    return results_of(stores / "2", 2, "gloo", CASES) | results_of(stores / "4", 4, "gloo", SHARDED)
 
 
-def assert_right(results: Results) -> None:
-    for result in results:
+@pytest.fixture(scope="module")
+def on_fake_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
+    """Return results of ranks on which nothing is freed late, as gloo's threads may."""
+    stores = tmp_path_factory.mktemp("fake")
+    return results_of(stores / "2", 2, "fake", CASES) | results_of(stores / "4", 4, "fake", SHARDED)
+
+
+@pytest.mark.parametrize("case", CASES | SHARDED)
+def test_tensor_parallel_model_has_the_gradients_of_the_plain_one(
+    case: str, on_ranks: dict[str, Results]
+) -> None:
+    for result in on_ranks[case]:
         assert result["equal"] == [True] * 4
         assert result["recomputed"] > 0
+        assert result["off path"] == ""
+
+
+@pytest.mark.parametrize("case", CASES | SHARDED)
+def test_tensor_parallel_model_is_recomputed_below_its_dtensors(
+    case: str, on_fake_ranks: dict[str, Results]
+) -> None:
+    for result in on_fake_ranks[case]:
         assert result["of plain"] < 0.7
         assert result["smallest of checkpoint"] < 1.1  # which communicates again
-        assert result["measured of predicted"] == pytest.approx(1, abs=0.1)  # gloo frees late
-
-
-@pytest.mark.parametrize("case", ["tensor", "sequence", "loss", "dropout"])
-def test_tensor_parallel_model_is_recomputed_below_its_dtensors(
-    case: str, on_two: dict[str, Results]
-) -> None:
-    assert_right(on_two[case])
-
-
-def test_tensor_parallel_model_that_is_sharded_too_is_recomputed(tmp_path: Path) -> None:
-    assert_right(results_of(tmp_path / "store", 4, both="sequence=True, sharded=True")["both"])
+        assert result["beyond the prediction"] == 0
 
 
 def test_wrapper_of_several_tensors_is_recomputed() -> None:
