@@ -117,7 +117,9 @@ class Applied:
         if not model.training:
             raise RuntimeError("plan_for plans training steps: call model.train() first")
         self._planning.end_step()  # profiling is not part of the step before
-        return self._planning.chooser.plan_for(ModelCall(model, args, kwargs))
+        policy = self._planning.chooser.plan_for(ModelCall(model, args, kwargs))
+        self._planning.watch.peaks.start(model)
+        return policy
 
     def report(self, html: str | os.PathLike[str] | None = None) -> Report:
         """Return predicted and measured peak and step time so far, and what is live at the peak.

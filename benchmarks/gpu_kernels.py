@@ -300,8 +300,8 @@ def train(make: Callable[[], Case], budget: int | None = None) -> Run:
             loss = model(x)
         loss.backward()
         found[f"loss {i}"] = loss.detach().cpu()
-        del loss
         optimizer.step()
+        del loss  # not earlier: a plan counts the outputs of the model until here
         torch.cuda.synchronize()  # before the memory of gradients of another stream is used again
         optimizer.zero_grad()
         peaks.append(torch.cuda.max_memory_allocated())

@@ -204,7 +204,10 @@ def _over_limit(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _fragments(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Leave room for the fragments that the allocator turned out to hold, if the budget is for them too."""
+    """Leave room for the fragments that the allocator turned out to hold, if the budget is for them too.
+
+    The last time leave a segment more: a plan that needs one more than the plan before is not corrected.
+    """
     over, correction = facts.reserved_over, planned.correction
     if over <= (0 if facts.of_reserved else SEGMENT):
         return None
@@ -215,7 +218,8 @@ def _fragments(planned: PlannedFor, facts: StepFacts) -> Action | None:
         if not facts.of_reserved:
             advice += ', or pass budget_of="reserved" with the budget, which then counts them'
         return Keep(f"{held}. Where the device is nearly full, {advice}")
-    correction = replace(correction, times=correction.times + 1, withheld=correction.withheld + over)
+    margin = SEGMENT if correction.times == MOST_CORRECTIONS - 1 else 0
+    correction = replace(correction, times=correction.times + 1, withheld=correction.withheld + over + margin)
     return PlanAgain(replace(planned, correction=correction), held)
 
 

@@ -106,7 +106,7 @@ def _interval(window: Window, period: int) -> tuple[int, int]:
     return window.offset, window.offset + sum((n - 1) * s for n, s in steps) + window.itemsize
 
 
-_names = (f"_autoac_{number}" for number in itertools.count())
+_numbers = itertools.count()
 
 PRUNED_AT = 1024  # references to storages, before dead ones are removed for the first time
 
@@ -122,7 +122,7 @@ class StorageTable(Generic[T]):
     __slots__ = ("__weakref__", "_prune_at", "_refs", "name")
 
     def __init__(self) -> None:
-        self.name = next(_names)
+        self.name = f"_autoac_{next(_numbers)}"
         self._refs: list[weakref.ref[torch.UntypedStorage]] = []
         self._prune_at = PRUNED_AT
 

@@ -156,6 +156,23 @@ def test_what_is_on_the_device_later_counts_from_the_next_step_on(gpu: ModuleTyp
     assert corrected == [0] * (WATCHED_STEPS + 2)
 
 
+def test_what_is_on_the_device_counts_in_full_before_planned_steps_have_workspaces(gpu: ModuleType) -> None:
+    """No plan keeps the budget here, so another one is made if the first planned step counts less."""
+    gpu.set_workspace(4 * EXTRA)
+    held = torch.empty(64 * EXTRA, dtype=torch.uint8, device="cuda:1")
+    task, predicted = task_of("cuda:1"), []
+    model, optimizer, batch = task.made()
+    budget = between(bounds_of("cuda:1"), 0.7) + 8 * EXTRA
+    at = ac_client.applied(ac_client.apply(model, budget / GIB, optimizer=optimizer))
+    for _ in range(4):
+        gpu.reset_peak(1)
+        step(task, model, optimizer, batch, Training(None))
+        optimizer.zero_grad()
+        predicted.append(at.report().predicted_peak_bytes)
+    assert predicted[1:] == [gpu.peak(1)] * 3
+    assert gpu.peak(1) > budget > gpu.peak(1) - held.nbytes
+
+
 def test_what_has_left_the_device_counts_no_longer(gpu: ModuleType) -> None:
     """Not even as much of it as cuBLAS's workspaces take, which the profile counts."""
     gpu.set_workspace(4 * EXTRA)

@@ -163,12 +163,13 @@ def test_budget_of_the_device_is_what_the_process_may_have_of_it(gpu: ModuleType
     assert max(reserved) <= limit
 
 
+@pytest.mark.parametrize("share", [0.7, 0.8])
 def test_reserved_bytes_over_the_budget_are_planned_for(
-    gpu: ModuleType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    gpu: ModuleType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     monkeypatch.setattr("ac_client.planning.plan_batch.fragments_of", lambda _: 0)
     monkeypatch.setattr("ac_client.planning.plan_batch.spare_bytes", lambda _: 0)
-    budget = int(0.8 * train(gpu, 2)[0].peaks[-1])
+    budget = int(share * train(gpu, 2)[0].peaks[-1])
     _, without = train(gpu, 5, budget_gb=budget / GIB)
     assert max(without) > budget
     warned = [r.getMessage() for r in caplog.records if "has reserved" in r.getMessage()]

@@ -106,7 +106,7 @@ class ModelOnDevice:
             args, kwargs: the batch of the step that begins.
             kept: bytes that variables of the step before hold, and that count elsewhere.
             counts: the static bytes of the plan, with the workspaces of cuBLAS that its steps have allocated.
-                None before a plan: the workspaces are then freed.
+                None before the first planned step: the workspaces are then freed.
         """
         model = self._model()
         if model is None or device_of(model).type != "cuda" or is_capturing():

@@ -46,7 +46,7 @@ class PeakWatch:
         self._model = weakref.ref(model)
         self._optimizers = optimizers
         self._readings: _Readings | None = None  # of the step that runs, if it is compared
-        self._reserved: int | None = None  # when it was last read
+        self._reserved = 0  # when it was last read
         self._reserved_outside = 0  # between steps, for an evaluation say
         self._written_at_first = self.written()
 
@@ -62,6 +62,8 @@ class PeakWatch:
                 "compare them, run a step in `with ac_client.applied(model).measure():`",
                 type(model).__name__,
             )
+        else:
+            self._reserved = self.allocator.reserved()  # a profile has given back what it took
 
     @property
     def reading(self) -> bool:
@@ -79,8 +81,7 @@ class PeakWatch:
         """
         if self.allocator is None or bucket.statistics.compared >= WATCHED_STEPS:
             return
-        before = self.allocator.allocated() if self._reserved is None else self._reserved
-        self._reserved = self.allocator.reserved()  # a profile has given back what it took
+        before, self._reserved = self._reserved, self.allocator.reserved()
         self._reserved_outside += max(0, self._reserved - before)
         comparable = not compares and self.is_complete(bucket) and bucket.covers(call.args, call.kwargs)
         counts = [self.allocator.allocated_peak()] if comparable else None

@@ -91,7 +91,8 @@ class StepWatch:
         if not waiting and bucket.statistics.compared < WATCHED_STEPS:
             state = (needs or bucket.planned_for.optimizers).state
             counts = bucket.profile.static.model_copy(update={"optimizer_state": state})
-            self.on_device.measure_uncounted(call.args, call.kwargs, now, counts=counts)
+            has_run = bucket.statistics.steps > 0
+            self.on_device.measure_uncounted(call.args, call.kwargs, now, counts=counts if has_run else None)
         nbytes = bucket.profile.gradient_nbytes + bucket.profile.static.gradients if gradients else 0
         if bucket.planned_for.frees_gradients and not waiting:
             now += nbytes

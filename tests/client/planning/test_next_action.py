@@ -15,6 +15,7 @@ from ac_client.planning.next_action import (
     MOST_FORWARDS,
     MOST_LOOSENINGS,
     MOST_MODULE_TRIES,
+    SEGMENT,
     SLOWER,
     Correction,
     CorrectPrediction,
@@ -138,6 +139,9 @@ def test_reserved_bytes_over_the_budget_are_warned_of_or_planned_for() -> None:
     facts = StepFacts(peak=PeakBounds.exactly(990), reserved_over=80, of_reserved=True)
     correction = again("fragments", PLANNED, facts).terms.correction
     assert correction == Correction(1, withheld=80)
+    once = replace(PLANNED, correction=Correction(MOST_CORRECTIONS - 1, withheld=80))
+    correction = again("fragments", once, facts).terms.correction
+    assert correction == Correction(MOST_CORRECTIONS, withheld=80 + 80 + SEGMENT)
     last = next_action(replace(PLANNED, correction=Correction(MOST_CORRECTIONS)), facts)
     assert isinstance(last, Keep)
     assert "expandable_segments" in last.warning

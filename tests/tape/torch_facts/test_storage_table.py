@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -90,6 +92,18 @@ def test_dead_storages_are_pruned_from_the_count() -> None:
         table.set(torch.zeros(1), i)
     assert PRUNED_AT <= len(table) <= 2 * PRUNED_AT
     assert sorted(table.values()) == list(range(PRUNED_AT))
+
+
+def test_tables_of_several_threads_have_names_of_their_own() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            made = pool.map(lambda _: [StorageTable[int]().name for _ in range(30_000)], range(4))
+            names = [name for one in made for name in one]
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(set(names)) == len(names) == 120_000
 
 
 def slices() -> list[Tensor]:
