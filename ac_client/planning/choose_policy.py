@@ -47,7 +47,6 @@ from autoac.planner import (
 )
 from autoac.planner.formats.policy_set import Shape, shape_in_words
 from autoac.profiler import Loop, ProfilerBusy
-from autoac.profiler.distributed.fsdp import process_group_of
 from autoac.profiler.distributed.process_groups import Groups
 from autoac.profiler.errors import CannotProfile, ProfilerError
 from autoac.profiler.torch_facts.torch_trace import profiler_is_running
@@ -82,9 +81,7 @@ class PolicyChooser:
         self._planner = planner
         self._options = options = planner.options
         self._on_failure = on_failure
-        group = options.group
-        self._group = (process_group_of(model) or AUTO) if group is None or group is AUTO else group
-        self._to_meet = not given and group is not None  # the ranks, when the second step begins
+        self._to_meet = not given and options.group is not None  # the ranks, when the second step begins
 
     def for_batch(self, call: ModelCall, waiting: int = 0) -> PlannedBucket | None:
         """Return the bucket that runs this batch, planned if necessary; None if the batch runs unplanned.
@@ -104,8 +101,8 @@ class PolicyChooser:
             with self._planner.lock:
                 store.look_at_parameters(call.model)
         if self.ranks is None:
-            self.ranks = ranks_of(call.model, self._group)
-        if self._to_meet and (self.ranks is not None or (self._group is AUTO and has_other_ranks())):
+            self.ranks = ranks_of(call.model, self._options.group)
+        if self._to_meet and (self.ranks is not None or (self._options.group is AUTO and has_other_ranks())):
             return self._observe_with_ranks(call)
         if store.single_policy is not None:
             return store.single_policy
