@@ -184,7 +184,7 @@ class PolicyChooser:
             buckets = self._store.buckets
             profile = self._planner.observed(call, observation)
             if observation.then is not None:
-                self._store.current = observation.then(profile, call, observation.forwards)
+                self._store.current = observation.then(profile, call, observation)
                 return
             loop, profile = _as_shown(observation, profile)
             bucket, retained = None, profile.with_retained_graph() if observation.step.retains else None

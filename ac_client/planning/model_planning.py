@@ -25,7 +25,7 @@ from ac_client.planning.next_action import (
     next_action,
 )
 from ac_client.planning.options import ApplyOptions
-from ac_client.planning.plan_batch import NO_PLAN, BatchPlanner, first_line
+from ac_client.planning.plan_batch import NO_PLAN, BatchPlanner, Observation, first_line
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError, Policy, PolicySet, Profile
@@ -227,11 +227,14 @@ class ModelPlanning:
         """Observe the step that begins in place of a profile for `action`; False: torch.profiler runs."""
         shape = call.shape
 
-        def plan(found: Profile, following: ModelCall, forwards: int) -> PlannedBucket:
-            terms = replace(action.terms, loop=replace(action.terms.loop, forwards=forwards))
+        def plan(found: Profile, following: ModelCall, observation: Observation) -> PlannedBucket:
+            terms = replace(action.terms, loop=replace(action.terms.loop, forwards=observation.forwards))
             found = found.with_dropped_outputs(terms.loop.drops)
             found = found.with_retained_graph() if terms.loop.retains else found
-            self._plan_again(bucket, replace(action, terms=terms), following, found=found, shape=shape)
+            again = replace(action, terms=terms)
+            if action.otherwise is not None and observation.step.holds_gradients:
+                again = replace(again, terms=replace(terms, frees_gradients=False), otherwise=None)
+            self._plan_again(bucket, again, following, found=found, shape=shape)
             return bucket
 
         try:

@@ -410,6 +410,32 @@ def test_gradients_that_the_loop_frees_between_forward_and_backward_do_not_count
     assert at.report().predicted_peak_bytes > budget
 
 
+def test_gradients_that_backward_finds_in_an_observed_step_are_planned_for_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def step(model: nn.Module) -> None:
+        torch.manual_seed(2)
+        model(batches()[0]).backward()
+
+    plain, model = WithLoss(), WithLoss()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    profile = observe(plain, batches(), {}, optimizer=sgd)
+    budget = find_minimum_peak(profile).found + sum(p.nbytes for p in plain.parameters()) // 2
+    ac_client.apply(model, budget / GIB, optimizer=sgd)
+    caplog.set_level(logging.INFO)
+    for _ in range(6):
+        step(model)
+        sgd.step()
+        sgd.zero_grad(set_to_none=False)
+    (said,) = warnings(caplog)
+    assert "cannot be kept" in said
+    assert "gradients exist before the step" in said
+    assert sum("observing one step" in message for message in caplog.messages) == 2
+    report = measured_again(model, step)
+    assert report.measured_peak_bytes == report.predicted_peak_bytes > budget
+    assert_gradients_of_the_plain_model(model, plain, step)
+
+
 def test_gradients_that_are_freed_after_forward_are_not_planned_for_though_they_fit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
