@@ -162,8 +162,12 @@ class PolicyChooser:
                     self._give_up()
                 raise
 
-    def settle(self, model: nn.Module) -> None:
-        """Plan the observed step now, if it is over. What cannot be planned raises in the next forward."""
+    def settle(self, model: nn.Module, *, raises: bool = False) -> None:
+        """Plan the observed step now, if it is over. What cannot be planned raises in the next forward.
+
+        Raises:
+            PlannerError, RemoteError, ProfilerError: planning failed, and `raises`.
+        """
         observation = self._planner.observation
         if observation is None or observation.meets or not observation.step.has_backward:
             return
@@ -172,6 +176,11 @@ class PolicyChooser:
             self._plan_observed(observation, ModelCall(model, batch, {}))
             self._planner.observation = None
         except (ProfilerError, PlannerError, RemoteError) as error:
+            if raises:
+                self._planner.observation = None
+                if not self._store.all:
+                    self._give_up()
+                raise
             log.info("%s: %s", self._planner.name, first_line(error))
 
     def _plan_observed(self, observation: Observation, call: ModelCall) -> None:

@@ -116,9 +116,9 @@ class ModelPlanning:
         self.store.current = bucket
         return bucket
 
-    def settle(self, model: nn.Module) -> None:
-        """Plan the observed step now, if it is over."""
-        self.chooser.settle(model)
+    def settle(self, model: nn.Module, *, raises: bool = False) -> None:
+        """Plan the observed step now, if it is over; raise what goes wrong if `raises`."""
+        self.chooser.settle(model, raises=raises)
         if self.store.current is not None and self.store.current.profile is not None:
             self.watch.peaks.start(model)
 
