@@ -105,7 +105,9 @@ class ModelPlanning:
             if action.profiles and call.shape != bucket.step.shape:
                 continue
             if action.profiles:
-                if not waiting and self._observe_again(bucket, action, call):
+                if _form_of(action) in bucket.observed_for:
+                    self._warn_of_turns(bucket, action, facts)
+                elif not waiting and self._observe_again(bucket, action, call):
                     return None
                 continue  # more forwards in flight are observed from the next step's first one on
             self._plan_again(bucket, action)
@@ -231,6 +233,7 @@ class ModelPlanning:
             terms = replace(action.terms, loop=replace(action.terms.loop, forwards=observation.forwards))
             found = found.with_dropped_outputs(terms.loop.drops)
             found = found.with_retained_graph() if terms.loop.retains else found
+            bucket.observed_for.add(_form_of(action))
             again = replace(action, terms=terms)
             if action.otherwise is not None and observation.step.holds_gradients:
                 again = replace(again, terms=replace(terms, frees_gradients=False), otherwise=None)
@@ -242,6 +245,16 @@ class ModelPlanning:
         except ProfilerBusy:
             return False
         return True
+
+    def _warn_of_turns(self, bucket: PlannedBucket, action: PlanAgain, facts: StepFacts) -> None:
+        """Warn of steps of two forms that take turns, of which only one is planned for."""
+        limit = bucket.planned_for.limit
+        if bucket.planned_for.peak + facts.gradients > limit:
+            self.planner.warn_once(
+                action.row,
+                f"in some steps {action.reason}, and in others not. The plan is for the others, so these "
+                f"steps may go over the limit of {format_bytes(limit)}",
+            )
 
     def _plan_again(
         self,
@@ -364,6 +377,13 @@ class ModelPlanning:
             format_bytes(planned.peak),
             format_bytes(planned.limit),
         )
+
+
+def _form_of(action: PlanAgain) -> tuple[object, ...]:
+    """Return what tells the step that `action` needs a profile of from others of its bucket."""
+    terms = action.terms
+    gradients = terms.gradients, terms.frees_gradients
+    return action.row, terms.loop, gradients, terms.outside_nbytes, terms.module_tries
 
 
 def _for_terms(profile: Profile, planned: PlannedFor, terms: PlannedFor) -> Profile:

@@ -158,6 +158,26 @@ def test_more_forwards_than_planned_warn_and_are_observed_in_the_next_step(
     assert len(warnings(caplog)) == 1
 
 
+def test_steps_of_two_forms_that_take_turns_are_each_observed_once(caplog: pytest.LogCaptureFixture) -> None:
+    def turns(model: nn.Module) -> list[int]:
+        observed = []
+        for _ in range(6):
+            model.zero_grad()
+            several(2)(model)
+            several(1)(model)  # finds gradients, as a critic does in the step of its generator
+            observed.append(sum("observing one step" in message for message in caplog.messages))
+        return observed
+
+    plain, model = WithLoss(), ac_client.apply(WithLoss(), budget_for(WithLoss(), 0.6, loop=Loop(2)) / GIB)
+    caplog.set_level(logging.INFO)
+    observed = turns(model)
+    assert observed[2:] == observed[-1:] * 4
+    assert sum("in some steps gradients exist before the step" in said for said in warnings(caplog)) <= 1
+    turns(plain)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
 def test_forwards_one_after_the_other_are_not_in_flight(caplog: pytest.LogCaptureFixture) -> None:
     model = ac_client.apply(WithLoss(), budget_for(WithLoss(), 0.6) / GIB)
     kept = []
