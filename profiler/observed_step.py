@@ -43,7 +43,7 @@ from autoac.tape.checkpoints.own_checkpoints import (
     plain_checkpoints,
 )
 from autoac.tape.distributed.ddp import buckets_of, wrapper_paths
-from autoac.tape.distributed.fsdp import check_sharded, gathered_nbytes, shards_of
+from autoac.tape.distributed.fsdp import check_sharded, gathered_nbytes, parameters_of, shards_of
 from autoac.tape.distributed.process_groups import noting_groups
 from autoac.tape.distributed.wrapped_tensors import below
 from autoac.tape.errors import NothingToProfile
@@ -51,7 +51,7 @@ from autoac.tape.runtime.cuts import Cuts
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.batch_contents import batch_tensors
-from autoac.tape.torch_facts.gradients import leaves_of, output_of_leaf, roots_of
+from autoac.tape.torch_facts.gradients import gradient_of, leaves_of, output_of_leaf, roots_of
 from autoac.tape.torch_facts.inductor import compile_within, is_called_compiled, runs_compiled
 from autoac.tape.torch_facts.libraries import free_workspaces
 from autoac.tape.torch_facts.module_paths import ROOT, is_called, watch_modules
@@ -99,6 +99,7 @@ class ObservedStep:
         retains: the first backward through the step has retained its graph.
         groups: in the collectives of the latest forward.
         needs_checkpoints: the model does, and some ran as plain calls: the step has no profile.
+        holds_gradients: gradients of the step before exist as backward begins.
     """
 
     def __init__(
@@ -113,17 +114,20 @@ class ObservedStep:
     ) -> None:
         check_sharded(model, fake=False)
         # Where gradients are views of buckets, which exist: else those that exist are counted, and no others.
-        self._accumulates = buckets_of(model, None).holds_gradients
+        buckets = buckets_of(model, None)
+        self._accumulates = buckets.holds_gradients
         self.model = weakref.ref(model)
         self.thread = threading.get_ident()
         self.recording = False
         self.needs_checkpoints = False
+        self.holds_gradients = False
         self.retains = False
         self.groups: Any = None
         static = static_bytes(model, args, kwargs, 0, device, accumulates=self._accumulates)
         # Shards that a forward before, as of an evaluation, has left gathered. Other steps gather them again.
         gathered = static.parameters + gathered_nbytes(model)
         self._static = static.model_copy(update={"parameters": gathered})
+        self._gradient_nbytes = static.gradients - buckets.nbytes  # of gradients that exist before the step
         self._device = device
         self._environment = environment_of_device(model, device)
         self._inputs = [describe_leaf(leaf) for leaf in private.tree_leaves((tuple(args), dict(kwargs)))]
@@ -175,7 +179,9 @@ class ObservedStep:
     @property
     def peak_nbytes(self) -> int:
         """Return the most bytes in use until the end of backward, with those of the model and the batch."""
-        return self._static.total + self._allocations.peak_nbytes()
+        freed = 0 if self.holds_gradients else self._gradient_nbytes  # by the loop, after forward
+        until, since = self._allocations.peaks_nbytes(self._begin)
+        return self._static.total + max(until, since - freed)
 
     def begin_forward(self, *, recorded: bool = True) -> None:
         """Begin a forward of the step.
@@ -288,6 +294,10 @@ class ObservedStep:
         """Note that backward begins. Calls of it are noted without this."""
         self._tape.held.look()
         self._begin = self._allocations.mark()
+        model = self.model()
+        self.holds_gradients = model is not None and any(
+            gradient_of(parameter) is not None for parameter in parameters_of(model)
+        )
         if self._shards is not None:
             self._shards.gather(self._tape.kept_units)
 

@@ -46,7 +46,6 @@ from autoac.planner import (
 )
 from autoac.planner.formats.policy_set import Shape, shape_in_words
 from autoac.profiler import Loop, ProfilerBusy
-from autoac.tape.distributed.fsdp import process_group_of
 from autoac.tape.distributed.process_groups import Groups
 from autoac.tape.errors import CannotProfile, ProfilerError
 from autoac.tape.torch_facts.torch_trace import profiler_is_running
@@ -81,9 +80,7 @@ class PolicyChooser:
         self._planner = planner
         self._options = options = planner.options
         self._on_failure = on_failure
-        group = options.group
-        self._group = (process_group_of(model) or AUTO) if group is None or group is AUTO else group
-        self._to_meet = not given and group is not None  # the ranks, when the second step begins
+        self._to_meet = not given and options.group is not None  # the ranks, when the second step begins
 
     def for_batch(self, call: ModelCall, waiting: int = 0) -> PlannedBucket | None:
         """Return the bucket that runs this batch, planned if necessary; None if the batch runs unplanned.
@@ -103,8 +100,8 @@ class PolicyChooser:
             with self._planner.lock:
                 store.look_at_parameters(call.model)
         if self.ranks is None:
-            self.ranks = ranks_of(call.model, self._group)
-        if self._to_meet and (self.ranks is not None or (self._group is AUTO and has_other_ranks())):
+            self.ranks = ranks_of(call.model, self._options.group)
+        if self._to_meet and (self.ranks is not None or (self._options.group is AUTO and has_other_ranks())):
             return self._observe_with_ranks(call)
         if store.single_policy is not None:
             return store.single_policy
@@ -164,8 +161,12 @@ class PolicyChooser:
                     self._give_up()
                 raise
 
-    def settle(self, model: nn.Module) -> None:
-        """Plan the observed step now, if it is over. What cannot be planned raises in the next forward."""
+    def settle(self, model: nn.Module, *, raises: bool = False) -> None:
+        """Plan the observed step now, if it is over. What cannot be planned raises in the next forward.
+
+        Raises:
+            PlannerError, RemoteError, ProfilerError: planning failed, and `raises`.
+        """
         observation = self._planner.observation
         if observation is None or observation.meets or not observation.step.has_backward:
             return
@@ -174,6 +175,11 @@ class PolicyChooser:
             self._plan_observed(observation, ModelCall(model, batch, {}))
             self._planner.observation = None
         except (ProfilerError, PlannerError, RemoteError) as error:
+            if raises:
+                self._planner.observation = None
+                if not self._store.all:
+                    self._give_up()
+                raise
             log.info("%s: %s", self._planner.name, first_line(error))
 
     def _plan_observed(self, observation: Observation, call: ModelCall) -> None:
@@ -186,7 +192,7 @@ class PolicyChooser:
             buckets = self._store.buckets
             profile = self._planner.observed(call, observation)
             if observation.then is not None:
-                self._store.current = observation.then(profile, call, observation.forwards)
+                self._store.current = observation.then(profile, call, observation)
                 return
             loop, profile = _as_shown(observation, profile)
             bucket, retained = None, profile.with_retained_graph() if observation.step.retains else None

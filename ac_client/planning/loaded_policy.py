@@ -225,6 +225,7 @@ class PlannedBucket:
         room_requested: bytes that they asked for since the policy was planned.
         without_gradients: step and terms from before the one that finds gradients, if the ops are the same.
         fitted: policy, step and terms from before the last loosening, which kept the limit.
+        observed_for: forms of step that were observed: once each, since steps of two forms may take turns.
         stale: what steps did that the prediction does not count; "" if nothing is known.
         warned: rows of the table of `next_action` that were warned of.
     """
@@ -248,6 +249,7 @@ class PlannedBucket:
         terms = terms or PlannedFor(loaded.policy.budget_bytes, loop=Loop(len(loaded.policy.forwards)))
         self.observed = terms.loop
         self.outside_nbytes = 0
+        self.observed_for: set[tuple[object, ...]] = set()
         self.load(loaded, step or ProfiledStep(shape), terms)
 
     @property

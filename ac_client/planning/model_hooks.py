@@ -139,6 +139,7 @@ class ModelHooks:
         if private.is_transforming():
             check_hooks()
             self._of_thread.forward.end()  # as below
+            planning.settle(model, raises=True)
             planning.planner.warn_once(
                 "transform",
                 "it is called inside of torch.func.vmap, jvp or jacfwd, or of forward-mode AD. Such a "

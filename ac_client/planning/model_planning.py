@@ -32,7 +32,7 @@ from ac_client.planning.next_action import (
     next_action,
 )
 from ac_client.planning.options import ApplyOptions
-from ac_client.planning.plan_batch import NO_PLAN, BatchPlanner, first_line
+from ac_client.planning.plan_batch import NO_PLAN, BatchPlanner, Observation, first_line
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError, Policy, PolicySet, Profile
@@ -113,7 +113,9 @@ class ModelPlanning:
             if action.profiles and call.shape != bucket.step.shape:
                 continue
             if action.profiles:
-                if not waiting and self._observe_again(bucket, action, call):
+                if _form_of(action) in bucket.observed_for:
+                    self._warn_of_turns(bucket, action, facts)
+                elif not waiting and self._observe_again(bucket, action, call):
                     return None
                 continue  # more forwards in flight are observed from the next step's first one on
             self._plan_again(bucket, action)
@@ -124,9 +126,9 @@ class ModelPlanning:
         self.store.current = bucket
         return bucket
 
-    def settle(self, model: nn.Module) -> None:
-        """Plan the observed step now, if it is over."""
-        self.chooser.settle(model)
+    def settle(self, model: nn.Module, *, raises: bool = False) -> None:
+        """Plan the observed step now, if it is over; raise what goes wrong if `raises`."""
+        self.chooser.settle(model, raises=raises)
         if self.store.current is not None and self.store.current.profile is not None:
             self.watch.peaks.start(model)
 
@@ -234,11 +236,15 @@ class ModelPlanning:
         """Observe the step that begins in place of a profile for `action`; False: torch.profiler runs."""
         shape = call.shape
 
-        def plan(found: Profile, following: ModelCall, forwards: int) -> PlannedBucket:
-            terms = replace(action.terms, loop=replace(action.terms.loop, forwards=forwards))
+        def plan(found: Profile, following: ModelCall, observation: Observation) -> PlannedBucket:
+            terms = replace(action.terms, loop=replace(action.terms.loop, forwards=observation.forwards))
             found = found.with_dropped_outputs(terms.loop.drops)
             found = found.with_retained_graph() if terms.loop.retains else found
-            self._plan_again(bucket, replace(action, terms=terms), following, found=found, shape=shape)
+            bucket.observed_for.add(_form_of(action))
+            again = replace(action, terms=terms)
+            if action.otherwise is not None and observation.step.holds_gradients:
+                again = replace(again, terms=replace(terms, frees_gradients=False), otherwise=None)
+            self._plan_again(bucket, again, following, found=found, shape=shape)
             return bucket
 
         try:
@@ -246,6 +252,16 @@ class ModelPlanning:
         except ProfilerBusy:
             return False
         return True
+
+    def _warn_of_turns(self, bucket: PlannedBucket, action: PlanAgain, facts: StepFacts) -> None:
+        """Warn of steps of two forms that take turns, of which only one is planned for."""
+        limit = bucket.planned_for.limit
+        if bucket.planned_for.peak + facts.gradients > limit:
+            self.planner.warn_once(
+                action.row,
+                f"in some steps {action.reason}, and in others not. The plan is for the others, so these "
+                f"steps may go over the limit of {format_bytes(limit)}",
+            )
 
     def _plan_again(
         self,
@@ -377,6 +393,13 @@ class ModelPlanning:
             format_bytes(planned.peak),
             format_bytes(planned.limit),
         )
+
+
+def _form_of(action: PlanAgain) -> tuple[object, ...]:
+    """Return what tells the step that `action` needs a profile of from others of its bucket."""
+    terms = action.terms
+    gradients = terms.gradients, terms.frees_gradients
+    return action.row, terms.loop, gradients, terms.outside_nbytes, terms.module_tries
 
 
 def _for_terms(profile: Profile, planned: PlannedFor, terms: PlannedFor) -> Profile:

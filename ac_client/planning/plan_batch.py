@@ -86,8 +86,8 @@ class _ThreadState(threading.local):
     profiling = False
 
 
-PlanObserved = Callable[[Profile, ModelCall, int], PlannedBucket]
-"""Plans an observed step: from its profile, the call of the step that begins, and its number of forwards."""
+PlanObserved = Callable[[Profile, ModelCall, "Observation"], PlannedBucket]
+"""Plans an observed step: from its profile, and the call of the step that begins."""
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ from autoac.planner.errors import PlannerError, from_dict
 from autoac.planner.formats.policy_set import Extent, Shape
 from autoac.profiler import CannotProfile, NothingToProfile, device_of
 from autoac.tape.distributed.ddp import build_replicating, replicating
+from autoac.tape.distributed.fsdp import mesh_groups_of
 from autoac.tape.distributed.process_groups import Groups
 
 Group = Any
@@ -46,46 +47,59 @@ AUTO: Final = "auto"
 
 
 class Ranks:
-    """The ranks of a process group that this process is in. Every rank of the group must make every call.
+    """The ranks of a process group, or of a mesh, that this process is in. Every rank must make every call.
+
+    On a mesh, messages go along one dimension after the other. Ranks are numbered by their coordinates.
 
     Args:
-        group: the process group.
+        groups: the process group, or that of each dimension of the mesh, the innermost first.
         device: the device of this rank's model. Messages are tensors on it if the group communicates over
             devices of its type. NCCL would take the current device, which may be the same on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        backend = torch.device(dist.distributed_c10d._get_object_coll_device(group))
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        self._groups = groups
+        self.rank, self.size = 0, 1
+        for group in groups:
+            self.rank += dist.get_rank(group) * self.size
+            self.size *= dist.get_world_size(group)
+        backend = torch.device(dist.distributed_c10d._get_object_coll_device(groups[0]))
         self._device = device if device.type == backend.type else backend
 
     def any(self, flag: bool) -> bool:
         """Return True if `flag` is true on any rank."""
         flags = self._numbers(int(flag))
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        for group in self._groups:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
         return bool(flags.item())
 
     def gather(self, text: str) -> list[str]:
         """Return the `text` of each rank, by rank."""
-        mine = text.encode()
-        sizes = [self._numbers(0) for _ in range(self.size)]
-        dist.all_gather(sizes, self._numbers(len(mine)), group=self._group)
-        longest = max(int(size.item()) for size in sizes)
-        received = [self._bytes(b"", longest) for _ in sizes]
-        dist.all_gather(received, self._bytes(mine, longest), group=self._group)
-        return [_text(one, int(size.item())) for one, size in zip(received, sizes, strict=True)]
+        texts = [text]
+        for group in self._groups:
+            mine = json.dumps(texts).encode()
+            sizes = [self._numbers(0) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(sizes, self._numbers(len(mine)), group=group)
+            longest = max(int(size.item()) for size in sizes)
+            received = [self._bytes(b"", longest) for _ in sizes]
+            dist.all_gather(received, self._bytes(mine, longest), group=group)
+            found = (_text(one, int(size.item())) for one, size in zip(received, sizes, strict=True))
+            texts = [each for one in found for each in json.loads(one)]
+        return texts
 
     def broadcast(self, sender: int, text: str) -> str:
         """Return the `text` of rank `sender`. The texts of other ranks are not sent."""
-        mine = text.encode() if sender == self.rank else b""
-        size = self._numbers(len(mine))
-        source = dist.get_global_rank(self._group, sender)
-        dist.broadcast(size, source, group=self._group)
-        received = self._bytes(mine, int(size.item()))
-        dist.broadcast(received, source, group=self._group)
-        return _text(received, int(size.item()))
+        text = text if sender == self.rank else ""
+        for group in self._groups:
+            sender, coordinate = divmod(sender, dist.get_world_size(group))
+            source = dist.get_global_rank(group, coordinate)
+            mine = text.encode() if dist.get_rank(group) == coordinate else b""
+            size = self._numbers(len(mine))
+            dist.broadcast(size, source, group=group)
+            received = self._bytes(mine, int(size.item()))
+            dist.broadcast(received, source, group=group)
+            text = _text(received, int(size.item()))
+        return text
 
     def _numbers(self, number: int) -> Tensor:
         return torch.tensor([number], dtype=torch.int64, device=self._device)
@@ -106,14 +120,13 @@ def ranks_of(model: nn.Module, group: Group) -> Ranks | None:
 
     Args:
         model: the model, whose forward may be running.
-        group: as passed to `apply`; under `fully_shard` the ranks of the shards in place of "auto".
+        group: as passed to `apply`.
     """
     if group is None or not dist.is_available() or not dist.is_initialized():
         return None
-    resolved = _wrapper_group(model) if group is AUTO else group
-    if resolved is None or dist.get_rank(resolved) < 0 or dist.get_world_size(resolved) == 1:
-        return None
-    return Ranks(resolved, device_of(model))
+    resolved = (mesh_groups_of(model) or _wrapper_groups(model)) if group is AUTO else [group]
+    groups = [one for one in resolved if dist.get_rank(one) >= 0 and dist.get_world_size(one) > 1]
+    return Ranks(groups, device_of(model)) if groups else None
 
 
 def has_other_ranks() -> bool:
@@ -136,7 +149,7 @@ def ranks_of_collectives(groups: Groups, model: nn.Module) -> tuple[Ranks | None
     if not largest:
         return None, "" if not groups else "it communicates with no other rank"
     device = device_of(model)
-    all_ranks = [Ranks(groups[ranks], device) for ranks in largest]
+    all_ranks = [Ranks([groups[ranks]], device) for ranks in largest]
     several = [ranks.any(len(largest) > 1) for ranks in all_ranks]
     if any(several):
         words = ", ".join(str(list(ranks)) for ranks in largest)
@@ -144,17 +157,17 @@ def ranks_of_collectives(groups: Groups, model: nn.Module) -> tuple[Ranks | None
     return all_ranks[0], ""
 
 
-def _wrapper_group(model: nn.Module) -> Any:
+def _wrapper_groups(model: nn.Module) -> list[Any]:
     active = DistributedDataParallel._get_active_ddp_module()
     for wrapper in (model, active):
         if isinstance(wrapper, DistributedDataParallel) and (
             wrapper is model or any(module is model for module in wrapper.modules())
         ):
             # Under Join a rank without batches runs no forward.
-            return None if wrapper._join_config.enable else wrapper.process_group
+            return [] if wrapper._join_config.enable else [wrapper.process_group]
     build_replicating(model)
     replicated = replicating(model).get(model)
-    return None if replicated is None else replicated.process_group
+    return [] if replicated is None else [replicated.process_group]
 
 
 @dataclass(frozen=True, slots=True)

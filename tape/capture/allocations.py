@@ -157,9 +157,11 @@ class AllocationRecord:
             )
         self._trace.check_complete(where)
 
-    def peak_nbytes(self) -> int:
-        """Return by how much the bytes in use rose at most, over those as the record began."""
-        return max(itertools.accumulate((change.nbytes for change in self.changes), initial=0))
+    def peaks_nbytes(self, mark: int) -> tuple[int, int]:
+        """Return the most bytes in use until and since `mark`, above those as the record began."""
+        live = list(itertools.accumulate((change.nbytes for change in self.changes), initial=0))
+        position = self.positions[mark]
+        return max(live[: position + 1]), max(live[position:])
 
     def freed_between(self, first: int, last: int) -> list[AllocatedBlock]:
         """Return the blocks that are live at mark `first` and no longer at mark `last`."""

@@ -177,12 +177,18 @@ def _unreduced(param: Any) -> list[Tensor]:
     return list({id(gradient): gradient for gradient in gradients if gradient is not None}.values())
 
 
-def process_group_of(model: nn.Module) -> Any:
-    """Return the process group over which `model` is sharded; None if it is not."""
-    for state in _states_of(model).values():
-        for group in _groups_of(state):
-            return getattr(group.mesh_info, "shard_process_group", None)
-    return None
+def mesh_groups_of(model: nn.Module) -> list[Any]:
+    """Return the process group of each dimension of the mesh that `model` is on, the innermost first.
+
+    Of several meshes take that with the most dimensions: a parameter that is tensor-parallel has one more.
+    """
+    meshes = [
+        param.sharded_param.device_mesh
+        for state in _states_of(model).values()
+        for group in _groups_of(state)
+        for param in group.fsdp_params
+    ]
+    return max(meshes, key=lambda mesh: mesh.ndim).get_all_groups()[::-1] if meshes else []
 
 
 def check_sharded(model: nn.Module, *, fake: bool) -> None:

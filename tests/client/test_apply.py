@@ -258,6 +258,20 @@ def test_forward_inside_of_a_transform_runs_without_a_plan(
     assert "runs without a plan" in said
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("through", [through_jvp, through_vmap, through_jacfwd, through_dual_weights])
+def test_budget_that_no_plan_keeps_is_refused_inside_of_a_transform_too(
+    through: Callable[[nn.Module], torch.Tensor],
+) -> None:
+    model = ac_client.apply(new_mlp(), 1e-6)
+    gradients(model, BATCH)
+    with pytest.raises(ac_client.InfeasibleBudget):
+        through(model)
+    with pytest.raises(ac_client.NotApplied):
+        ac_client.applied(model)
+    through(model).backward()
+
+
 def scripted() -> nn.Module:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Sequential(nn.Linear(64, 64), nn.Tanh()))

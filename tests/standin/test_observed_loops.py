@@ -51,3 +51,25 @@ def test_observed_step_over_the_budget_is_said_once_and_by_how_much(
     assert len(said) == 1
     over = f"{format_bytes(peaks[0] - budget)} over the budget of {format_bytes(budget)}"
     assert over in said[0]
+
+
+def test_gradients_that_the_loop_frees_do_not_count_in_backward_of_the_observed_step(
+    gpu: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = LanguageModel().to("cuda")
+    batch = {"ids": torch.arange(16 * 32).remainder(61).reshape(16, 32).to("cuda")}
+    model(**batch)["loss"].backward()
+    gradients = sum(p.nbytes for p in model.parameters())
+    profiled = profile(LanguageModel().to("cuda"), **batch)
+    budget = find_minimum_peak(build(profiled), work_limit=1.0).found + gradients
+    ac_client.apply(model, budget / GIB, group=None)
+    peaks = []
+    for _ in range(2):
+        gpu.reset_peak(0)
+        loss = model(**batch)["loss"]
+        model.zero_grad()
+        loss.backward()
+        peaks.append(gpu.peak(0))
+    said = [r.getMessage() for r in caplog.records if "an observed step" in r.getMessage()]
+    assert all(f"took {format_bytes(peaks[0])}" in message for message in said)
+    assert bool(said) == (peaks[0] > budget)

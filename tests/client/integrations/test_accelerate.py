@@ -71,16 +71,18 @@ def state(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
 
 
-def test_weights_equal_those_of_an_unplanned_training(tmp_path: Path) -> None:
+def test_weights_equal_those_of_an_unplanned_training(tmp_path: Path, calls_of: Any) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
+    calls_of(Transformer, "forward")
     model, optimizer, loader = prepared(accelerator)
     plain_peak = train(accelerator, model, optimizer, loader)
-    plain = state(accelerator, model)
+    plain, plain_calls = state(accelerator, model), calls_of()
 
     accelerator.free_memory()
     model, optimizer, loader = prepared(accelerator)
     with planned(accelerator, model, BUDGET_GB, optimizer=optimizer) as at:
         peak = train(accelerator, model, optimizer, loader)
+        assert calls_of() == plain_calls
         accelerator.save_state(str(tmp_path))
         ours = state(accelerator, model)
     assert ours.keys() == plain.keys()

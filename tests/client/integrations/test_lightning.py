@@ -144,13 +144,17 @@ def assert_untouched(model: nn.Module) -> None:
     ],
 )
 def test_weights_and_metrics_equal_those_of_an_unplanned_training(
-    tmp_path: Path, arguments: dict[str, Any]
+    tmp_path: Path, arguments: dict[str, Any], calls_of: Any
 ) -> None:
     plain_watch, watch, callback = Watch(), Watch(), AutoACCallback(BUDGET_GB)
     plain, ours = Lit(), Lit()
+    calls_of(Lit, "training_step", "validation_step")
     plain_trainer = fitted(tmp_path, plain, [plain_watch], **arguments)
+    plain_calls = calls_of()
     trainer = fitted(tmp_path, ours, [callback, watch], **arguments)
     assert_same(ours, plain)
+    assert calls_of() == plain_calls
+    assert plain_calls["training_step"] == 4
     assert ours.losses == plain.losses
     assert callback.report is not None
     logged = {name: value for name, value in trainer.callback_metrics.items() if "autoac" not in name}

@@ -114,12 +114,18 @@ def trained(folder: Path, callbacks: Sequence[TrainerCallback], **arguments: Any
     ],
 )
 def test_weights_equal_those_of_an_unplanned_training_at_a_lower_peak(
-    tmp_path: Path, arguments: dict[str, Any]
+    tmp_path: Path, arguments: dict[str, Any], calls_of: Any
 ) -> None:
     plain_watch, watch, callback = Watch(), Watch(), AutoACCallback(BUDGET_GB)
+    calls_of(type(new_model()), "forward")
     plain = trained(tmp_path / "plain", [plain_watch], **arguments)
+    plain_calls = calls_of()
     ours = trained(tmp_path / "ours", [callback, watch], **arguments)
     assert_same(weights(ours.model), weights(plain.model))
+    assert calls_of() == plain_calls
+    assert plain_calls["forward"] >= 8
+    losses = [[entry.get("loss") for entry in one.state.log_history] for one in (ours, plain)]
+    assert losses[0] == losses[1]
     assert callback.report is not None
     assert callback.report.predicted_peak_bytes < callback.report.save_all_peak_bytes
     assert not callback.report.off_path

@@ -158,6 +158,26 @@ def test_more_forwards_than_planned_warn_and_are_observed_in_the_next_step(
     assert len(warnings(caplog)) == 1
 
 
+def test_steps_of_two_forms_that_take_turns_are_each_observed_once(caplog: pytest.LogCaptureFixture) -> None:
+    def turns(model: nn.Module) -> list[int]:
+        observed = []
+        for _ in range(6):
+            model.zero_grad()
+            several(2)(model)
+            several(1)(model)  # finds gradients, as a critic does in the step of its generator
+            observed.append(sum("observing one step" in message for message in caplog.messages))
+        return observed
+
+    plain, model = WithLoss(), ac_client.apply(WithLoss(), budget_for(WithLoss(), 0.6, loop=Loop(2)) / GIB)
+    caplog.set_level(logging.INFO)
+    observed = turns(model)
+    assert observed[2:] == observed[-1:] * 4
+    assert sum("in some steps gradients exist before the step" in said for said in warnings(caplog)) <= 1
+    turns(plain)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
 def test_forwards_one_after_the_other_are_not_in_flight(caplog: pytest.LogCaptureFixture) -> None:
     model = ac_client.apply(WithLoss(), budget_for(WithLoss(), 0.6) / GIB)
     kept = []
@@ -408,6 +428,32 @@ def test_gradients_that_the_loop_frees_between_forward_and_backward_do_not_count
         step(model)
     assert "cannot be kept" in warnings(caplog)[2]
     assert at.report().predicted_peak_bytes > budget
+
+
+def test_gradients_that_backward_finds_in_an_observed_step_are_planned_for_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def step(model: nn.Module) -> None:
+        torch.manual_seed(2)
+        model(batches()[0]).backward()
+
+    plain, model = WithLoss(), WithLoss()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    profile = observe(plain, batches(), {}, optimizer=sgd)
+    budget = find_minimum_peak(profile).found + sum(p.nbytes for p in plain.parameters()) // 2
+    ac_client.apply(model, budget / GIB, optimizer=sgd)
+    caplog.set_level(logging.INFO)
+    for _ in range(6):
+        step(model)
+        sgd.step()
+        sgd.zero_grad(set_to_none=False)
+    (said,) = warnings(caplog)
+    assert "cannot be kept" in said
+    assert "gradients exist before the step" in said
+    assert sum("observing one step" in message for message in caplog.messages) == 2
+    report = measured_again(model, step)
+    assert report.measured_peak_bytes == report.predicted_peak_bytes > budget
+    assert_gradients_of_the_plain_model(model, plain, step)
 
 
 def test_gradients_that_are_freed_after_forward_are_not_planned_for_though_they_fit(
