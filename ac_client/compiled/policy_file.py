@@ -18,8 +18,8 @@ from ac_client.files import write_whole
 from autoac import planner
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import OpFlag, Profile
-from autoac.profiler.compiler.graph_notes import source_digest
 from autoac.profiler.compiler.private_compiler import compiler_cache_dir
+from autoac.profiler.compiler.source_digest import source_digest
 
 log = logging.getLogger("ac_client")
 

@@ -228,42 +228,6 @@ def second_stage_contexts(fake_mode: Any) -> list[Any]:
     return contexts
 
 
-def adds_guards(tracing: Any) -> bool:
-    """Return True if AOTAutograd's first stage has added guards, which its cache does not store.
-
-    For a Python float that is an input, the pass `compute_scalars_as_tensors` may add one.
-    """
-    from torch.utils._sympy.symbol import SymT, symbol_is_type
-
-    if tracing is None or tracing.guards_context.aotautograd_guards:
-        return True
-    shapes = tracing.fake_mode.shape_env if tracing.fake_mode is not None else None
-    return shapes is not None and any(symbol_is_type(name, SymT.FLOAT) for name in shapes.backed_var_to_val)
-
-
-def wrap_cache_lookup(entry: Callable[[Any], Any], lookup: Callable[[Any], Any]) -> None:
-    """Wrap the function by which backends call AOTAutograd, and its lookup in the cache on disk."""
-    from torch._dynamo.backends import common
-    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
-
-    backends, cache = cast("Any", common), cast("Any", AOTAutogradCache)
-    backends.aot_module_simplified = entry(backends.aot_module_simplified)
-    cache.try_load = staticmethod(lookup(cache.try_load))
-
-
-def code_on_disk(key: str, args: list[Any], config: Any, extra: Any) -> Any:
-    """Return the code that AOTAutograd's cache on disk has under `key`; None if it has none."""
-    from torch._functorch._aot_autograd import autograd_cache
-
-    found = autograd_cache.AOTAutogradCache._lookup(key, True, False, args, {}, config)
-    if found is None:
-        return None
-    try:
-        return found[0].wrap_post_compile(args, config, autograd_cache.create_fx_config(extra))
-    except autograd_cache.FXGraphCacheMiss:
-        return None
-
-
 def compiler_cache_dir() -> Path:
     """Return the folder of torch's caches of compiled code."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir

@@ -13,17 +13,10 @@ the first at once, as if this file did not exist. Dynamo keeps the code of plann
 other code (`with_code_of_plans`), so the two kinds do not replace each other.
 
 NOTE [ Caches of compiled code ]
-AOTAutograd's cache on disk finds a graph before the first stage, by a key of all that its code depends on.
-But that key does not say what a plan saves. So we write two kinds of files, both in torch's folder of caches:
-
-1. While a carrier is active, `custom_partitioner_fn` of Inductor's configuration holds an object whose `uuid`
-   is a digest of our own source. So a graph has another key than without a plan, or under another version of
-   ours. No code is stored under this key, only the *notes* on the graph: its ops, and what carriers add.
-2. The code is stored under the key followed by a digest of the decisions. Other decisions have another key.
-
-A second process that finds notes makes a CompiledPart that is not traced. It loads the code for a decision,
-and runs the first stage only for a decision without code. Graphs whose guards come from the first stage have
-no notes: those with symbolic sizes, and those for which it adds guards on aliases.
+AOTAutograd's cache on disk finds a graph before the first stage, by a key that does not say what a plan
+saves. So while a carrier is active, `custom_partitioner_fn` of Inductor's configuration holds an object whose
+`uuid` is a digest of our own source, and the graph has another key, under which nothing is stored. Inductor's
+own cache finds both halves of a cut again.
 """
 
 from __future__ import annotations
@@ -32,7 +25,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import hashlib
 import logging
 import sys
 import threading
@@ -46,7 +38,7 @@ from autoac import tape
 from autoac.planner.formats.profile import ANOTHER_GRAPH
 from autoac.profiler.compiler import private_compiler
 from autoac.profiler.compiler.compile_context import CompileContext
-from autoac.profiler.compiler.graph_notes import read_notes, source_digest
+from autoac.profiler.compiler.source_digest import source_digest
 from autoac.tape.torch_facts.inductor import (
     backend_of_plans,
     opaque_region,
@@ -74,10 +66,7 @@ class Carrier(Protocol):
 class _Current(threading.local):
     carrier: Carrier | None = None
     partitioner: Any = None  # of the user, while a carrier is active
-    simplify: Any = None  # runs AOTAutograd on the graph that is looked up in its cache
-    retraces: bool = False  # a graph with notes runs its first stage
     resumes: bool = False  # a second stage runs on what a first stage has left
-    first: Any = None  # the last result of a first stage
 
 
 _current = _Current()
@@ -121,59 +110,21 @@ class _FirstStage:
     context: CompileContext
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Lookup:
-    """Hold a graph that was looked up in AOTAutograd's cache, to load code or to trace it later."""
-
-    args: list[Any]  # without memory
-    config: Any
-    extra: Any
-    simplify: Callable[[list[Any]], Any]
-    context: CompileContext
-
-    def load(self, key: str) -> BoxedCall | None:
-        """Return the code that the cache has under `key`; None if it has none."""
-        with self.context.entered():
-            return private_compiler.code_on_disk(key, self.args, self.config, self.extra)  # type: ignore[no-any-return]
-
-    def trace(self) -> _FirstStage:
-        """Run the first stage."""
-        _current.retraces, _current.first = True, None
-        try:
-            with self.context.entered():
-                self.simplify(self.args)
-            assert _current.first is not None, "the graph was traced without gradients"
-            return _current.first  # type: ignore[no-any-return]
-        finally:
-            _current.retraces, _current.first = False, None
-
-
 class CompiledPart:
     """A graph that Dynamo captured, after the first stage. Calling it runs the second stage if need be.
 
     Attributes:
-        key: of the graph in caches on disk; "" if it is not cached.
-        notes: what carriers remember of the graph, as JSON.
+        notes: what carriers remember of the graph.
         compiled: the results of the second stage, by what a carrier chose as their key.
     """
 
     _boxed_call = True
 
-    def __init__(
-        self, key: str, notes: dict[str, Any], first: _FirstStage | None, lookup: _Lookup | None = None
-    ) -> None:
-        self.key, self.notes = key, notes
+    def __init__(self, first: _FirstStage) -> None:
+        self.notes: dict[str, Any] = {}
         self.compiled: dict[Any, BoxedCall] = {}
-        self._lookup = lookup
-        self._traced = first
+        self._first = first
         self._after_passes: Any = None  # the joint graph that Inductor's passes have left
-
-    @property
-    def _first(self) -> _FirstStage:
-        if self._traced is None:
-            assert self._lookup is not None
-            self._traced = self._lookup.trace()
-        return self._traced
 
     @property
     def joint(self) -> Any:
@@ -212,14 +163,9 @@ class CompiledPart:
         return self.compile(None, self._first.partition)
 
     def decided(self, decisions: Hashable, partition: Partition) -> BoxedCall:
-        """Return the code for `decisions`, which `partition` carries out, from disk if possible."""
-        digest = hashlib.sha256(repr(decisions).encode()).hexdigest()[:32]
-        if decisions not in self.compiled and self._lookup is not None:
-            code = self._lookup.load(self.key + digest)
-            if code is not None:
-                self.compiled[decisions] = code
+        """Return the code for `decisions`, which `partition` carries out."""
         try:
-            return self.compile(decisions, partition, stored_as=digest)
+            return self.compile(decisions, partition)
         except Exception:
             if not private_compiler.suppresses_errors():
                 raise
@@ -231,7 +177,6 @@ class CompiledPart:
         key: Any,
         partition: Partition,
         compilers: tuple[Any, Any] | None = None,
-        stored_as: str = "",
     ) -> BoxedCall:
         """Run the second stage with `partition`, unless it ran before for `key`.
 
@@ -239,7 +184,6 @@ class CompiledPart:
             key: names the result in `compiled`.
             partition: cuts the joint graph. Inductor's passes over the joint graph run before it.
             compilers: of the forward and the backward graph; by default those of the user's backend.
-            stored_as: names the result in AOTAutograd's cache, after the key of the graph.
         """
         if key not in self.compiled:
             first = self._first
@@ -247,7 +191,7 @@ class CompiledPart:
             module = private_compiler.copied_graph_module(joint or first.capture.graph_module)
             metadata = copy.copy(first.state.fw_metadata)
             metadata.dynamic_saved_tensors_idxs = dict(metadata.dynamic_saved_tensors_idxs)
-            config = dataclasses.replace(first.state.aot_config, cache_info=self._cache_info(stored_as))
+            config = dataclasses.replace(first.state.aot_config, cache_info=None)
             if partition is not first.partition:
                 config = dataclasses.replace(config, force_non_lazy_backward_lowering=compilers is not None)
             state = dataclasses.replace(first.state, fw_metadata=metadata, aot_config=config)
@@ -275,13 +219,6 @@ class CompiledPart:
         if _current.carrier is None:
             return forward, backward
         return private_compiler.reporting_compiler(forward, _warn_of_held_inputs), backward
-
-    def _cache_info(self, stored_as: str) -> Any:
-        """Return where AOTAutograd stores the code that it compiles; None if it does not."""
-        info = self._first.state.aot_config.cache_info
-        if not (self.key and stored_as) or info is None:
-            return None
-        return dataclasses.replace(info, cache_key=self.key + stored_as)
 
     def _after_joint_passes(self, partition: Partition, module: Any) -> Partition:
         """Return `partition` with the passes that the user's backend runs before its own cut.
@@ -350,57 +287,8 @@ def _hold_back_graphs() -> None:
             return second_stage(state, capture, partition, forward, backward)
         private_compiler.compute_scalars_as_tensors(capture.graph_module)  # may have Dynamo trace again
         context = CompileContext.now()
-        info = state.aot_config.cache_info
-        cached = (
-            info is not None
-            and not info.forward_symints
-            and not private_compiler.adds_guards(context.tracing)
-        )
         first = _FirstStage(state, capture, partition, (forward, backward), context)
-        _current.first = first if _current.retraces else None
-        return CompiledPart(info.cache_key if cached else "", {}, first), state.fw_metadata
+        return CompiledPart(first), state.fw_metadata
 
     private_compiler.replace_second_stage(held_back, lambda: _current.resumes)
-    private_compiler.wrap_cache_lookup(_remembering, _with_notes)
     private_compiler.wrap_callback(with_code_of_plans)
-
-
-def _remembering(simplify: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap AOTAutograd's entry, so that a lookup in its cache knows how the graph can be traced."""
-
-    @functools.wraps(simplify)
-    def remembering(module: Any, args: Any, **options: Any) -> Any:
-        before = _current.simplify
-        _current.simplify = lambda fake_args: simplify(module, fake_args, **options)
-        try:
-            return simplify(module, args, **options)
-        finally:
-            _current.simplify = before
-
-    return remembering
-
-
-def _with_notes(look_up: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the lookup in AOTAutograd's cache, so that a graph with notes is not traced."""
-
-    @functools.wraps(look_up)
-    def with_notes(module: Any, args: list[Any], config: Any, extra: Any, *rest: Any, **named: Any) -> Any:
-        simplify = _current.simplify
-        code, config = look_up(module, args, config, extra, *rest, **named)
-        info = config.cache_info
-        if code is not None or info is None or _current.carrier is None or _current.retraces:
-            return code, config
-        if (
-            simplify is None
-            or info.forward_symints
-            or (notes := read_notes(_notes_path(info.cache_key))) is None
-        ):
-            return code, config
-        lookup = _Lookup(args, config, extra, simplify, CompileContext.now())
-        return CompiledPart(info.cache_key, notes, None, lookup), config
-
-    return with_notes
-
-
-def _notes_path(key: str) -> Path:
-    return private_compiler.compiler_cache_dir() / "autoac" / f"{key}.json"

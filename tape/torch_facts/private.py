@@ -119,10 +119,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
     COMPILED: (
         "torch._functorch._aot_autograd.graph_compile:aot_stage2_autograd",
         "torch._functorch._aot_autograd.graph_compile:_apply_tensorify_python_scalars",
-        "torch._functorch._aot_autograd.autograd_cache:AOTAutogradCache.try_load",
-        "torch._functorch._aot_autograd.autograd_cache:AOTAutogradCache._lookup",
-        "torch._functorch._aot_autograd.autograd_cache:create_fx_config",
-        "torch._functorch._aot_autograd.autograd_cache:FXGraphCacheMiss",
         "torch._functorch._aot_autograd.schemas:SerializableAOTDispatchCompiler",
         "torch._functorch._aot_autograd.utils:make_boxed_func",
         "torch._functorch.compile_utils:fx_graph_cse",
@@ -135,7 +131,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "torch._dynamo.eval_frame:_callback_from_stance",
         "torch._dynamo.eval_frame:OptimizedModule",
         "torch._dynamo.convert_frame:input_codes.seen",
-        "torch._dynamo.backends.common:aot_module_simplified",
         "torch._dynamo.backends.debugging:boxed_nop",
         "torch._dynamo.config:suppress_errors",
         "torch._dynamo.config:use_lazy_graph_module",
