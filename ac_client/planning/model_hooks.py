@@ -191,7 +191,7 @@ class ModelHooks:
             self.log.began.append(time.perf_counter())
         self._of_thread.forward.begin(
             bucket,
-            model,
+            ModelCall(model, args, kwargs),
             waiting=waiting,
             compiled=self._compiled,
             has_compiled_parts=bool(self._compiled_parts),
@@ -252,7 +252,9 @@ class ModelHooks:
 
     def _left_policy(self, off: OffPath) -> None:
         if (bucket := self._planning.store.current) is not None:
-            bucket.stale, bucket.left = f"{LEFT}, {off}", True
+            bucket.stale = f"{LEFT}, {off}"
+            call = self._of_thread.forward.call
+            bucket.left |= call is not None and call.shape == bucket.step.shape
         self.log.off_path = str(off)
         self._planning.planner.warn_once(
             "left",

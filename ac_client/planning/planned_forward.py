@@ -8,9 +8,8 @@ import weakref
 from collections.abc import Callable, Set
 from functools import partial
 
-from torch import nn
-
 from ac_client.compiled.policy_parts import PolicyParts
+from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.loaded_policy import ForwardRoute, PlannedBucket
 from ac_client.planning.options import ApplyOptions
 from autoac.profiler.compiler.second_stage import set_carrier
@@ -37,6 +36,7 @@ class PlannedForward:
         self._report_left = report
         self._wrappers = wrappers
         self.left = False  # its policy
+        self.call: ModelCall | None = None
         self._region: save_recompute_policy | None = None
         self._cursor: Cursor | None = None
         self._bucket: PlannedBucket | None = None
@@ -51,7 +51,7 @@ class PlannedForward:
     def begin(
         self,
         bucket: PlannedBucket,
-        model: nn.Module,
+        call: ModelCall,
         *,
         waiting: int = 0,
         compiled: bool = False,
@@ -62,7 +62,7 @@ class PlannedForward:
         """Carry out the policy of `bucket` from here on.
 
         Args:
-            model: whose forward begins.
+            call: of the model, whose forward begins.
             waiting: how many earlier forwards wait for their backward.
             compiled: torch.compile runs the whole forward.
             has_compiled_parts: torch.compile runs parts of it.
@@ -71,7 +71,7 @@ class PlannedForward:
         """
         loaded = bucket.loaded
         records = not compiled and (loaded.recomputes or follows)
-        self._bucket, self._unrecorded, self.left = bucket, 0, False
+        self._bucket, self.call, self._unrecorded, self.left = bucket, call, 0, False
         route = loaded.route(waiting)
         self._calls = [(ROOT, id(sys.exception()))]
         if compiled or has_compiled_parts:
@@ -94,7 +94,7 @@ class PlannedForward:
             self._route.route,
             strict=self._options.strict,
             report=self._report,
-            in_forward=partial(is_called, weakref.ref(model)),
+            in_forward=partial(is_called, weakref.ref(call.model)),
             side_modules=self._wrappers,
         )
         self._unrecorded_depth = 0
@@ -147,7 +147,7 @@ class PlannedForward:
         route, self._route = self._route, None
         if region is not None:
             region.__exit__(None, None, None)
-        bucket, self._bucket = self._bucket, None
+        bucket, self._bucket, self.call = self._bucket, None, None
         if whole and route is not None:
             route.unrecorded = self._unrecorded
         if whole and cursor is not None:
