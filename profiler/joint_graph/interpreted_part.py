@@ -170,9 +170,7 @@ class _Run:
                 self.saved.note_drop(number)
 
 
-def _copies_of(
-    call: _Run, inputs: Mapping[fx.Node, Any], inductor: InductorNodes
-) -> dict[fx.Node, Tensor]:
+def _copies_of(call: _Run, inputs: Mapping[fx.Node, Any], inductor: InductorNodes) -> dict[fx.Node, Tensor]:
     """Return channels-last copies of the inputs that Inductor copies."""
     return {
         node: call.saved.compiled_copy_of(tensor)
@@ -279,9 +277,7 @@ class _Halves:
         kinds = [type(description).__name__ for description in descriptions]
         return next((i for i, kind in enumerate(kinds) if kind.startswith("SavedForBackwards")), len(kinds))
 
-    def _run_op(
-        self, module: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], call: _Run
-    ) -> Any:
+    def _run_op(self, module: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], call: _Run) -> Any:
         recorder = call.recorder
         if not is_op(node):
             return _run(module, node, env)

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.tape.capture.fake_allocations import copy_if_known, fake_like
@@ -22,7 +22,6 @@ from autoac.tape.errors import CannotProfile
 from autoac.tape.torch_facts.batch_contents import batch_tensors
 from autoac.tape.torch_facts.gradients import free_gradient_when_accumulated, output_of_leaf
 from autoac.tape.torch_facts.inductor import compile_copies, keep_contexts, uncompiled
-from torch.overrides import TorchFunctionMode
 
 NEXT_MOVE = "profile it without on=..., by a real step on its own device"
 

@@ -6,7 +6,6 @@ A *position* is an index into the list of changes: how many allocations and free
 from __future__ import annotations
 
 import bisect
-import itertools
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass

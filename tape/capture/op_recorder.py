@@ -137,9 +137,7 @@ class OpRecorder:
         needs_checkpoints: True if checkpoints must not run as plain calls: NOTE [ Needed checkpoints ].
     """
 
-    def __init__(
-        self, mark: Callable[[], int], locate: Callable[[torch.UntypedStorage], int]
-    ) -> None:
+    def __init__(self, mark: Callable[[], int], locate: Callable[[torch.UntypedStorage], int]) -> None:
         self.locate = locate
         self.record = ForwardRecord()
         self.newest: StorageTable[int] = StorageTable()

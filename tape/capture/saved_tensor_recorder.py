@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -166,4 +167,3 @@ class SavedTensorRecorder:
         """Record that autograd dropped saved tensor `index`."""
         if not self.closed:
             self.events.append(SavedEvent("drop", index, self._mark(), ""))
-
