@@ -1,7 +1,7 @@
 """Copy a training step for a fake one: its model, batch and loss, on tensors without memory.
 
-The copy is a deep one, made at once, so whatever two of the three share, their copies share. The step runs on
-the copy, so the user's objects stay as they are. Functions are not copied: what a closure or a global variable
+The copy is a deep one, made at once: what two of the three share, their copies share. The step runs on the
+copy, so the user's objects stay as they are. Functions are not copied: what a closure or a global variable
 refers to is the user's own.
 """
 

@@ -5,8 +5,8 @@ and sends buffers to other ranks. Both are switched off in a fake step, so that 
 the others. Its buckets occupy the device, and count.
 
 `torch.distributed._composable.replicate` builds a DistributedDataParallel over the parameters of a module in
-the first forward. A real step builds the wrapper before its record. A fake one, whose parameters are copies, refuses a
-model that builds one.
+the first forward. A real step builds the wrapper before its record. A fake one, whose parameters are copies,
+refuses a model that builds one.
 """
 
 from __future__ import annotations
