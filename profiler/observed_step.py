@@ -100,7 +100,7 @@ class ObservedStep:
         device: of the model.
         leave_checkpoints: leave the checkpoints of the model to torch.
         needs_checkpoints: do so because the model needs them: NOTE [ Needed checkpoints ].
-        allocations: the record of a fake step, whose model and batch have no memory (steps/fake.py).
+        allocations: the record of a fake step, whose model and batch have no memory (fake_step.py).
 
     Attributes:
         model: that runs the step.

@@ -59,7 +59,7 @@ def fake_copy(step: TrainingStep, *, accumulates: bool) -> TrainingStep:
     except Exception as error:
         raise CannotProfile(
             type(uncompiled(model)).__name__,
-            f"it, its batch or its loss cannot be copied, as a fake step does ({error})",
+            f"a fake step runs on a copy, but the model, its batch or its loss has no copy ({error})",
             NEXT_MOVE,
         ) from error
     compile_copies(originals, memo)

@@ -95,7 +95,7 @@ class FakeAllocations(TorchDispatchMode):
         return True
 
     def new_memory(self, tensor: Tensor) -> Tensor:
-        """Return a tensor like `tensor`, on memory outside of the record; with its values if they are known."""
+        """Return a tensor like `tensor` on memory outside of the record, with values that are known."""
         hidden = private.DisableTorchDispatch()  # in force until it is deleted
         size, stride = tensor.size(), tensor.stride()
         if _is_real(tensor) and _is_integral(tensor):
