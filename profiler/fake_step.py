@@ -1,11 +1,9 @@
 """Run a fake step: a training step on tensors without memory, for a device that need not be here.
 
-Forward and backward run under FakeTensorMode, so each op computes the shapes of its outputs and nothing else.
-An observed step (observed_step.py) reads memory from the allocator's record and times from a clock. A fake
-step reads memory from the births and deaths of the fake tensors' storages (fake_allocations.py), and times
-from the roofline of a datasheet (roofline.py). Autograd is handed descriptions in place of what forward
-makes, so that the record shows when forward itself lets go of a tensor. Everything after that is shared, so
-both give the same kind of Profile.
+An observed step (observed_step.py) of a copy of the model runs under FakeTensorMode, so each op computes the
+shapes of its outputs and nothing else. Memory is read from the births and deaths of fake storages
+(fake_allocations.py) in place of the allocator's record, and times from the roofline of a datasheet
+(roofline.py) in place of a clock. Nothing is recomputed, since holding a tensor takes no memory.
 
 NOTE [ One device ]
 The fake tensors claim to be on the CPU, for every datasheet: torch has autograd engines only for the devices

@@ -147,7 +147,13 @@ def observe(
     return found.with_retained_graph() if loop.retains else found
 
 
-def _observed(subject: TrainingStep, device: torch.device, **checkpoints: bool) -> ObservedStep:
+def _observed(
+    subject: TrainingStep,
+    device: torch.device,
+    *,
+    leave_checkpoints: bool = False,
+    needs_checkpoints: bool = False,
+) -> ObservedStep:
     """Run a step of `subject`, and put gradients, buffers and generators back."""
     model, args, kwargs = subject.compiled, subject.args, subject.kwargs
     build_replicating(model)
@@ -163,7 +169,14 @@ def _observed(subject: TrainingStep, device: torch.device, **checkpoints: bool) 
             missing=bool(subject.accumulates) and not in_buckets,
         ) as note_leaves,
     ):
-        step = ObservedStep(model, args, kwargs, device, **checkpoints)
+        step = ObservedStep(
+            model,
+            args,
+            kwargs,
+            device,
+            leave_checkpoints=leave_checkpoints,
+            needs_checkpoints=needs_checkpoints,
+        )
         step.run(subject, note_leaves)
     return step
 

@@ -195,8 +195,8 @@ def compile_copies(modules: Iterable[nn.Module], memo: Mapping[int, Any]) -> Non
     """
     for module in modules:
         if (call := module._compiled_call_impl) is not None:
-            call = getattr(call, "wrapped", call)
-            variables = dict(zip(call.__code__.co_freevars, call.__closure__, strict=True))
+            wrapper: Any = getattr(call, "wrapped", call)  # that of WatchedCompiledCall
+            variables = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
             copied = memo[id(module)]
             copied._compiled_call_impl = variables["self"].cell_contents(copied._call_impl)
 

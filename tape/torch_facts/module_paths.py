@@ -56,7 +56,7 @@ def _nothing(*_args: Any) -> None:
 class WatchedCompiledCall:
     """Stand in for the compiled call of a module after `module.compile()`, and watch it from outside."""
 
-    __slots__ = ("_after", "_before", "_call", "_module")
+    __slots__ = ("_after", "_before", "_module", "wrapped")
 
     def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         self._module, self._before, self._after = module, before, after
