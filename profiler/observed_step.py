@@ -311,7 +311,7 @@ class ObservedStep:
         """Note that backward begins. Calls of it are noted without this."""
         self._tape.held.look()
         self._begin = self._allocations.mark()
-        model = self.model()
+        model = self.model() if self._gradient_nbytes else None
         self.holds_gradients = model is not None and any(
             gradient_of(parameter) is not None for parameter in parameters_of(model)
         )

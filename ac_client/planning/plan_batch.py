@@ -237,7 +237,6 @@ class BatchPlanner:
                 _check_idle()
                 if recorded_step() is not None or is_recorded_elsewhere():
                     raise AnotherIsObserved
-                log.info("%s: observing one step", self.name)
             self.called.clear()
             step = ObservedStep(
                 call.model,
@@ -249,6 +248,8 @@ class BatchPlanner:
             )
             state = self._optimizers.state_nbytes(device)
             step.begin_forward(recorded=recorded)
+            if recorded:
+                log.info("%s: observing one step", self.name)
         batch = [weakref.ref(tensor) for tensor in batch_tensors((*call.args, *call.kwargs.values()))]
         self.observation = Observation(step, call.shape, key, then, meets, state_nbytes=state, batch=batch)
 

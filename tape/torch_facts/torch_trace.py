@@ -131,8 +131,10 @@ class TorchTrace:
 
     def mark(self, name: str = "") -> None:
         """Place a point called `name` in the trace, which becomes a MarkEvent."""
-        with _unseen():
+        unseen = private.DisableTorchDispatch()  # a mark is placed around each op: no context manager
+        with private.DisableTorchFunctionSubclass():
             private.end_range(private.begin_range(_MARK + name, None))
+        del unseen
 
     def check_complete(self, where: str) -> None:
         """Compare the allocations of `events`, without the CPU's, with torch.profiler's flat list of events.

@@ -178,6 +178,17 @@ def test_steps_of_two_forms_that_take_turns_are_each_observed_once(caplog: pytes
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
+def test_step_that_torchs_profiler_watches_is_not_said_to_be_observed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = ac_client.apply(WithLoss(), budget_for(WithLoss(), 0.6) / GIB)
+    caplog.set_level(logging.INFO)
+    several(1)(model)
+    with torch.profiler.profile():
+        several(1)(model)  # finds gradients
+    assert sum("observing one step" in message for message in caplog.messages) == 1
+
+
 def test_forwards_one_after_the_other_are_not_in_flight(caplog: pytest.LogCaptureFixture) -> None:
     model = ac_client.apply(WithLoss(), budget_for(WithLoss(), 0.6) / GIB)
     kept = []
