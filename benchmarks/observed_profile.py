@@ -7,8 +7,6 @@ peaks differ: of a step that saves everything, nothing that it may recompute, an
 a known reason:
 
 - Workspaces and temporaries of kernels, which a fake step does not see.
-- Integers that autograd saves. A fake step hands backward a contiguous copy that stays; a real one hands it
-  the tensor, which is free when its node returns, and which a kernel may copy first (expanded indices).
 - A number that becomes a tensor (`x[0] = 1`), 8 bytes, may count for one op less.
 - oneDNN's LSTM, whose fake kernel has no workspace.
 
@@ -41,7 +39,7 @@ OTHERS = ("runtime_us", "spread_us", "replay_us", "notes")
 """Times, and notes on them."""
 IN_KERNELS = ("environment.", "ops.workspace_nbytes")
 """Columns that a fake step leaves out, or has of another device."""
-IN_BACKWARD = ("backward.", "saved.dropped", "outputs.released", "temporaries.", "nodes", "ops.other_nbytes")
+IN_BACKWARD = ("backward.other_nbytes", "backward.peak_nbytes", "temporaries.", "ops.other_nbytes")
 """Columns that the known reasons change."""
 A_CPU = Device(
     "a CPU",

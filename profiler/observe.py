@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from autoac.planner.formats.profile import Profile
+from autoac.profiler import fake_step
 from autoac.profiler.autocast import autocast_to, may_be_switched_off
 from autoac.profiler.environment import describe_leaf, environment_of_datasheet
 from autoac.profiler.model_device import check_no_lazy_layers, device_of_step
 from autoac.profiler.observed_step import ObservedStep
-from autoac.profiler.restore.tensor_state import tensors_restored
 from autoac.profiler.step_profile import profile_of
-from autoac.profiler.steps import fake
+from autoac.profiler.steps.tensor_state import tensors_restored
 from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss, TrainingStep
 from autoac.profiler.timing.cache import Times
 from autoac.profiler.timing.on_device import OpTimesOnDevice, datasheet_of
@@ -53,7 +53,7 @@ def profile(
     that run when a gradient is complete, such as an optimizer in backward, are not called. Under
     DistributedDataParallel or `fully_shard`, every rank must call this function, since the step communicates.
 
-    With `on`, run one fake step (see fake.py) for a device that need not be here. It allocates nothing and
+    With `on`, run one fake step (fake_step.py) for a device that need not be here. It allocates nothing and
     estimates run times from the datasheet, and the model and the batch may be on the meta device.
 
     The profile assumes that the model's output is held until the end of backward, as in
@@ -147,7 +147,13 @@ def observe(
     return found.with_retained_graph() if loop.retains else found
 
 
-def _observed(subject: TrainingStep, device: torch.device, **checkpoints: bool) -> ObservedStep:
+def _observed(
+    subject: TrainingStep,
+    device: torch.device,
+    *,
+    leave_checkpoints: bool = False,
+    needs_checkpoints: bool = False,
+) -> ObservedStep:
     """Run a step of `subject`, and put gradients, buffers and generators back."""
     model, args, kwargs = subject.compiled, subject.args, subject.kwargs
     build_replicating(model)
@@ -163,7 +169,14 @@ def _observed(subject: TrainingStep, device: torch.device, **checkpoints: bool) 
             missing=bool(subject.accumulates) and not in_buckets,
         ) as note_leaves,
     ):
-        step = ObservedStep(model, args, kwargs, device, **checkpoints)
+        step = ObservedStep(
+            model,
+            args,
+            kwargs,
+            device,
+            leave_checkpoints=leave_checkpoints,
+            needs_checkpoints=needs_checkpoints,
+        )
         step.run(subject, note_leaves)
     return step
 
@@ -186,7 +199,7 @@ def _fake_profile(
     is_off = datasheet.device_type == "cuda" and autocast is None and may_be_switched_off()
     with autocast_to(datasheet.device_type, autocast):
         environment = environment_of_datasheet(model, datasheet)
-        step, notes = fake.run(subject, datasheet, measured)
+        step, notes = fake_step.run(subject, datasheet, measured)
     if is_off:
         notes.append("autocast is off: without a GPU, torch.autocast('cuda') needs autocast=... here")
     if measured is None:
@@ -197,7 +210,7 @@ def _fake_profile(
         notes.append(f"measured: run times of {kinds} kinds of op, each by itself on {datasheet.name}")
     notes.append("what kernels allocate inside themselves is not known and counts as nothing")
     inputs = [describe_leaf(leaf) for leaf in leaves]
-    return profile_of(subject, step, notes, inputs, environment, fake.CPU, datasheet, optimizer)
+    return profile_of(subject, step, notes, inputs, environment, fake_step.CPU, datasheet, optimizer)
 
 
 def _check_no_iterators(model: nn.Module, leaves: Sequence[Any]) -> None:

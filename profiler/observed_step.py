@@ -13,28 +13,37 @@ of the profile, outside of the model.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from autoac.planner.formats.profile import Profile
 from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.environment import describe_leaf, environment_of_device
-from autoac.profiler.joint_graph.interpreted_part import TapedParts
+from autoac.profiler.joint_graph.interpreted_part import InterpretedParts
 from autoac.profiler.static_memory import static_bytes
 from autoac.profiler.step_profile import profile_of, with_cached_backward
 from autoac.profiler.steps.step_record import StepRecord, force_saves_of_units
 from autoac.profiler.steps.training_loop import Loop, TrainingStep, check_roots, run_forwards
 from autoac.profiler.timing.cache import Times, machine
-from autoac.tape.capture.allocations import AllocationRecord
+from autoac.tape.capture.allocations import (
+    AllocationRecord,
+    Allocations,
+    allocated_between,
+    freed_between,
+)
 from autoac.tape.capture.backlog import Backlog
 from autoac.tape.capture.backward_calls import BackwardCalls
+from autoac.tape.capture.fake_allocations import FakeAllocations
 from autoac.tape.capture.op_timer import OpSpans, median_and_spread
 from autoac.tape.capture.step_tape import OUTSIDE, StepTape
 from autoac.tape.checkpoints.own_checkpoints import (
@@ -91,6 +100,7 @@ class ObservedStep:
         device: of the model.
         leave_checkpoints: leave the checkpoints of the model to torch.
         needs_checkpoints: do so because the model needs them: NOTE [ Needed checkpoints ].
+        allocations: the record of a fake step, whose model and batch have no memory (fake_step.py).
 
     Attributes:
         model: that runs the step.
@@ -110,6 +120,7 @@ class ObservedStep:
         *,
         leave_checkpoints: bool = False,
         needs_checkpoints: bool = False,
+        allocations: FakeAllocations | None = None,
     ) -> None:
         check_sharded(model, fake=False)
         # Where gradients are views of buckets, which exist: else those that exist are counted, and no others.
@@ -127,12 +138,15 @@ class ObservedStep:
         self._device = device
         self._environment = environment_of_device(model, device)
         self._inputs = [describe_leaf(leaf) for leaf in private.tree_leaves((tuple(args), dict(kwargs)))]
-        self._allocations = AllocationRecord(device, nodes=True)
-        self._tape = StepTape(self._allocations.mark, OpSpans(device, Backlog(device), sparing=True))
+        self._is_fake = allocations is not None
+        self._allocations: Allocations = allocations or AllocationRecord(device, nodes=True)
+        self._tape = StepTape(self._allocations, OpSpans(device, Backlog(device), sparing=True))
+        if allocations is not None:
+            self._tape.replaced = allocations.new_memory
         self._tape.recorder.pins = pins_of(model)
         self._tape.wrappers = wrapper_paths(model)
         self._tape.recorder.compiled = is_called_compiled(model)
-        self._parts = TapedParts(self._tape) if runs_compiled(model) else None
+        self._parts = InterpretedParts(self._tape) if runs_compiled(model) else None
         self._shards = shards_of(model)
         if self._shards is not None:
             self._tape.unit_of = self._shards.unit_of
@@ -175,7 +189,8 @@ class ObservedStep:
     @property
     def peak_nbytes(self) -> int:
         """Return the most bytes in use until the end of backward, with those of the model and the batch."""
-        return self._static.total + self._allocations.peak_nbytes()
+        changes = (change.nbytes for change in self._allocations.changes)
+        return self._static.total + max(itertools.accumulate(changes, initial=0))
 
     def begin_forward(self, *, recorded: bool = True) -> None:
         """Begin a forward of the step.
@@ -195,7 +210,8 @@ class ObservedStep:
             free_workspaces(self._device)  # each is allocated in the record
             self._allocations.__enter__()
             self.recording = True
-            _recorded[:] = [*(ref for ref in _recorded if ref() is not None), weakref.ref(self)]
+            if not self._is_fake:
+                _recorded[:] = [*(ref for ref in _recorded if ref() is not None), weakref.ref(self)]
             self._calls.open()
             compile_within(self._tape.hiding)
             weakref.finalize(self, self._allocations.abandon)  # also when the process ends
@@ -210,7 +226,9 @@ class ObservedStep:
                 stack.enter_context(plain_checkpoints(self._unplanned))
             if self._parts is not None:
                 stack.enter_context(carried_by(self._parts))
-            stack.enter_context(save_recompute_policy("recompute_all", cuts=self._cuts, tape=self._tape))
+            policy = CheckpointPolicy.PREFER_SAVE if self._is_fake else "recompute_all"
+            cuts = None if self._is_fake else self._cuts
+            stack.enter_context(save_recompute_policy(policy, cuts=cuts, tape=self._tape))
             self._forward = stack.pop_all()
 
     def enter(self, path: str) -> None:
@@ -303,7 +321,7 @@ class ObservedStep:
         self._end = self._allocations.mark()
         leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
-        self._held = _addresses(leaves), _addresses(gradients)
+        self._held = self._addresses(leaves), self._addresses(gradients)
 
     def end(self) -> None:
         """End the record."""
@@ -320,7 +338,7 @@ class ObservedStep:
         if self.in_forward:
             return
         self.begin_backward()
-        self._seeds = set(_addresses([one for one in gradients if one is not None]))
+        self._seeds = set(self._addresses([one for one in gradients if one is not None]))
         newest = self._tape.recorder.newest
         leaves = leaves_of([root for root in roots if isinstance(root, Tensor)])
         self._leaves = [weakref.ref(leaf) for leaf in leaves if newest.get(leaf) is not None]
@@ -349,14 +367,17 @@ class ObservedStep:
             self.recording = False
             self._allocations.abandon()
 
-    def run(self, subject: TrainingStep, note_leaves: Callable[[Iterable[Tensor]], None]) -> None:
+    def run(
+        self, subject: TrainingStep, note_leaves: Callable[[list[Tensor]], Sequence[Tensor] | None]
+    ) -> None:
         """Run the whole step: its forwards, its loss, and one backward.
 
         If the model turns out to need checkpoints of its own, the step ends with the forward.
 
         Args:
             subject: the step of this object.
-            note_leaves: called with the leaves to which backward is about to give gradients.
+            note_leaves: called with the leaves to which backward is about to give gradients; returns those to
+                which it gives some, or None for all.
 
         Raises:
             NothingToProfile: nothing requires a gradient.
@@ -377,14 +398,16 @@ class ObservedStep:
             check_roots(roots, [*model.parameters(), *batch_tensors(batch)])
             torch.clear_autocast_cache()  # a real backward runs outside of autocast
             with self._tape.hiding():
-                note_leaves(leaves_of(roots))
+                ends = note_leaves(leaves_of(roots))
             self.begin_backward()
             self.unwatch_calls()
             retains = subject.loop.retains
             with compiled_autograd_off(), torch.autocast(self._device.type, enabled=False):
-                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots], retains)
+                seeds = [torch.ones_like(root) for root in roots]
+                torch.autograd.backward(roots, seeds, retains, inputs=ends)
+                del seeds
             self.end_backward()
-            del roots
+            del roots, ends
             self.end()
             del held
         finally:
@@ -392,6 +415,28 @@ class ObservedStep:
             recorder.generators.restore()
             for watch in watches:
                 watch.remove()
+
+    def record(self) -> StepRecord:
+        """Return the records of the step."""
+        tape, at = self._tape, self._allocations.times_ns
+        ops = tape.recorder.record.ops
+        in_step_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in ops]
+        signatures: list[Hashable] = [op.signature for op in ops]
+        replays = {} if self._is_fake else tape.replays.samples()
+        return StepRecord(
+            tape.recorder.record,
+            tape.saved,
+            self._allocations,
+            at,
+            self._begin,
+            self._end,
+            self._last,
+            freed_between(self._allocations, self._last, self._freed) if self._freed >= 0 else (),
+            op_times=median_and_spread(in_step_us, signatures, replays),
+            unplanned=tuple(self._unplanned),
+            temporary=tape.temporary,
+            hidden=tape.hidden,
+        )
 
     def profile(self, model: nn.Module, optimizer: Optimizers = None, times: Times | None = None) -> Profile:
         """Return the profile of the step.
@@ -405,8 +450,7 @@ class ObservedStep:
             NothingToProfile: no backward has reached the step.
             CannotProfile: the allocations of some threads are not in the record.
         """
-        tape, at = self._tape, self._allocations.times_ns
-        record = tape.recorder.record
+        tape, record = self._tape, self._tape.recorder.record
         if not self.has_backward:
             raise NothingToProfile(
                 "no backward has reached the outputs of the observed forward, so its step has no profile"
@@ -415,28 +459,12 @@ class ObservedStep:
         outside = tape.end_outside(self._allocations, self._begin)
         if self._shards is not None:
             force_saves_of_units(record, self._shards, tape.saved.out_of_reach)
-        in_step_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in record.ops]
-        signatures: list[Hashable] = [op.signature for op in record.ops]
-        op_times = median_and_spread(in_step_us, signatures, tape.replays.samples())
+        step = self.record()
         here = machine(self._device, self._environment.device_name)
         if times is not None:
-            known = times.ops(here, op_times.keys())
-            times.keep_ops(here, {key: row for key, row in op_times.items() if key not in known})
-            op_times |= known
-        step = StepRecord(
-            record,
-            tape.saved,
-            self._allocations,
-            at,
-            self._begin,
-            self._end,
-            self._last,
-            self._allocations.freed_between(self._last, self._freed) if self._freed >= 0 else (),
-            op_times=op_times,
-            unplanned=tuple(self._unplanned),
-            temporary=tape.temporary,
-            hidden=tape.hidden,
-        )
+            known = times.ops(here, step.op_times.keys())
+            times.keep_ops(here, {key: row for key, row in step.op_times.items() if key not in known})
+            step = replace(step, op_times={**step.op_times, **known})
         kinds = len(step.op_times)
         notes = [f"measured: run times of {kinds} kinds of op, in a step that recomputes", *step.unplanned]
         if note := tape.replays.note():
@@ -456,7 +484,7 @@ class ObservedStep:
         # What was made between the model and backward, such as the loss, is not a gradient that stays, and
         # neither is that of a leaf which forward made.
         end = self._allocations.positions[self._last]
-        hidden = {id(b) for span in tape.hidden for b in self._allocations.allocated_between(*span)}
+        hidden = {id(b) for span in tape.hidden for b in allocated_between(self._allocations, *span)}
         left = [
             block
             for block in outside
@@ -471,6 +499,11 @@ class ObservedStep:
             }
         )
         return with_cached_backward(found, times, here) if times is not None else found
+
+    def _addresses(self, tensors: Sequence[Tensor]) -> list[int]:
+        inside = (inner for tensor in tensors for inner in below(tensor))
+        locate = self._allocations.locate
+        return list({locate(inner.untyped_storage()) for inner in inside if has_storage(inner)})
 
     def _live_nbytes(self, addresses: Sequence[int]) -> int:
         """Return the bytes of the blocks at `addresses` as backward ended."""
@@ -495,11 +528,6 @@ def _own_batch(batch: Any, leaves: dict[int, Tensor]) -> Any:
         return own[id(item)]
 
     return tree_map(of, batch)
-
-
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    inside = (inner for tensor in tensors for inner in below(tensor))
-    return list({inner.untyped_storage().data_ptr() for inner in inside if has_storage(inner)})
 
 
 class BackwardListener:

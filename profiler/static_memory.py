@@ -30,7 +30,7 @@ from autoac.tape.torch_facts.private import (
     tree_leaves,
     tree_map,
 )
-from autoac.tape.torch_facts.storage_table import StorageTable, has_storage_or_fake
+from autoac.tape.torch_facts.storage_table import StorageTable, has_storage
 
 ONLY_PRESENT_STATE = "only its present state is counted"
 
@@ -66,7 +66,7 @@ def static_bytes(
     def count(tensors: Iterable[Any]) -> int:
         total = 0
         for tensor in tensors:
-            if not isinstance(tensor, Tensor) or not has_storage_or_fake(tensor := local(tensor)):
+            if not isinstance(tensor, Tensor) or not has_storage(tensor := local(tensor)):
                 continue
             if on is None and tensor.device.type != device.type:
                 continue
@@ -205,7 +205,7 @@ def _state_of(optimizer: Any) -> list[Any]:
         local(tensor).untyped_storage()._cdata
         for parameter in parameters
         for tensor in (parameter, gradient_of(parameter))
-        if tensor is not None and has_storage_or_fake(local(tensor))
+        if tensor is not None and has_storage(local(tensor))
     }
     values = [value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")]
     return [
@@ -213,7 +213,7 @@ def _state_of(optimizer: Any) -> list[Any]:
         *(
             leaf
             for leaf in tree_leaves(values)
-            if isinstance(leaf, Tensor) and has_storage_or_fake(tensor := local(leaf))
+            if isinstance(leaf, Tensor) and has_storage(tensor := local(leaf))
             if tensor.untyped_storage()._cdata not in known
         ),
     ]

@@ -22,7 +22,7 @@ from autoac.planner.formats.profile import (
 )
 from autoac.planner.units import rounded_bytes
 from autoac.profiler.steps.step_record import StepRecord
-from autoac.tape.capture.allocations import AllocatedBlock, Allocations
+from autoac.tape.capture.allocations import AllocatedBlock, Allocations, allocated_between
 from autoac.tape.capture.op_recorder import RecordedStorage
 from autoac.tape.capture.saved_tensor_recorder import SavedEvent
 
@@ -42,15 +42,15 @@ def assemble(
     at = record.positions
     blocks = [_block_of(record, storage) for storage in forward.storages]
     of_forward = [block for block in blocks if block is not None]
-    copies = [block for copy in saved.copies if (block := _block_of(record, copy)) is not None]
-    registers = [block for begin, end in saved.kernels for block in _temporaries(record, at[begin], at[end])]
-    own = [block for begin, end in step.hidden for block in _allocated(record, at[begin], at[end])]
+    registers = [block for held in saved.in_registers if (block := _block_of(record, held)) is not None]
+    registers += [block for begin, end in saved.kernels for block in _temporaries(record, begin, end)]
+    own = [block for begin, end in step.hidden for block in allocated_between(record, begin, end)]
     temporary = [
         (block, at[held.mark]) for held in step.temporary if (block := _block_of(record, held)) is not None
     ]
     other = _LiveBytes.of(
         record,
-        hidden=[*of_forward, *copies, *registers, *own, *(block for block, _ in temporary), *step.workspaces],
+        hidden=[*of_forward, *registers, *own, *(block for block, _ in temporary), *step.workspaces],
     )
     requested = _requested_nbytes(blocks, forward.storages, environment.allocator_rounding)
     n = len(forward.ops)
@@ -203,8 +203,6 @@ def _let_go(step: StepRecord, storage: RecordedStorage, step_marks: Sequence[int
 def _unpacked(step: StepRecord, event: SavedEvent) -> AllocatedBlock | None:
     """Return the memory that backward got for a saved tensor, with where backward has freed it."""
     record = step.allocations
-    if event.kept is None:  # not of an observed step
-        return _block_of(record, event.stand_in) if event.stand_in is not None else None
     at = record.positions
     begin = at[event.end_mark]
     storage = step.forward.versions[step.saved.versions[event.saved]].storage
@@ -245,7 +243,7 @@ def _returned_as_gradients(
 
     A Function may return a saved tensor as a gradient, as Liger's fused cross-entropy does. In training the
     storage then lives on as the gradient after autograd has dropped the saved tensor, whether it was saved or
-    recomputed. In a fake step its stand-in does.
+    recomputed.
     """
     versions = step.forward.versions
     dropped = {h: end for backward_step, end in zip(steps, ends, strict=True) for h in backward_step.drops}
@@ -297,14 +295,9 @@ def _block_changes(
 
 
 def _temporaries(record: Allocations, begin: int, end: int) -> list[AllocatedBlock]:
-    """Return the blocks that are allocated and freed between two positions."""
-    allocated = _allocated(record, begin, end)
-    return [block for block in allocated if block.freed_at is not None and block.freed_at < end]
-
-
-def _allocated(record: Allocations, begin: int, end: int) -> list[AllocatedBlock]:
-    """Return the blocks that are allocated between two positions."""
-    return [change.block for change in record.changes[begin:end] if change.nbytes > 0]
+    """Return the blocks that are allocated and freed between two marks."""
+    allocated, last = allocated_between(record, begin, end), record.positions[end]
+    return [block for block in allocated if block.freed_at is not None and block.freed_at < last]
 
 
 def _requested_nbytes(

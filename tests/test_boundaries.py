@@ -36,6 +36,7 @@ GROUP_OF_FILE = {
         "entry": (
             "observe",
             "observed_step",
+            "fake_step",
             "step_profile",
             "to_profile",
             "environment",
@@ -79,14 +80,12 @@ tape/runtime:           torch_facts unseen checkpoints distributed capture plann
 tape:
 profiler/base:          tape/base
 profiler/compiler:      planner/formats tape tape/base tape/torch_facts
-profiler/restore:       tape/base tape/torch_facts tape/checkpoints
 profiler/timing:        planner/formats tape/torch_facts tape/capture
 profiler/static:        timing planner/base planner/formats tape/base tape/torch_facts tape/distributed
 profiler/joint_graph:   compiler tape/torch_facts tape/capture
 profiler/gpu_dispatch:  timing tape/base tape/torch_facts
-profiler/steps:         compiler restore timing joint_graph gpu_dispatch planner/formats tape/base
-                        tape/torch_facts tape/unseen tape/checkpoints tape/distributed tape/capture
-profiler/entry:         compiler restore timing static steps joint_graph planner/base planner/formats
+profiler/steps:         planner/formats tape/base tape/torch_facts tape/distributed tape/capture
+profiler/entry:         compiler timing static steps joint_graph gpu_dispatch planner/base planner/formats
                         tape/base tape/torch_facts tape/checkpoints tape/distributed tape/capture
                         tape/runtime
 profiler:               base timing static entry

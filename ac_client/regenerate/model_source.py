@@ -3,7 +3,7 @@
 NOTE [ Identity step ]
 
 Two profiles have two purposes. `identity` says whether the model changed; it comes from a fake step
-(profiler/steps/fake.py), which allocates nothing and needs no GPU, so that a check can run anywhere.
+(profiler/fake_step.py), which allocates nothing and needs no GPU, so that a check can run anywhere.
 `profile` is what plans are made from.
 
 - For an estimated device the two are the same.
@@ -146,7 +146,7 @@ def _tensor(text: str, device: torch.device | None) -> Tensor:
     """Return a tensor of ones; without a device, a floating-point one allocates no memory.
 
     Integer and bool tensors always have values, since models read them (NOTE [ Known values ] in
-    profiler/steps/fake.py). Ones are in range as indices, and as a mask they hide nothing.
+    profiler/fake_step.py). Ones are in range as indices, and as a mask they hide nothing.
     """
     name, shape = tensor_of(text)
     if device is None:

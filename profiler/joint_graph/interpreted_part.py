@@ -7,9 +7,8 @@ ops are recorded, by the paths of their modules. It returns empty tensors in pla
 backward finds what it needs: each node that reads an activation is a step of the profile, which unpacks what
 the node reads right before it, and drops it after it.
 
-- In an observed step (`TapedParts`) the region runs the ops of forward, and gives a handle for each read, as
-  it does for what autograd saves. Unpacking a handle recomputes the activation.
-- In a fake step (`FakeParts`) unpacking makes ones of the right description.
+The region of the step runs the ops of forward, and gives a handle for each read, as it does for what autograd
+saves. In an observed step, unpacking a handle recomputes the activation.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,38 +39,16 @@ from autoac.profiler.joint_graph.joint_graph import (
     storages_read,
 )
 from autoac.profiler.joint_graph.random_ops import RNG_STATE, without_state
-from autoac.tape.capture.op_recorder import OpRecorder
-from autoac.tape.capture.saved_tensor_recorder import SavedEvent, SavedTensorRecorder
+from autoac.tape.capture.saved_tensor_recorder import SavedEvent
 from autoac.tape.capture.step_tape import STAND_IN, StepTape
-from autoac.tape.torch_facts.inductor import keep_dynamo_out
 from autoac.tape.torch_facts.op_signature import outputs_of
 from autoac.tape.torch_facts.private import current_graph_task_keeps_graph
-
-# Dynamo skips the forwards of torch's own modules, but not what they call: autograd calls `pack` from them.
-keep_dynamo_out(SavedTensorRecorder.pack, "it runs while eager ops do", recursively=True)
 
 _INTERPRETED = "interpreted"  # key of the compiled halves
 
 
-class FakeParts:
-    """Run the compiled graphs of a forward node by node. With a recorder, record them."""
-
-    def __init__(
-        self,
-        recorder: OpRecorder | None = None,
-        saved: SavedTensorRecorder | None = None,
-    ) -> None:
-        self.recorder, self.saved = recorder, saved
-
-    def callable_of(self, part: CompiledPart) -> BoxedCall:
-        interpreted = _interpreted(part)
-        if self.recorder is None:
-            return interpreted
-        return _as_call(interpreted, _Run(self.recorder, self.saved))
-
-
-class TapedParts:
-    """Run the compiled graphs of an observed step node by node, for real.
+class InterpretedParts:
+    """Run the compiled graphs of a step node by node.
 
     The region of the step runs the ops of forward, so backward recomputes them, each before the node that
     reads it. Nothing is compiled: numbers are those of the graphs run op by op.
@@ -83,7 +60,7 @@ class TapedParts:
     def callable_of(self, part: CompiledPart) -> BoxedCall:
         with self._tape.hiding():
             interpreted = _interpreted(part)
-        return _as_call(interpreted, _TapedRun(self._tape))
+        return _as_call(interpreted, _Run(self._tape))
 
 
 def _interpreted(part: CompiledPart) -> BoxedCall:
@@ -95,7 +72,7 @@ def _interpreted(part: CompiledPart) -> BoxedCall:
     return found
 
 
-def _as_call(interpreted: BoxedCall, call: _Run | _TapedRun) -> BoxedCall:
+def _as_call(interpreted: BoxedCall, call: _Run) -> BoxedCall:
     def run(args: list[Any]) -> Any:
         before, _running.call = _running.call, call
         try:
@@ -106,79 +83,8 @@ def _as_call(interpreted: BoxedCall, call: _Run | _TapedRun) -> BoxedCall:
     return run
 
 
-@dataclass(slots=True)
-class _Described:
-    """Describe a tensor that forward saved, for backward."""
-
-    size: Sequence[int]
-    stride: Sequence[int]
-    dtype: torch.dtype
-    device: torch.device
-    version: int | None = None  # of the recorder; None: forward is not recorded, or did not make the storage
-    content: Tensor | None = None  # of integers and bools, which index and decide
-
-    def tensor(self) -> Tensor:
-        if self.content is not None:
-            return self.content
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device).fill_(1)
-
-
-@dataclass(slots=True)
 class _Run:
-    """One call of a compiled graph in a fake step."""
-
-    recorder: OpRecorder | None
-    saved: SavedTensorRecorder | None
-    described: dict[str, _Described] = field(default_factory=dict)  # by name of the node
-    handles: dict[tuple[str, str], int] = field(default_factory=dict)  # saved tensor, by reader and storage
-
-    def run(self, func: Any, args: Any, kwargs: Any, _must_save: str) -> Any:
-        """Run an op of forward, and record it."""
-        assert self.recorder is not None
-        return self.recorder.run(func, args, kwargs)
-
-    def save(
-        self, name: str, tensor: Tensor, _readers: Sequence[str], *, made: bool, channels_last: bool
-    ) -> None:
-        """Note that `readers` in backward read `tensor`.
-
-        Args:
-            made: the graph has made the tensor. Otherwise, the model may have.
-            channels_last: of this layout in compiled code.
-        """
-        described = _described(tensor, self, channels_last=channels_last)
-        if made or described.version is not None:
-            self.described[name] = described
-
-    def end_forward(self, reads: Sequence[tuple[str, str]]) -> None:
-        """Record what was saved, by reader and storage."""
-        if self.saved is None:
-            return
-        for reader, storage in reads:
-            if (described := self.described.get(storage)) is not None and described.version is not None:
-                self.handles[reader, storage] = self.saved.add(described.version)
-
-    def device_of(self, name: str) -> torch.device | None:
-        """Return the device of the tensor of this name; None if `save` has not noted it."""
-        return self.described[name].device if name in self.described else None
-
-    def unpack(self, reader: str, storage: str, label: str) -> Tensor:
-        """Return a saved tensor for the node `reader`, whose name in the profile is `label`."""
-        described, handle = self.described[storage], self.handles.get((reader, storage))
-        if self.saved is None or handle is None:
-            return described.tensor()
-        return self.saved.unpack_as(handle, described.tensor, label, made=described.content is None)
-
-    def drop(self, reader: str, storages: Sequence[str]) -> None:
-        """Note that the node `reader` has run, and frees what it unpacked."""
-        for storage in storages:
-            handle = self.handles.get((reader, storage))
-            if self.saved is not None and handle is not None:
-                self.saved.note_drop(handle)
-
-
-class _TapedRun:
-    """One call of a compiled graph in an observed step, with the methods of `_Run`."""
+    """One call of a compiled graph."""
 
     __slots__ = (
         "_channels_last",
@@ -201,11 +107,18 @@ class _TapedRun:
         self._events: list[SavedEvent] = []  # of the node that runs
 
     def run(self, func: Any, args: Any, kwargs: Any, must_save: str) -> Any:
+        """Run an op of forward, and record it."""
         return self._tape.run_compiled(func, args, kwargs, must_save)
 
     def save(
         self, name: str, tensor: Tensor, readers: Sequence[str], *, made: bool, channels_last: bool
     ) -> None:
+        """Note that `readers` in backward read `tensor`.
+
+        Args:
+            made: the graph has made the tensor. Otherwise, the model may have.
+            channels_last: of this layout in compiled code.
+        """
         version = self.recorder.newest.get(tensor)
         if not made and version is None:
             return
@@ -218,15 +131,18 @@ class _TapedRun:
                 self._numbers[reader, name] = version
 
     def end_forward(self, reads: Sequence[tuple[str, str]]) -> None:
+        """Record what was saved, by reader and storage."""
         for read in reads:
             if (version := self._numbers.get(read)) is not None:
                 self._numbers[read] = self.saved.add(version)
         self._tape.end_graph()
 
     def device_of(self, name: str) -> torch.device | None:
+        """Return the device of the tensor of this name; None if `save` has not noted it."""
         return self._devices.get(name)
 
     def unpack(self, reader: str, storage: str, label: str) -> Tensor:
+        """Return a saved tensor for the node `reader`, whose name in the profile is `label`."""
         handle, number = self._handles[reader, storage], self._numbers.get((reader, storage))
 
         def unpack() -> Tensor:
@@ -243,6 +159,7 @@ class _TapedRun:
         return tensor
 
     def drop(self, reader: str, storages: Sequence[str]) -> None:
+        """Note that the node `reader` has run, and frees what it unpacked."""
         self._tape.end_node(self._events)
         self._events.clear()
         if current_graph_task_keeps_graph():
@@ -253,28 +170,24 @@ class _TapedRun:
                 self.saved.note_drop(number)
 
 
-def _copies_of(
-    call: _Run | _TapedRun, inputs: Mapping[fx.Node, Any], inductor: InductorNodes
-) -> dict[fx.Node, Tensor]:
+def _copies_of(call: _Run, inputs: Mapping[fx.Node, Any], inductor: InductorNodes) -> dict[fx.Node, Tensor]:
     """Return channels-last copies of the inputs that Inductor copies."""
     return {
         node: call.saved.compiled_copy_of(tensor)
         for node, tensor in inputs.items()
-        if call.saved is not None and node.name in inductor.channels_last and not is_channels_last(tensor)
+        if node.name in inductor.channels_last and not is_channels_last(tensor)
     }
 
 
-def _kernel_of(
-    call: _Run | _TapedRun, node: fx.Node, inductor: InductorNodes
-) -> AbstractContextManager[None]:
+def _kernel_of(call: _Run | None, node: fx.Node, inductor: InductorNodes) -> AbstractContextManager[None]:
     """Surround a run of `node`, whose temporaries may be in registers."""
-    if call.saved is None or node.name not in inductor.generated:
+    if call is None or node.name not in inductor.generated:
         return nullcontext()
     return call.saved.one_kernel()
 
 
 class _Running(threading.local):
-    call: _Run | _TapedRun | None = None  # that is in forward
+    call: _Run | None = None  # that is in forward
 
 
 _running = _Running()
@@ -325,7 +238,8 @@ class _Halves:
         steps = _Frees.of(module.graph, saved_from)
 
         def run(args: list[Any]) -> tuple[Any, ...]:
-            call = _running.call or _Run(None, None)
+            call = _running.call
+            assert call is not None
             env = _placed(module, args)
             args.clear()
             copies = _copies_of(call, env, inductor)
@@ -363,11 +277,9 @@ class _Halves:
         kinds = [type(description).__name__ for description in descriptions]
         return next((i for i, kind in enumerate(kinds) if kind.startswith("SavedForBackwards")), len(kinds))
 
-    def _run_op(
-        self, module: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], call: _Run | _TapedRun
-    ) -> Any:
+    def _run_op(self, module: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], call: _Run) -> Any:
         recorder = call.recorder
-        if recorder is None or not is_op(node):
+        if not is_op(node):
             return _run(module, node, env)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         outer = recorder.module
@@ -395,10 +307,10 @@ class _Halves:
 
         def run(args: list[Any]) -> tuple[Any, ...]:
             found = (getattr(arg, STAND_IN, None) for arg in args)
-            call = next((run for run in found if run is not None), _Run(None, None))
+            call = next((run for run in found if run is not None), None)
             env = _placed(module, args)
             args.clear()
-            lazy = dict.fromkeys(node for node in env if call.device_of(node.name) is not None)
+            lazy = dict.fromkeys(node for node in env if call and call.device_of(node.name) is not None)
             for node in lazy:
                 del env[node]
             for node, frees in steps.order:
@@ -432,14 +344,16 @@ def _run_step(
     node: fx.Node,
     env: dict[fx.Node, Any],
     lazy: Mapping[fx.Node, None],
-    call: _Run | _TapedRun,
+    call: _Run | None,
     frees: Sequence[fx.Node],
     inductor: InductorNodes,
 ) -> Any:
     """Run a node of backward on what forward saved, or on stand-ins of it."""
     label = f"{module_path(node)}/{node.target}"
     reads = [arg for arg in storages_read(node) if arg in lazy]
-    unpacked: dict[fx.Node, Any] = {read: call.unpack(node.name, read.name, label) for read in reads}
+    unpacked: dict[fx.Node, Any] = {}
+    if call is not None:
+        unpacked |= {read: call.unpack(node.name, read.name, label) for read in reads}
 
     def value(arg: Any) -> Any:
         if arg in env:
@@ -453,12 +367,13 @@ def _run_step(
     else:
         with _kernel_of(call, node, inductor):
             out = env[node] = _run(module, node, env, value)
-        if call.saved is not None and node.name in inductor.in_registers:
+        if call is not None and node.name in inductor.in_registers:
             call.saved.hide(out)
     for dead in frees:
         env.pop(dead, None)
     unpacked.clear()
-    call.drop(node.name, [read.name for read in reads])
+    if call is not None:
+        call.drop(node.name, [read.name for read in reads])
     return out
 
 
@@ -474,19 +389,6 @@ def _run(module: fx.GraphModule, node: Any, env: dict[fx.Node, Any], value: Any 
 
 def _placed(module: fx.GraphModule, args: Sequence[Any]) -> dict[fx.Node, Any]:
     return dict(zip(module.graph.find_nodes(op="placeholder"), args, strict=True))
-
-
-def _described(tensor: Tensor, call: _Run, *, channels_last: bool = False) -> _Described:
-    like = tensor
-    if channels_last:
-        like = torch.empty_like(tensor, device="meta", memory_format=torch.channels_last)
-    described = _Described(tensor.size(), like.stride(), tensor.dtype, tensor.device)
-    recorder, saved = call.recorder, call.saved
-    if recorder is not None:
-        described.version = recorder.newest.get(tensor)
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        described.content = tensor.clone() if saved is None else saved.copy_of(tensor)
-    return described
 
 
 @dataclass(frozen=True, slots=True)

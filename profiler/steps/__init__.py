@@ -1,1 +1,1 @@
-"""Run one fake training step for the profiler, and describe a step: its batch, its loss and its loop."""
+"""Describe a profiled step: its loop, its records, and what is copied before it or put back after it."""

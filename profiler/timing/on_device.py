@@ -32,7 +32,7 @@ from autoac.tape.torch_facts.private import (
     tree_map_only,
     unset_fake_temporarily,
 )
-from autoac.tape.torch_facts.storage_table import has_storage_or_fake
+from autoac.tape.torch_facts.storage_table import has_storage
 
 PRODUCT_ROWS = 768  # rows and columns of the products that measure the peak on the CPU
 PRODUCT_ROWS_ON_GPU = 4096
@@ -212,7 +212,7 @@ class OpTimesOnDevice:
         is_too_large = bytes_moved(args, kwargs, out) > self.datasheet.memory_bytes * PART_OF_MEMORY
         if is_too_large or facts.name in _CRASHES_ALONE:
             return None
-        if not all(has_storage_or_fake(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
+        if not all(has_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
             return None
         with unset_fake_temporarily(), disable_current_modes(), torch.no_grad():
             try:

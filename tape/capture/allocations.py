@@ -6,7 +6,6 @@ A *position* is an index into the list of changes: how many allocations and free
 from __future__ import annotations
 
 import bisect
-import itertools
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -46,16 +45,39 @@ class Change:
 
 
 class Allocations(Protocol):
-    """A record of allocations, of a real or of a fake step."""
+    """A record of allocations, of a real or of a fake step: of a with-block, which `abandon` ends early."""
 
     changes: list[Change]  # every allocation and free, in order
     positions: list[int]  # of each mark
     times_ns: list[int]  # of each mark
     functions: list[tuple[int, int]]  # of autograd's nodes: positions where one begins and has returned
 
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def check_complete(self, where: str, storages: Iterable[RecordedStorage]) -> None: ...
+
     def mark(self) -> int: ...
 
+    def locate(self, storage: torch.UntypedStorage) -> int: ...
+
     def block_at(self, address: int, mark: int) -> AllocatedBlock | None: ...
+
+
+def allocated_between(record: Allocations, first: int, last: int) -> list[AllocatedBlock]:
+    """Return the blocks that are allocated between two marks."""
+    changes = record.changes[record.positions[first] : record.positions[last]]
+    return [change.block for change in changes if change.nbytes > 0]
+
+
+def freed_between(record: Allocations, first: int, last: int) -> list[AllocatedBlock]:
+    """Return the blocks that are live at mark `first` and no longer at mark `last`."""
+    begin, end = record.positions[first], record.positions[last]
+    freed = (change.block for change in record.changes[begin:end] if change.nbytes < 0)
+    return [block for block in freed if block.allocated_at < begin]
 
 
 class AllocationRecord:
@@ -102,6 +124,8 @@ class AllocationRecord:
                 self._clock.resume()
                 self._marks += 1
             return self._marks - 1
+
+    locate = staticmethod(torch.UntypedStorage.data_ptr)
 
     def _close(self) -> None:
         with self._lock:
@@ -156,21 +180,6 @@ class AllocationRecord:
                 "let torch use its own (on CUDA the backend `native`, no pluggable one)",
             )
         self._trace.check_complete(where)
-
-    def peak_nbytes(self) -> int:
-        """Return by how much the bytes in use rose at most, over those as the record began."""
-        return max(itertools.accumulate((change.nbytes for change in self.changes), initial=0))
-
-    def freed_between(self, first: int, last: int) -> list[AllocatedBlock]:
-        """Return the blocks that are live at mark `first` and no longer at mark `last`."""
-        begin, end = self.positions[first], self.positions[last]
-        freed = (change.block for change in self.changes[begin:end] if change.nbytes < 0)
-        return [block for block in freed if block.allocated_at < begin]
-
-    def allocated_between(self, first: int, last: int) -> list[AllocatedBlock]:
-        """Return the blocks that are allocated between two marks."""
-        changes = self.changes[self.positions[first] : self.positions[last]]
-        return [change.block for change in changes if change.nbytes > 0]
 
     def block_at(self, address: int, mark: int) -> AllocatedBlock | None:
         """Return the block at `address` that is live at `mark`."""

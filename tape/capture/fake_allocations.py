@@ -12,7 +12,7 @@ would build attention masks that it does without in training.) The output of an 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from autoac.planner.units import rounded_bytes
 from autoac.tape.capture.allocations import AllocatedBlock, Change
+from autoac.tape.capture.op_recorder import RecordedStorage
 from autoac.tape.errors import CannotFake
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.op_facts import OpFacts, facts_of, written_tensors
@@ -28,12 +29,12 @@ from autoac.tape.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.tape.torch_facts.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorMode,
     TorchDispatchMode,
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from autoac.tape.torch_facts.storage_table import StorageTable
-from autoac.tape.torch_facts.storage_table import has_storage_or_fake as has_storage
+from autoac.tape.torch_facts.storage_table import StorageTable, has_storage
 
 MOST_KNOWN_NBYTES = 2**30
 """Integer tensors that an op makes from nothing are real up to this size."""
@@ -55,17 +56,18 @@ class FakeAllocations(TorchDispatchMode):
     kernel allocates inside itself is not seen.
 
     Args:
+        fakes: the mode under which the step runs.
         rounding: sizes of blocks are multiples of this.
         runtime_us: returns the run time of one call.
         kernels: return the outputs of ops, in place of torch's own fake kernels.
 
     Attributes:
         notes: how the step differs from a real one.
-        idle: returns True while ops of the profiler run, which take no time.
     """
 
     def __init__(
         self,
+        fakes: FakeTensorMode,
         rounding: int,
         runtime_us: Callable[..., float],
         kernels: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
@@ -76,11 +78,12 @@ class FakeAllocations(TorchDispatchMode):
         self.times_ns: list[int] = []
         self.functions: list[tuple[int, int]] = []  # not known
         self.notes: dict[str, None] = {}
-        self.idle: Callable[[], bool] = bool
+        self._fakes = fakes
         self._rounding = rounding
         self._runtime_us = runtime_us
         self._kernels = kernels
         self._now_us = 0.0
+        self._open = False
         self._blocks: list[AllocatedBlock] = []  # by address, which counts from 1
         self._block_of_storage: StorageTable[AllocatedBlock] = StorageTable()
         self._known: StorageTable[bool] = StorageTable()  # floating-point tensors computed from known ones
@@ -90,6 +93,19 @@ class FakeAllocations(TorchDispatchMode):
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True
+
+    def new_memory(self, tensor: Tensor) -> Tensor:
+        """Return a tensor like `tensor` on memory outside of the record, with values that are known."""
+        hidden = private.DisableTorchDispatch()  # in force until it is deleted
+        size, stride = tensor.size(), tensor.stride()
+        if _is_real(tensor) and _is_integral(tensor):
+            copy = tensor.untyped_storage().clone()
+            return torch.empty(0, dtype=tensor.dtype).set_(copy, tensor.storage_offset(), size, stride)
+        form = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+        memory: Tensor = private.FakeTensor(self._fakes, form, torch.device("cpu"))
+        del hidden
+        memory = private.neg_view(memory) if tensor.is_neg() else memory
+        return memory.conj() if tensor.is_conj() else memory
 
     def mark(self) -> int:
         """Place a mark and return its number, counted from 0."""
@@ -105,7 +121,7 @@ class FakeAllocations(TorchDispatchMode):
 
     def block_at(self, address: int, mark: int) -> AllocatedBlock | None:
         """Return the block at `address`. No address is used twice."""
-        return self._blocks[address - 1]
+        return self._blocks[address - 1] if address else None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -121,8 +137,7 @@ class FakeAllocations(TorchDispatchMode):
                 self._note_output(tensor, args, kwargs)
             if func in _IN_PLACE_FOR_REAL and private.current_graph_task_id() >= 0:
                 self._gradient_sum = (self._unshared_block_of(args[0]), self._block_of(out))
-            if not self.idle():
-                self._now_us += self._runtime_us(facts, func, args, kwargs, out)
+            self._now_us += self._runtime_us(facts, func, args, kwargs, out)
         return out
 
     def _run(self, facts: OpFacts, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -206,9 +221,23 @@ class FakeAllocations(TorchDispatchMode):
 
         self._deaths.add(weakref.ref(storage, note_death))
 
-    def close(self) -> None:
-        """Note no more frees: the storages that still exist outlive the record."""
-        self._deaths.clear()
+    def __enter__(self) -> FakeAllocations:
+        self._open = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._open = False
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self._deaths.clear()  # the storages that still exist outlive the record
+
+    def abandon(self) -> None:
+        """End the record if it is open."""
+        if self._open:
+            self.__exit__(None, None, None)
+
+    def check_complete(self, _where: str, _storages: Iterable[RecordedStorage]) -> None:
+        """Return: all storages are seen."""
 
 
 def copy_if_known(tensor: Tensor) -> Tensor:

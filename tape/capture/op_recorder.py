@@ -1,4 +1,4 @@
-"""Record which op of forward ran on what: a dispatch mode.
+"""Record which op of forward ran on what.
 
 Each in-place write gives a storage a new *version*, and an op reads versions. A storage that forward did not
 make (a parameter, the batch) has no version: the record calls it *external*.
@@ -21,13 +21,11 @@ from autoac.tape.distributed.process_groups import note_groups, note_mesh
 from autoac.tape.distributed.wrapped_tensors import below
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.batch_contents import batch_tensors
-from autoac.tape.torch_facts.inductor import RecordingMode, keep_dynamo_out
 from autoac.tape.torch_facts.module_paths import ROOT
 from autoac.tape.torch_facts.module_pins import MUST_RECOMPUTE, MUST_SAVE
 from autoac.tape.torch_facts.op_facts import (
     OpFacts,
     decides,
-    facts_of,
     old_statistics,
     tensor_versions,
     unread_argument,
@@ -42,7 +40,7 @@ from autoac.tape.torch_facts.storage_table import (
     window_of,
 )
 from autoac.tape.torch_facts.streams import has_streams
-from autoac.tape.unseen.function_calls import Apply, FunctionCall
+from autoac.tape.unseen.function_calls import FunctionCall
 
 CROSSES_FORWARDS = "another forward reads it"
 CROSSES_STREAMS = "another stream reads it"
@@ -124,42 +122,30 @@ class ForwardRecord:
     forward_ends: list[int] = field(default_factory=list)  # by forward of the model: ops up to its end
 
 
-class OpRecorder(RecordingMode):
-    """Record ops while the mode is active.
+class OpRecorder:
+    """Record the ops that a region runs (step_tape.py).
 
     Attributes:
         locate: returns the address under which the record of allocations knows a storage.
-        has_storage: returns True if a tensor is a plain window on one storage.
         record: the result.
         newest: the newest version of each storage that forward made.
-        paused: True while the profiler runs ops of its own, which are not recorded.
         module: path of the module that is running.
         pins: the pins of the user, by module path.
         generators: the generators that forward drew from.
         compiled: True if torch.compile runs the model as a whole.
         function: the call of a Function that is running.
-        follows: True if a region runs the ops, which notes what happens inside of Functions.
         needs_checkpoints: True if checkpoints must not run as plain calls: NOTE [ Needed checkpoints ].
     """
 
-    def __init__(
-        self,
-        mark: Callable[[], int],
-        locate: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr,
-        has_storage: Callable[[Tensor], bool] = has_storage,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, mark: Callable[[], int], locate: Callable[[torch.UntypedStorage], int]) -> None:
         self.locate = locate
-        self.has_storage = has_storage
         self.record = ForwardRecord()
         self.newest: StorageTable[int] = StorageTable()
-        self.paused = False
         self.module = ROOT
         self.pins: Mapping[str, str] = {}
         self.generators = UsedGenerators()
         self.compiled = False
         self.function: FunctionCall | None = None
-        self.follows = False
         self.needs_checkpoints = False
         self._readers: StorageTable[list[int]] = StorageTable()  # ops that read an external storage
         # By storage: the checkpoint, run as a plain call, in which autograd saved it last.
@@ -171,34 +157,6 @@ class OpRecorder(RecordingMode):
         self._in_loss = False
         self._mark = mark
         self._has_streams = has_streams()
-
-    @property
-    def is_idle(self) -> bool:
-        """Return True while the profiler runs ops of its own, in no compiled graph."""
-        return self.paused and not self._compiled_depth
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        return facts_of(func).call(*args, **kwargs) if self.paused else self.run(func, args, kwargs)
-
-    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an op and record it, also while the mode is paused because the op is one of compiled code."""
-        facts = facts_of(func)
-        if facts.view:
-            return facts.call(*args, **kwargs)
-        if self.function is not None:
-            self.begin_inside(facts, args, kwargs)
-            out = facts.call(*args, **kwargs)
-            self.end_inside(func, facts, args, kwargs, out)
-            return out
-        running = self.begin(facts, args, kwargs)
-        running.op.begin_mark = self._mark()
-        out = facts.call(*args, **kwargs)
-        running.op.end_mark = self._mark()
-        self.end(running, func, args, kwargs, out)
-        return out
 
     def begin(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunningOp:
         """Record an op that is about to run. The caller sets its marks, and calls `end`."""
@@ -213,7 +171,7 @@ class OpRecorder(RecordingMode):
             must_save = must_save or OUTSIDE_OF_MODEL
         written = list(written_tensors(facts, args, kwargs))
         unread = (*written, *old_statistics(facts.name, args))
-        if not all(map(self.has_storage, tensors_in(args, kwargs))):
+        if not all(map(has_storage, tensors_in(args, kwargs))):
             must_save = must_save or "reads a tensor without a storage of its own"
         reads = self._reads(tensors_in(args, kwargs), index, unread, unread_argument(facts, args, kwargs))
         if facts.collective:
@@ -269,7 +227,7 @@ class OpRecorder(RecordingMode):
         """
         reads: dict[int, None] = {}
         for tensor in tensors:
-            if not self.has_storage(tensor):
+            if not has_storage(tensor):
                 note_mesh(tensor)
                 continue
             version = self.newest.get(tensor)
@@ -291,27 +249,6 @@ class OpRecorder(RecordingMode):
         """Note that `version` is read, and have its op saved if an unseen kernel has written it since."""
         if self.record.versions[version].blank:
             self.force_save(version, UNSEEN)
-
-    def run_function(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any], apply: Apply) -> Any:
-        """Run a Function and record it as one op."""
-        if self.paused or self.function is not None:
-            return apply(*args, **kwargs)
-        call = FunctionCall(cls, args, kwargs)
-        op = self.begin_function(call, args, kwargs)
-        op.begin_mark = self._mark()
-        try:
-            out = call.run(apply)
-        finally:
-            self.function = None
-        op.end_mark = self._mark()
-        self.end_function(call, out)
-        self.paused = True
-        call.examine()
-        self.paused = False
-        if call.reason:
-            op.force_save(call.reason)
-        call.finish()
-        return out
 
     def begin_function(
         self, call: FunctionCall, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -350,8 +287,6 @@ class OpRecorder(RecordingMode):
 
     def begin_inside(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note an op inside of a Function, which is recorded as a whole, before it runs."""
-        if self.function is not None and not self.follows:
-            self.function.note_op(facts, args, kwargs)
         if facts.collective:
             note_groups(facts, args, kwargs)
         if facts.draws(args, kwargs):
@@ -364,8 +299,6 @@ class OpRecorder(RecordingMode):
         """Note what the op of `begin_inside` has returned and written."""
         for tensor in written_tensors(facts, args, kwargs):
             self._new_version(tensor, len(self.record.ops) - 1, only_write=False)
-        if self.function is not None and not self.follows:
-            self.function.note_outputs(args, kwargs, out)
         self.record.ops[-1].flops += flops_of(func, args, kwargs, out)
 
     def note_pack(self, tensor: Tensor, depth: int) -> bool:
@@ -378,10 +311,9 @@ class OpRecorder(RecordingMode):
         if call is not None:
             if not call.is_forward_over(depth):
                 return False
-            made = call.made_storage(tensor) if self.follows else call.saved_slot(tensor) is not None
-            if made:
+            if call.made_storage(tensor):
                 self._new_output(tensor, len(self.record.ops) - 1, (), {})
-        if (plain_call := running_call()) and self.has_storage(tensor):
+        if (plain_call := running_call()) and has_storage(tensor):
             self._saved_in.set(tensor, plain_call)
         return True
 
@@ -393,7 +325,7 @@ class OpRecorder(RecordingMode):
                 self._need_checkpoints()
         others = []
         for position, tensor in enumerate(chain.from_iterable(map(below, batch_tensors([output])))):
-            version = self.newest.get(tensor) if self.has_storage(tensor) else None
+            version = self.newest.get(tensor) if has_storage(tensor) else None
             if version is None:
                 others.append(tensor)
             else:
@@ -425,23 +357,21 @@ class OpRecorder(RecordingMode):
     def enter_compiled(self, written: Sequence[Tensor]) -> None:
         """Stop recording: the ops of compiled code are in no plan, and what they write becomes external."""
         for tensor in written:
-            if self.has_storage(tensor):
+            if has_storage(tensor):
                 self._note_overwrite(tensor, by=-1)
                 self.newest.drop(tensor)
         self._compiled_depth += 1
         self._graph_begins = True
-        self.paused = True
 
     def leave_compiled(self) -> None:
         """Record ops again, after `enter_compiled`."""
         self._compiled_depth -= 1
         self._graph_begins = False
-        self.paused = self._compiled_depth > 0
 
     def hold(self, tensors: Iterable[Tensor], reason: str = CROSSES) -> None:
         """Have the ops that made `tensors` saved."""
         for tensor in tensors:
-            if self.has_storage(tensor) and (version := self.newest.get(tensor)) is not None:
+            if has_storage(tensor) and (version := self.newest.get(tensor)) is not None:
                 self.force_save(version, reason)
 
     def _note_overwrite(self, tensor: Tensor, *, by: int) -> None:
@@ -455,7 +385,7 @@ class OpRecorder(RecordingMode):
         need_checkpoints()
 
     def _new_version(self, tensor: Tensor, op: int, *, only_write: bool) -> None:
-        if not self.has_storage(tensor):
+        if not has_storage(tensor):
             return
         saved_in = self._saved_in.get(tensor)
         if saved_in not in (None, running_call()) and not self.record.ops[op].facts.statistics:
@@ -474,13 +404,13 @@ class OpRecorder(RecordingMode):
             self.record.versions[-1].window = window_of(tensor)
 
     def _new_output(self, tensor: Tensor, op: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if not self.has_storage(tensor):
+        if not has_storage(tensor):
             self.record.ops[op].must_save = "its output has no storage of its own"
             return
         if self.newest.get(tensor) is not None:
             return
         storage = tensor.untyped_storage()
-        if any(self.has_storage(t) and t.untyped_storage() is storage for t in tensors_in(args, kwargs)):
+        if any(has_storage(t) and t.untyped_storage() is storage for t in tensors_in(args, kwargs)):
             return
         mark = self.record.ops[op].end_mark
         mark = mark if mark >= 0 else self._mark()  # a Function saves what it made before it returns
@@ -507,6 +437,3 @@ class OpRecorder(RecordingMode):
         if (readers := self._readers.get(tensor)) is None:
             self._readers.set(tensor, readers := [])
         readers.append(op)
-
-
-keep_dynamo_out(OpRecorder.__torch_dispatch__, "it records a step", recursively=True)

@@ -1,13 +1,16 @@
-"""Record a real training step while a region of `ac_client` runs it.
+"""Record a training step while a region of `ac_client` runs it.
 
-Such a step, an *observed* step, holds little: its backward recomputes. So the record differs in three ways
-from that of a step that saves everything, and all three are undone here:
+An *observed* step holds little: its backward recomputes. So its record differs in three ways from that of a
+step that saves everything, and all three are undone here:
 
 1. What the region copies, compares or recomputes takes memory that no plan needs. It is allocated between two
    marks, which are `hidden`.
 2. A storage that the region holds is not freed when forward lets go of it (held_storages.py).
 3. A tensor that backward unpacks may stay cached for a later node. Without a region it would be free when the
    function of its node returns, which the trace of autograd's nodes shows.
+
+A *fake* step has no such trace. Its region saves everything, and backward gets new memory in place of each
+tensor (`replaced`), so that the record shows when the node frees it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 
 from autoac.planner.formats.profile import CROSSES, OVERWRITTEN, UNSEEN
-from autoac.tape.capture.allocations import AllocatedBlock, AllocationRecord
+from autoac.tape.capture.allocations import AllocatedBlock, Allocations, allocated_between
 from autoac.tape.capture.op_recorder import (
     OUTSIDE_OF_MODEL,
     OpRecorder,
@@ -66,7 +69,7 @@ class StepTape:
     """Record the ops that a region runs, what autograd saves, and what backward asks for.
 
     Args:
-        mark: places a mark in the allocator's record.
+        allocations: the record of the step.
         replays: measures the run times of replays.
 
     Attributes:
@@ -80,11 +83,12 @@ class StepTape:
         unit_of: returns the FSDP unit of a module, if the model is sharded.
         kept_units: units that keep a tensor which others read, such as a loss in an attribute.
         region: that runs the forward, for its compiled graphs.
+        replaced: in a fake step, returns new memory of the form of a saved tensor.
     """
 
-    def __init__(self, mark: Callable[[], int], replays: OpSpans) -> None:
-        self.recorder = OpRecorder(mark)
-        self.recorder.follows = True
+    def __init__(self, allocations: Allocations, replays: OpSpans) -> None:
+        mark = allocations.mark
+        self.recorder = OpRecorder(mark, allocations.locate)
         self.saved = SavedTensorRecorder(self.recorder, mark)
         self.hidden: list[tuple[int, int]] = []
         self.temporary: list[RecordedStorage] = []
@@ -94,6 +98,7 @@ class StepTape:
         self.unit_of: Callable[[str], Any] | None = None
         self.kept_units: list[Any] = []
         self.region: RegionOfGraphs | None = None
+        self.replaced: Callable[[Tensor], Tensor] | None = None
         self._mark = mark
         self._op: RecordedOp | None = None  # whose kernel has not run yet
         self._outside = -1  # mark at which the model's last forward ended
@@ -111,8 +116,8 @@ class StepTape:
             return None
         storage = self.recorder.record.versions[version].storage
         # A backward inside of forward may have got other memory, with the same contents.
-        is_original = self.recorder.record.storages[storage].address == tensor.untyped_storage().data_ptr()
-        return storage if is_original else None
+        address = self.recorder.locate(tensor.untyped_storage())
+        return storage if address == self.recorder.record.storages[storage].address else None
 
     def _let_go(self, storage: int) -> None:
         found = self.recorder.record.storages[storage]
@@ -121,7 +126,8 @@ class StepTape:
 
     def _was_temporary(self, tensor: Tensor) -> None:
         if not self.saved.closed and self.recorder.newest.get(tensor) is None:
-            self.temporary.append(RecordedStorage(tensor.untyped_storage().data_ptr(), self._mark()))
+            address = self.recorder.locate(tensor.untyped_storage())
+            self.temporary.append(RecordedStorage(address, self._mark()))
 
     @contextmanager
     def hiding(self) -> Iterator[None]:
@@ -284,7 +290,7 @@ class StepTape:
         self.held.look()
         self._outside = self._mark()
 
-    def end_outside(self, allocations: AllocationRecord, backward: int) -> list[AllocatedBlock]:
+    def end_outside(self, allocations: Allocations, backward: int) -> list[AllocatedBlock]:
         """Record what ran outside of the model as one op, if it took memory; return the blocks that it made.
 
         Args:
@@ -295,9 +301,9 @@ class StepTape:
             id(block)
             for begin, end in self.hidden
             if begin >= self._outside
-            for block in allocations.allocated_between(begin, end)
+            for block in allocated_between(allocations, begin, end)
         }
-        between = allocations.allocated_between(self._outside, backward)
+        between = allocated_between(allocations, self._outside, backward)
         made = [block for block in between if id(block) not in hidden]
         if any(block.nbytes >= SMALL_NBYTES for block in made):
             op = RecordedOp(OUTSIDE, ROOT, (), OUTSIDE_SIGNATURE, False, 0, OUTSIDE_OF_MODEL)
@@ -341,6 +347,8 @@ class StepTape:
         self.held.look()
         event = self.saved.begin_unpack(saved)
         tensor, event.kept = unpack()
+        if self.replaced is not None:
+            tensor, event.kept = self.replaced(tensor), False
         event.end_mark = self._mark()
         self.hidden.append((event.mark, event.end_mark))
 

@@ -1,18 +1,18 @@
-"""Profile models in DistributedDataParallel on one rank, and count its buckets.
+"""Profile models in DistributedDataParallel, and count its buckets.
 
-DistributedDataParallel reduces gradients in hooks of the parameters, which a profiled step does not call. Its
-forward also prepares the reduction, and sends buffers to other ranks. Both are switched off in a profiled
-step, so that one rank can profile without the others. Its buckets occupy the device, and count.
+DistributedDataParallel reduces gradients in hooks of the parameters. Its forward also prepares the reduction,
+and sends buffers to other ranks. Both are switched off in a fake step, so that one rank can profile without
+the others. Its buckets occupy the device, and count.
 
 `torch.distributed._composable.replicate` builds a DistributedDataParallel over the parameters of a module in
-the first forward. In a profiled forward, these parameters would be the profile's aliases, whose gradients no
-optimizer reads. So the wrapper is built before the profile. If a profiled forward builds another one, the
-model is refused.
+the first forward. A real step builds the wrapper before its record. A fake one, whose parameters are copies,
+refuses a model that builds one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -93,16 +93,26 @@ def wrapper_paths(model: nn.Module) -> frozenset[str]:
     )
 
 
+def copy_wrappers(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Have `copy.deepcopy(model, memo)` copy wrappers without what reduces gradients, which has no copy."""
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    wrappers += replicating(model).values()
+    for wrapper in wrappers:
+        memo[id(wrapper)] = type(wrapper).__new__(type(wrapper))
+    for wrapper in wrappers:
+        attributes = {k: dict(v) if isinstance(v, dict) else v for k, v in vars(wrapper).items()}
+        attributes.pop("_pre_forward", None)  # see `build_replicating`
+        vars(memo[id(wrapper)]).update(attributes, _modules=copy.deepcopy(wrapper._modules, memo))
+
+
 @contextmanager
 def without_ddp_sync(model: nn.Module) -> Iterator[None]:
-    """Keep forwards of `model` from communicating with other ranks and from preparing a reduction.
+    """Keep forwards of `model`, a copy, from communicating with other ranks and from preparing a reduction.
 
-    `modules_restored` must be active around this: it restores the attributes that are set here, and those
-    that DistributedDataParallel itself changes.
+    Raises:
+        CannotProfile: forward builds another wrapper.
     """
     states = [state for _module, state in private.replicate_states(model) if hasattr(state, "_ddp")]
-    no_sync = [state._no_sync for state in states]
-    attributes = [dict(state._ddp.__dict__) for state in states]
     for wrapper in (*model.modules(), *(state._ddp for state in states)):
         if isinstance(wrapper, DistributedDataParallel):
             wrapper.require_backward_grad_sync = False  # as no_sync() does
@@ -110,24 +120,17 @@ def without_ddp_sync(model: nn.Module) -> Iterator[None]:
             wrapper._static_graph_delay_allreduce_enqueued = True  # or backward reduces everything at its end
     for state in states:
         state._no_sync = True  # its hook sets require_backward_grad_sync
+
+    def refuse(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        raise CannotProfile(
+            type(model).__name__,
+            "its forward builds a DistributedDataParallel, which waits for the other ranks",
+            "run one batch through the model before, so that it is built",
+        )
+
     init = DistributedDataParallel.__init__
-    DistributedDataParallel.__init__ = _refused_init(model)  # type: ignore[method-assign]
+    DistributedDataParallel.__init__ = refuse  # type: ignore[method-assign]
     try:
         yield
     finally:
         DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
-        for state, sync, before in zip(states, no_sync, attributes, strict=True):
-            state._no_sync = sync
-            state._ddp.__dict__.update(before)
-
-
-def _refused_init(model: nn.Module) -> Callable[..., None]:
-    def refuse(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        raise CannotProfile(
-            type(model).__name__,
-            "its forward builds a DistributedDataParallel, which in a profile would reduce the gradients of "
-            "aliases of the parameters",
-            "run one batch through the model before ac_client.apply, so that it is built",
-        )
-
-    return refuse

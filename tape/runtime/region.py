@@ -446,7 +446,7 @@ class Region(RecordingMode):
         kwargs: dict[str, Any] | None,
     ) -> Any:
         """Run an op inside of a Function, which is recorded as a whole."""
-        if function.is_known and not self._asks_inside:
+        if function.is_known and not self._asks_inside and self._tape is None:
             return self._run_saved(func, facts, args, kwargs)
         function.call.note_op(facts, args, kwargs or {})
         out = self._run_saved(func, facts, args, kwargs)

@@ -164,28 +164,9 @@ def call_outside_dynamo(call: Callable[..., Any], args: Sequence[Any]) -> Any:
 keep_dynamo_out(call_outside_dynamo, "it switches Dynamo off")
 
 
-def runs_in_compiled_code() -> bool:
-    """Return True if compiled code called the function that runs now, by `call_outside_dynamo`."""
-    return callable(_around.callback)
-
-
-def call_as_compiled(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return `call(*args, **kwargs)`, compiled if `runs_in_compiled_code`."""
-    if not runs_in_compiled_code():
-        return call(*args, **kwargs)
-    before = _frames.set_eval_frame(with_code_of_plans(_around.callback))
-    try:
-        return call(*args, **kwargs)
-    finally:
-        _frames.set_eval_frame(before)
-
-
-keep_dynamo_out(call_as_compiled, "it switches Dynamo on")
-
-
 def is_called_compiled(model: Any) -> bool:
-    """Return True if `call_as_compiled(model)` runs the whole forward compiled."""
-    return is_compiled(model) or runs_in_compiled_code()
+    """Return True if a call of `model` runs the whole forward compiled: itself, or its caller is compiled."""
+    return is_compiled(model) or callable(_around.callback)
 
 
 def runs_compiled(entry: Any) -> bool:
@@ -196,6 +177,28 @@ def runs_compiled(entry: Any) -> bool:
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the module that `torch.compile(module)` was called on, or `model` itself."""
     return model._orig_mod if is_optimized(model) else model  # type: ignore[return-value]
+
+
+def keep_contexts(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Have `copy.deepcopy(model, memo)` compile each module in the context of the original."""
+    for module in model.modules():
+        if is_optimized(module):
+            memo[id(module.dynamo_ctx)] = module.dynamo_ctx
+
+
+def compile_copies(modules: Iterable[nn.Module], memo: Mapping[int, Any]) -> None:
+    """Compile the copies of those of `modules` that `module.compile()` was called on, as these are.
+
+    Args:
+        modules: which were copied.
+        memo: of `copy.deepcopy`: the copies, by id of the original.
+    """
+    for module in modules:
+        if (call := module._compiled_call_impl) is not None:
+            wrapper: Any = getattr(call, "wrapped", call)  # that of WatchedCompiledCall
+            variables = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
+            copied = memo[id(module)]
+            copied._compiled_call_impl = variables["self"].cell_contents(copied._call_impl)
 
 
 class RecordingMode(TorchDispatchMode):

@@ -56,24 +56,24 @@ def _nothing(*_args: Any) -> None:
 class WatchedCompiledCall:
     """Stand in for the compiled call of a module after `module.compile()`, and watch it from outside."""
 
-    __slots__ = ("_after", "_before", "_call", "_module")
+    __slots__ = ("_after", "_before", "_module", "wrapped")
 
     def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         self._module, self._before, self._after = module, before, after
-        self._call: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
+        self.wrapped: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
         module._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._before()
         try:
-            return self._call(*args, **kwargs)
+            return self.wrapped(*args, **kwargs)
         finally:
             self._after()
 
     def remove(self) -> None:
         """Put the compiled call back, unless the module was compiled again."""
         if self._module._compiled_call_impl is self:
-            self._module._compiled_call_impl = self._call
+            self._module._compiled_call_impl = self.wrapped
 
 
 Watch = RemovableHandle | WatchedCompiledCall

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from autoac.tape.torch_facts.storage_table import has_storage_or_fake
+from autoac.tape.torch_facts.storage_table import has_storage
 
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -39,7 +39,7 @@ def signature_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
         if isinstance(arg, Tensor):
             if arg.is_nested:  # has no shape where its layout is strided
                 return ("nested", arg.dtype, arg.numel())
-            if not has_storage_or_fake(arg):
+            if not has_storage(arg):
                 return (str(arg.layout), arg.dtype, tuple(arg.shape))
             return (arg.dtype, tuple(arg.shape), arg.stride())
         if isinstance(arg, (list, tuple)):

@@ -26,23 +26,13 @@ _STRIDED = torch.strided
 def has_storage(tensor: Tensor) -> bool:
     """Return True if `tensor` is a plain window on one storage.
 
-    False for sparse and mkldnn layouts, nested and quantized tensors, subclasses that wrap other tensors, the
-    zeros that forward-mode AD makes without any memory, and fake tensors, whose storages have no address.
+    False for sparse and mkldnn layouts, nested and quantized tensors, subclasses that wrap other tensors, and
+    the zeros that forward-mode AD makes without any memory. True for fake tensors, whose storages have the
+    right size, and no address.
     """
     kind = type(tensor)
-    if kind is not Tensor and kind is not Parameter and (kind is FakeTensor or is_wrapper(tensor)):
+    if kind is not Tensor and kind is not Parameter and kind is not FakeTensor and is_wrapper(tensor):
         return False
-    return _is_window(tensor)
-
-
-def has_storage_or_fake(tensor: Tensor) -> bool:
-    """Return True as `has_storage` does, and for fake tensors too, whose storages have the right size."""
-    if type(tensor) is FakeTensor:
-        return _is_window(tensor)
-    return has_storage(tensor)
-
-
-def _is_window(tensor: Tensor) -> bool:
     return (
         tensor.layout is _STRIDED
         and not tensor.is_nested

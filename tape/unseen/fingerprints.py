@@ -40,8 +40,8 @@ _UNITS = {8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by 
 
 
 def can_compare(tensor: Tensor) -> bool:
-    """Return True if `tensor` has contents: False on the meta device."""
-    return tensor.device.type != "meta"
+    """Return True if `tensor` has contents: False on the meta device, and for fake tensors."""
+    return tensor.device.type != "meta" and type(tensor) is not private.FakeTensor
 
 
 class Comparison:

@@ -58,6 +58,7 @@ from autoac.tape.unseen.fingerprints import (
     Comparison,
     Fingerprint,
     KeptWeights,
+    can_compare,
     fingerprint,
     same_contents,
     storage_fingerprint,
@@ -291,7 +292,7 @@ class FunctionCall:
         if known is not None:
             self.reason = self.reason or known.reason
             self.written = [storages[i] for i in known.written]
-        elif not self.reason and Comparison.enabled:
+        elif not self.reason and Comparison.enabled and all(map(can_compare, plain)):
             self._examination = _Examination(kind, storages)
         self.rerun: FunctionRerun | None = None
         if not self.reason:

@@ -48,8 +48,8 @@ def ops_of(kind: str, i: int, device: str) -> Any:
 
 
 def fake_ops_of(kind: str, i: int) -> Any:
-    memory = FakeAllocations(1, lambda *_: 0.0, GPU_FAKE_KERNELS)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    memory = FakeAllocations(fakes, 1, lambda *_: 0.0, GPU_FAKE_KERNELS)
     with gpu_kernels(H100), gpu_autocast(), fakes, memory:
         return ops_of(kind, i, "cpu")
 

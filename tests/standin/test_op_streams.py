@@ -59,8 +59,9 @@ def ops_of(case: Case, device: str) -> list[Op]:
 
 def fake_ops_of(case: Case, device: Device) -> list[Op]:
     """Return the ops of a call in a fake step for `device`."""
-    memory = FakeAllocations(1, lambda *_: 0.0, GPU_FAKE_KERNELS)
-    with gpu_kernels(device), FakeTensorMode(allow_non_fake_inputs=True), memory:
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    memory = FakeAllocations(fakes, 1, lambda *_: 0.0, GPU_FAKE_KERNELS)
+    with gpu_kernels(device), fakes, memory:
         return ops_of(case, "cpu")
 
 

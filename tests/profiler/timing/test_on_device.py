@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoac.profiler import DATASHEETS, Times, datasheet_of_this_cpu, profile
-from autoac.profiler.steps import fake
+from autoac.profiler import DATASHEETS, Times, datasheet_of_this_cpu, fake_step, profile
 from autoac.profiler.timing import cache
 from autoac.profiler.timing import on_device as local
 from autoac.profiler.timing.roofline import Device, KernelKind
@@ -59,13 +58,13 @@ def test_ops_of_a_fake_step_have_measured_times() -> None:
 def test_generators_of_the_device_that_runs_ops_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dropout op that is timed by itself draws on that device, not on the CPU of the fake tensors."""
     restored: list[torch.device] = []
-    own = fake.generators_restored
+    own = fake_step.generators_restored
 
     def noted(device: torch.device) -> Any:
         restored.append(device)
         return own(device)
 
-    monkeypatch.setattr(fake, "generators_restored", noted)
+    monkeypatch.setattr(fake_step, "generators_restored", noted)
     profile(nn.Linear(4, 4), torch.randn(2, 4), on=torch.device("cpu", 0))
     profile(nn.Linear(4, 4), torch.randn(2, 4), on=DATASHEETS["h100"])
     assert restored == [torch.device("cpu", 0), torch.device("cpu")]
