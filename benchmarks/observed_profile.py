@@ -39,7 +39,7 @@ OTHERS = ("runtime_us", "spread_us", "replay_us", "notes")
 """Times, and notes on them."""
 IN_KERNELS = ("environment.", "ops.workspace_nbytes")
 """Columns that a fake step leaves out, or has of another device."""
-IN_BACKWARD = ("backward.other_nbytes", "backward.peak_nbytes", "temporaries.", "ops.other_nbytes")
+IN_BACKWARD = ("backward.", "saved.dropped", "outputs.released", "temporaries.", "nodes", "ops.other_nbytes")
 """Columns that the known reasons change."""
 A_CPU = Device(
     "a CPU",

@@ -17,13 +17,8 @@ _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 def batch_tensors(items: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among `items`, in containers, dataclasses and other objects, at any depth."""
-    return (item for item in reached_items(items) if isinstance(item, Tensor))
-
-
-def reached_items(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield tensors, and for each other object what holds its content. Objects may form long chains."""
     seen: set[int] = set()
-    waiting: deque[Iterable[Any]] = deque([items])
+    waiting: deque[Iterable[Any]] = deque([items])  # objects may form long chains
     while waiting:
         for leaf in _leaves(waiting.popleft()):
             if isinstance(leaf, Tensor):
@@ -32,8 +27,7 @@ def reached_items(items: Iterable[Any]) -> Iterator[Any]:
             for holder in _holders(leaf):
                 if id(holder) not in seen:
                     seen.add(id(holder))
-                    yield holder
-                    waiting.append(content_of(holder).values())
+                    waiting.append(_content_of(holder).values())
 
 
 def _leaves(items: Iterable[Any]) -> Iterator[Any]:
@@ -70,7 +64,7 @@ def _holders(item: Any) -> Iterator[Any]:
 _OPAQUE_TYPES = (type, nn.Module, ModuleType, FunctionType)
 
 
-def content_of(holder: Any) -> dict[Any, Any]:
+def _content_of(holder: Any) -> dict[Any, Any]:
     """Return the content of a dictionary, or of a dataclass with slots."""
     if isinstance(holder, dict):
         return holder

@@ -56,9 +56,6 @@ _WRITING_HIGHER_ORDER = {"triton_kernel_wrapper_mutation", "inductor_compiled_co
 # The shape of their output depends on an index or a mask. The same argument gives the same shape.
 _SHAPED_BY_ARGUMENT = _aten("index.Tensor masked_select")
 
-# Return floating-point numbers for backward as a tensor of bytes.
-_NUMBERS_AS_BYTES = _aten("mkldnn_rnn_layer")
-
 # Return a workspace of which they write a part only, so that the rest differs from run to run.
 _LEAVE_BYTES_UNWRITTEN = frozenset({"aten.mkldnn_rnn_layer.default"})
 
@@ -183,7 +180,6 @@ class OpFacts:
     opaque: bool = False  # a higher-order op: the ops inside are not seen
     fills_packed: int = -1  # argument that it fills after autograd has packed it
     statistics: tuple[int, ...] = ()  # arguments that it updates, and that do not affect its outputs
-    numbers_as_bytes: bool = False  # returns floating-point numbers as uint8
     shaped_by_argument: bool = False  # the values of a mask or an index set the shape of its output
     function: bool = False  # a torch.autograd.Function, which runs as one op (function_calls.py)
     blank: bool = False  # returns memory that nobody has written
@@ -269,7 +265,6 @@ def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         never_recomputed=collective or schema.name in _REBINDS | _OWN_STATE,
         fills_packed=_FILLS_PACKED.get(schema.name, -1),
         statistics=hidden,
-        numbers_as_bytes=schema.name in _NUMBERS_AS_BYTES,
         shaped_by_argument=_key(op) in _SHAPED_BY_ARGUMENT,
         blank=schema.name in _BLANK,
         may_skip_first=schema.name in _BLANK | _FILLS | _SCALES_FIRST or _key(op) in _DESCRIBES,

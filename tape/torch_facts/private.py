@@ -47,9 +47,6 @@ from torch._subclasses import functional_tensor as _functional
 from torch.autograd import forward_ad as _forward_ad
 from torch.autograd import function as _function
 from torch.autograd import grad_mode as _grad_mode
-from torch.nn.modules import module as _modules
-from torch.nn.utils import parametrize as _parametrize
-from torch.nn.utils import stateless as _stateless
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree
 from torch.utils import weak as _weak
@@ -326,7 +323,7 @@ get_math_sdp_enabled, set_math_sdp_enabled = _C._get_math_sdp_enabled, _C._set_s
 get_cudnn_sdp_enabled, set_cudnn_sdp_enabled = _C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn
 
 # Tensors.
-neg_view = torch._neg_view  # a stand-in is lazily negated where the saved tensor is
+neg_view = torch._neg_view  # what takes the place of a saved tensor is lazily negated where that is
 set_conj, set_neg = _C._set_conj, _C._set_neg  # rebuild a view with its lazy bits
 unsafe_preserve_version_counter = _grad_mode._unsafe_preserve_version_counter  # hides what is put back
 
@@ -341,25 +338,14 @@ engine_run_backward = torch.autograd.graph._engine_run_backward  # its frame sho
 ENGINE_RUN_BACKWARD = "_engine_run_backward"  # by which torch.autograd calls it
 top_saved_tensors_default_hooks = _autograd._top_saved_tensors_default_hooks  # hooks around ours
 set_grad_enabled = _C._set_grad_enabled  # unlike the public one, makes no object
-HookMixin = _function._HookMixin  # C++ registers hooks of nodes through it
 
 # Modules and optimizers.
-reparametrize_module = _stateless._reparametrize_module  # functional_call ends before backward
 foreach_supported_types = _optimizer._foreach_supported_types  # which tensors an optimizer updates at once
 get_foreach_kernels_supported_devices = _foreach_utils._get_foreach_kernels_supported_devices  # and where
-HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
-    _modules._global_backward_hooks,  # `register_module_full_backward_hook`
-    _modules._global_backward_pre_hooks,
-)
 STEP_HOOKS_OF_ALL_OPTIMIZERS: tuple[dict[int, Any], ...] = (
     _optimizer._global_optimizer_pre_hooks,  # `register_optimizer_step_pre_hook`
     _optimizer._global_optimizer_post_hooks,
 )
-
-
-def parametrization_cache() -> dict[Any, Any]:
-    """Return what `torch.nn.utils.parametrize.cached()` holds, which replaces the dictionary when it ends."""
-    return _parametrize._cache
 
 
 # State of a thread that autograd takes along to the threads of its devices. SPLIT has what writes it.
@@ -540,7 +526,6 @@ def _check_attributes() -> None:
         (_C, "_dispatch_has_kernel_for_dispatch_key _dispatch_kernel_for_dispatch_key_is_fallthrough"),
         (_functorch, "peek_interpreter_stack"),
         (_forward_ad, "_current_level"),
-        (_parametrize, "_cache"),
     ):
         for name in names.split():
             getattr(owner, name)
