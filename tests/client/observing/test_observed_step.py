@@ -68,7 +68,7 @@ def test_observed_step_of_a_random_program_has_its_profile(first: int) -> None:
         observed = profile(model, *batch)
         assert not differing(observed, fake, *IN_BACKWARD, *IN_KERNELS), seed
         compared += 1
-    assert compared > 25
+    assert compared > 15
 
 
 def loss_of_logits(out: dict[str, Tensor]) -> Tensor:
