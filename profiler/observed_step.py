@@ -436,7 +436,6 @@ class ObservedStep:
             unplanned=tuple(self._unplanned),
             temporary=tape.temporary,
             hidden=tape.hidden,
-            kept_nbytes=self._kept_nbytes,
         )
 
     def profile(self, model: nn.Module, optimizer: Optimizers = None, times: Times | None = None) -> Profile:

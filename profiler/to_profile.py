@@ -108,9 +108,8 @@ def assemble(
         environment=environment,
         static=static,
         gradient_nbytes=other.as_begins(at[step.backward_end]),
-        kept_nbytes=max(
-            -sum(change.nbytes for change in record.changes[at[step.graph_end] : at[step.backward_end]]),
-            step.kept_nbytes,
+        kept_nbytes=-sum(
+            change.nbytes for change in record.changes[at[step.graph_end] : at[step.backward_end]]
         ),
         optimizer_workspace_nbytes=optimizer_workspace_nbytes,
         ops=Ops(

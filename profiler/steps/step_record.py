@@ -35,7 +35,6 @@ class StepRecord:
     unplanned: Sequence[str] = ()  # messages on what decides itself what autograd holds
     temporary: Sequence[RecordedStorage] = ()  # held longer than until the mark, in this step alone
     hidden: Sequence[tuple[int, int]] = ()  # pairs of marks: what is allocated in between counts as nothing
-    kept_nbytes: int = 0  # at least, of the tensors that backward starts from
 
 
 def force_saves_of_units(record: ForwardRecord, shards: Shards, out_of_reach: Set[int]) -> None:

@@ -178,6 +178,19 @@ def test_compiled_model_runs_the_kernels_of_the_gpu() -> None:
     assert "aten.scaled_dot_product_attention" not in kinds(profile(of_cpu, x))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_model_compiled_in_place_runs_compiled_in_a_fake_step() -> None:
+    x = torch.randn(2, 16, 32)
+    wrapped: Any = torch.compile(Attention(), backend="aot_eager")
+    found = profile(wrapped, x, on=A_CPU)
+    torch.compiler.reset()
+    whole, part = Attention(), nn.Sequential(Attention())
+    whole.compile(backend="aot_eager")
+    part[0].compile(backend="aot_eager")
+    assert profile(whole, x, on=A_CPU).keys() == found.keys()
+    assert profile(part, x, on=A_CPU).ops.flags == found.ops.flags
+
+
 def test_fake_step_leaves_the_dispatcher_unchanged() -> None:
     x = torch.randn(2, 64, 32)
     on_h100(Attention(), x)
