@@ -164,7 +164,7 @@ class ModelHooks:
             self._of_thread.forward.end()
             planning.planner.warn_once(
                 "in checkpoint",
-                "a checkpoint around it discards what its forward saves, and runs it again in backward. So it "
+                "a checkpoint around it discards what its forward saves, and runs it in backward again. It "
                 "runs without a plan. Call it outside of checkpoints: the plan recomputes what is needed",
             )
             return
