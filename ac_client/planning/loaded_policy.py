@@ -53,6 +53,8 @@ class ForwardRoute:
     quiet_calls: dict[tuple[str, int], int] = field(default_factory=dict)
     unrecorded: int = 0  # ops that the last walk ran without the dispatch mode
     compared: bool = False  # what backward recomputes was compared once
+    nodes: int = 0  # of autograd, at most, that a forward made of which every op was recorded
+    follows: bool = True  # record every op of the next forward, to notice ops that the policy does not have
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,7 +222,9 @@ class PlannedBucket:
         observed: the form of the loop, as steps have shown it. The next forward is planned for it.
         outside_nbytes: that steps have made between the model and backward, at most.
         ran_skipped: skipped modules of the step that a forward has run since.
-        left: a forward has run other ops than the policy has.
+        forwards: how many were to run under it.
+        left_at: the last of them that ran other ops than the policy has; 0 if none did.
+        left_until: the forward from which on to observe another like it.
         room_requests: how often other models on the device asked for room.
         room_requested: bytes that they asked for since the policy was planned.
         without_gradients: step and terms from before the one that finds gradients, if the ops are the same.
@@ -240,7 +244,7 @@ class PlannedBucket:
         self.shape = shape
         self.statistics = StepStatistics()
         self.ran_skipped: set[str] = set()
-        self.left = False
+        self.forwards = self.left_at = self.left_until = 0
         self.room_requests = 0
         self.room_requested = 0
         self.warned: set[str] = set()
@@ -256,6 +260,22 @@ class PlannedBucket:
     def policy(self) -> Policy:
         """Return the policy that is loaded now."""
         return self.loaded.policy
+
+    @property
+    def left(self) -> bool:
+        """Return True if a forward has run other ops than the policy has, and the next may be like it."""
+        return 0 < self.left_until <= self.forwards
+
+    def leave(self) -> None:
+        """Note that a forward has run other ops than the policy has.
+
+        The next forwards may be like it. If an observed one was not, such forwards take turns with others:
+        then the next is as far away as the last.
+        """
+        if self.left_at != self.forwards:
+            turns = self.left_at and self.planned_for.module_tries
+            self.left_until = self.forwards + (self.forwards - self.left_at if turns else 1)
+            self.left_at = self.forwards
 
     @property
     def plan(self) -> Plan | None:
@@ -277,7 +297,7 @@ class PlannedBucket:
         self.loaded, self.step, self.stale = loaded, step, ""
         self.statistics.forget_peaks()
         self.ran_skipped.clear()
-        self.left = False
+        self.left_until = 0
         self.warned.discard("over the limit")
         predicted, profile = loaded.policy.predicted, step.profile
         own = predicted.peak_bytes - predicted.static_bytes

@@ -24,6 +24,7 @@ from autoac.profiler.observed_step import ObservedStep, recorded_step
 from autoac.tape.distributed.ddp import wrapper_paths
 from autoac.tape.errors import CannotProfile
 from autoac.tape.runtime.cursor import OffPath
+from autoac.tape.runtime.saved_tensor_hooks import is_in_checkpoint
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.batch_contents import batch_tensors
 from autoac.tape.torch_facts.inductor import compiled_parts, is_called_compiled
@@ -159,6 +160,14 @@ class ModelHooks:
                 "the stream is being captured into a CUDA graph, and a profile synchronizes the device",
                 "run one training step before the capture, which makes the plan",
             )
+        if planning.store.latest is None and is_in_checkpoint():
+            self._of_thread.forward.end()
+            planning.planner.warn_once(
+                "in checkpoint",
+                "a checkpoint around it discards what its forward saves, and runs it in backward again. It "
+                "runs without a plan. Call it outside of checkpoints: the plan recomputes what is needed",
+            )
+            return
         if (step := recorded_step()) is not None and step.model() is not model:
             step.leave_out()
             self._left_out = step
@@ -183,7 +192,7 @@ class ModelHooks:
         route = bucket.loaded.route(waiting)
         asked = options.verify is not None and self.log.steps % options.verify == 0
         compares = Comparison.enabled and (asked or not route.compared)
-        follows, route.compared = bucket.profile is not None and not route.compared, True
+        route.compared = True
         if not waiting:
             compared_too = compares and bucket.loaded.recomputes
             planning.watch.peaks.begin_step(bucket, ModelCall(model, args, kwargs), compares=compared_too)
@@ -196,7 +205,7 @@ class ModelHooks:
             compiled=self._compiled,
             has_compiled_parts=bool(self._compiled_parts),
             compares=compares,
-            follows=follows,
+            follows=bucket.profile is not None and route.follows,
         )
 
     def _forward_ended(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
@@ -254,7 +263,8 @@ class ModelHooks:
         if (bucket := self._planning.store.current) is not None:
             bucket.stale = f"{LEFT}, {off}"
             call = self._of_thread.forward.call
-            bucket.left |= call is not None and call.shape == bucket.step.shape
+            if call is not None and call.shape == bucket.step.shape:
+                bucket.leave()
         self.log.off_path = str(off)
         self._planning.planner.warn_once(
             "left",

@@ -96,10 +96,13 @@ class ModelPlanning:
         bucket = self.chooser.for_batch(call, waiting)
         if bucket is None:
             return None
+        bucket.forwards += 1
         planned, buckets = bucket.planned_for, self.store.buckets
         buckets.most_forwards = max(buckets.most_forwards, waiting + 1)
-        gradients = not planned.gradients or (
-            planned.frees_gradients is not False and bucket.without_gradients is not None
+        gradients = (
+            bucket.left
+            or not planned.gradients
+            or (planned.frees_gradients is not False and bucket.without_gradients is not None)
         )
         self._found_gradients = gradients = gradients and self.store.parameters.gradients_exist()
         facts = self.watch.before_forward(call, bucket, buckets, waiting, gradients=gradients)
@@ -241,6 +244,8 @@ class ModelPlanning:
             found = found.with_dropped_outputs(terms.loop.drops)
             found = found.with_retained_graph() if terms.loop.retains else found
             bucket.observed_for.add(_form_of(action))
+            if action.row == "loop" and terms.loop == bucket.planned_for.loop:
+                return bucket  # the steps that have more forwards take turns with these
             again = replace(action, terms=terms)
             if action.otherwise is not None and observation.step.holds_gradients:
                 again = replace(again, terms=replace(terms, frees_gradients=False), otherwise=None)
@@ -255,8 +260,9 @@ class ModelPlanning:
 
     def _warn_of_turns(self, bucket: PlannedBucket, action: PlanAgain, facts: StepFacts) -> None:
         """Warn of steps of two forms that take turns, of which only one is planned for."""
-        limit = bucket.planned_for.limit
-        if bucket.planned_for.peak + facts.gradients > limit:
+        planned = bucket.planned_for
+        limit = planned.limit
+        if planned.peak + facts.gradients + facts.waiting * planned.forward_nbytes > limit:
             self.planner.warn_once(
                 action.row,
                 f"in some steps {action.reason}, and in others not. The plan is for the others, so these "
@@ -290,7 +296,9 @@ class ModelPlanning:
                     assert call is not None
                     fewer = action.row in MORE_OPS and len(found.ops) <= len(profile.ops)
                     if fewer and (
-                        action.row == "skipped modules" or self._runs_other_modules(bucket, call.model)
+                        action.row == "skipped modules"
+                        or terms.module_tries == MOST_OP_TRIES  # steps of two forms take turns
+                        or self._runs_other_modules(bucket, call.model)
                     ):
                         tries = max(terms.module_tries, MOST_OP_TRIES)
                         bucket.planned_for = replace(bucket.planned_for, module_tries=tries)

@@ -345,8 +345,8 @@ def _other_ops(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """
     if not facts.left or planned.fits(1) or facts.waiting or not facts.can_profile:
         return None
-    if planned.module_tries >= MOST_OP_TRIES:
-        return None
+    if planned.module_tries >= MOST_OP_TRIES or (planned.gradients and not facts.gradients):
+        return None  # a step that finds gradients waits for another
     return PlanAgain(
         replace(planned, module_tries=planned.module_tries + 1, correction=_anew(planned)),
         "a forward runs other ops than the profiled one",

@@ -19,6 +19,7 @@ from autoac.tape.runtime.policy_context import active, save_recompute_policy
 from autoac.tape.runtime.replay import RegionGraph
 from autoac.tape.runtime.saved_tensor_hooks import RegionHooks
 from autoac.tape.runtime.tracked_storages import TrackedStorages
+from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.module_paths import ROOT, is_called
 
 
@@ -41,6 +42,8 @@ class PlannedForward:
         self._cursor: Cursor | None = None
         self._bucket: PlannedBucket | None = None
         self._route: ForwardRoute | None = None
+        self._follows = False  # every op is recorded
+        self._nodes_before = 0  # that autograd had made
         self._unrecorded = 0  # ops that ran while the mode was off
         # Of modules: the path, and the identity of the exception that was handled as the call began.
         self._calls = [(ROOT, id(sys.exception()))]
@@ -67,12 +70,13 @@ class PlannedForward:
             compiled: torch.compile runs the whole forward.
             has_compiled_parts: torch.compile runs parts of it.
             compares: backward compares what it recomputes.
-            follows: notice ops that the policy does not contain even if it recomputes nothing.
+            follows: record every op, to notice those that the policy does not contain.
         """
         loaded = bucket.loaded
         records = not compiled and (loaded.recomputes or follows)
         self._bucket, self.call, self._unrecorded, self.left = bucket, call, 0, False
-        route = loaded.route(waiting)
+        self._route = route = loaded.route(waiting)
+        self._follows, self._nodes_before = follows and not compiled, private.get_sequence_nr()
         self._calls = [(ROOT, id(sys.exception()))]
         if compiled or has_compiled_parts:
             self._closing.append(partial(set_carrier, None))
@@ -89,9 +93,8 @@ class PlannedForward:
             route.unrecorded = len(route.decisions)
         if not records:
             return
-        self._route = route
         self._cursor = Cursor(
-            self._route.route,
+            route.route,
             strict=self._options.strict,
             report=self._report,
             in_forward=partial(is_called, weakref.ref(call.model)),
@@ -149,10 +152,20 @@ class PlannedForward:
             region.__exit__(None, None, None)
         bucket, self._bucket, self.call = self._bucket, None, None
         if whole and route is not None:
-            route.unrecorded = self._unrecorded
+            if cursor is not None:
+                route.unrecorded = self._unrecorded
+            self._count_nodes(route)
         if whole and cursor is not None:
             cursor.finish()
         return bucket
+
+    def _count_nodes(self, route: ForwardRoute) -> None:
+        """Have the next forwards recorded if this one made more nodes of autograd than any recorded one."""
+        nodes = private.get_sequence_nr() - self._nodes_before
+        if nodes > route.nodes:
+            route.follows = not self._follows
+        if self._follows:
+            route.nodes = max(route.nodes, nodes)
 
     def enter(self, path: str) -> None:
         """Note a call of the module at `path`. If every op of the call is saved, turn recording off."""
@@ -171,7 +184,7 @@ class PlannedForward:
         begin = self._cursor.enter(path)
         if begin is not None and not self._options.strict:
             end = self._route.quiet_calls.get((path, begin))
-            if end is not None and region.pause():
+            if end is not None and not self._follows and region.pause():
                 self._unrecorded_depth = 1
                 self._unrecorded += end - begin
                 self._cursor.jump_to(end)

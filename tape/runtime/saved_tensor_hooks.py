@@ -156,3 +156,9 @@ def enter_saved_tensor_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) ->
             "torch.func.grad, vjp, jacrev and hessian. Differentiate with torch.autograd.grad, or call "
             f"ac_client.applied(model).remove() first. They were disabled with: {error}"
         ) from error
+
+
+def is_in_checkpoint() -> bool:
+    """Return True if a checkpoint of torch, not a reentrant one, receives what autograd saves here."""
+    hooks = private.top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

@@ -333,6 +333,7 @@ engine_run_backward = torch.autograd.graph._engine_run_backward  # its frame sho
 ENGINE_RUN_BACKWARD = "_engine_run_backward"  # by which torch.autograd calls it
 top_saved_tensors_default_hooks = _autograd._top_saved_tensors_default_hooks  # hooks around ours
 set_grad_enabled = _C._set_grad_enabled  # unlike the public one, makes no object
+get_sequence_nr = _autograd._get_sequence_nr  # how many nodes autograd has made on this thread
 
 # Modules and optimizers.
 foreach_supported_types = _optimizer._foreach_supported_types  # which tensors an optimizer updates at once

@@ -173,3 +173,20 @@ def test_step_that_finds_needed_checkpoints_copies_what_two_of_the_layers_share(
     planned, plain = models
     more = peak_of_first_step(observed(planned)) - peak_of_first_step(plain)
     assert more <= 2.5 * planned.shared.nbytes
+
+
+def test_a_model_inside_a_checkpoint_of_torch_trains_without_a_plan_and_warns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def gradients(model: nn.Module) -> list[Tensor | None]:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            in_torch(lambda x: model(x).sin(), torch.randn(ROWS, WIDTH)).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    plain = gradients(seeded(lambda: Net(lambda layer, x: layer(x))))
+    planned = gradients(ac_client.apply(seeded(lambda: Net(lambda layer, x: layer(x))), budget_gb=1))
+    assert all(
+        torch.equal(a, b) for a, b in zip(planned, plain, strict=True) if a is not None and b is not None
+    )
+    assert sum("a checkpoint around it" in message for message in caplog.messages) == 1
