@@ -138,7 +138,8 @@ class ObservedStep:
         # Shards that a forward before, as of an evaluation, has left gathered. Other steps gather them again.
         gathered = static.parameters + gathered_nbytes(model)
         self._static = static.model_copy(update={"parameters": gathered})
-        self._gradient_nbytes = static.gradients - buckets.nbytes  # of gradients that exist before the step
+        # Of gradients that exist before the step. Those in buckets are not freed.
+        self._gradient_nbytes = max(0, static.gradients - buckets.nbytes)
         self._device = device
         self._environment = environment_of_device(model, device)
         self._inputs = [describe_leaf(leaf) for leaf in private.tree_leaves((tuple(args), dict(kwargs)))]
