@@ -39,6 +39,7 @@ from autoac.tape.torch_facts.private import (
     FakeTensorMode,
 )
 from autoac.tape.torch_facts.rng import generators_restored
+from autoac.tape.torch_facts.storage_table import fakes_have_storages
 
 CPU = torch.device("cpu")  # see NOTE [ One device ]
 
@@ -81,6 +82,7 @@ def run(
         torch.autograd.set_detect_anomaly(False),  # which looks at gradients
         torch.enable_grad(),
         fakes,
+        fakes_have_storages(fakes),
     ):
         copied = fake_copy(subject, accumulates=accumulates)
         with without_ddp_sync(copied.compiled):

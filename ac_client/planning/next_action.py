@@ -245,8 +245,8 @@ def _far_under(planned: PlannedFor, facts: StepFacts) -> Action | None:
     unused = planned.peak - peak.at_most
     if unused <= FAR_UNDER * planned.limit or before.times or before.withheld:
         return None
-    if not before.may_loosen or before.loosened >= MOST_LOOSENINGS:
-        return None
+    if not before.may_loosen or before.loosened >= MOST_LOOSENINGS or planned.module_tries:
+        return None  # forwards differ, so the next step may need all of it
     correction = replace(before, loosened=before.loosened + 1, nbytes=before.nbytes - unused // 2)
     return PlanAgain(replace(planned, correction=correction), _measured(planned, peak.at_most))
 

@@ -8,15 +8,17 @@ deleted with the storage, and it cannot be mistaken for that of another storage 
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoac.tape.torch_facts.private import FakeTensor
+from autoac.tape.torch_facts.private import FakeTensor, FakeTensorMode
 
 T = TypeVar("T")
 
@@ -27,11 +29,16 @@ def has_storage(tensor: Tensor) -> bool:
     """Return True if `tensor` is a plain window on one storage.
 
     False for sparse and mkldnn layouts, nested and quantized tensors, subclasses that wrap other tensors, and
-    the zeros that forward-mode AD makes without any memory. True for fake tensors, whose storages have the
-    right size, and no address.
+    the zeros that forward-mode AD makes without any memory. Fake tensors, whose storages have no address, are
+    windows in a fake step alone (`fakes_have_storages`).
     """
     kind = type(tensor)
-    if kind is not Tensor and kind is not Parameter and kind is not FakeTensor and is_wrapper(tensor):
+    plain = (
+        kind is Tensor
+        or kind is Parameter
+        or (isinstance(tensor, FakeTensor) and tensor.fake_mode is _fakes.mode)
+    )
+    if not plain and is_wrapper(tensor):
         return False
     return (
         tensor.layout is _STRIDED
@@ -39,6 +46,23 @@ def has_storage(tensor: Tensor) -> bool:
         and not tensor.is_quantized
         and not tensor._is_zerotensor()
     )
+
+
+class _Fakes(threading.local):
+    mode: Any = None
+
+
+_fakes = _Fakes()
+
+
+@contextmanager
+def fakes_have_storages(mode: FakeTensorMode) -> Iterator[None]:
+    """Take the tensors of `mode`, on this thread, for windows on storages: a fake step runs."""
+    before, _fakes.mode = _fakes.mode, mode
+    try:
+        yield
+    finally:
+        _fakes.mode = before
 
 
 def is_wrapper(tensor: Tensor) -> bool:

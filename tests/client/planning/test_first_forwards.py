@@ -97,11 +97,11 @@ def test_later_forwards_are_planned_if_they_run_other_ops_than_the_first(
 def test_forwards_that_gain_ops_late_or_in_turns_keep_the_budget(
     kind: str, share: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, reports = trained(kind, steps=14, measured=3)
+    plain, reports = trained(kind, steps=24, measured=3)
     budget = int(share * max(report.measured_peak_bytes or 0 for report in reports))
     caplog.clear()
     caplog.set_level(logging.INFO)
-    weights, reports = trained(kind, budget, steps=14, measured=3)
+    weights, reports = trained(kind, budget, steps=24, measured=3)
     assert all(map(torch.equal, weights, plain))
     assert all(0 < (report.measured_peak_bytes or 0) <= budget for report in reports)
     assert sum("left its policy" in r.getMessage() for r in caplog.records) == 1
