@@ -14,8 +14,7 @@ from .errors import (
     ShapeNotPlanned,
     SolverOutOfTime,
 )
-from .fit import Fit, FitRow, fit
-from .in_models import (
+from .executor import (
     ContentsDiffer,
     LeftThePath,
     PolicyConflict,
@@ -26,6 +25,7 @@ from .in_models import (
     split_backward,
     tag,
 )
+from .fit import Fit, FitRow, fit
 from .measure.report import Report
 from .pins import Pin, pin
 from .service_client.errors import RemoteError, ServiceRefused, ServiceUnavailable

@@ -10,7 +10,7 @@
     CommandError               a command of `autoac` cannot go on
 
 Also raised: InvalidBudget and InfeasibleBudget of the planner, RemoteError of service_client/,
-PolicyConflict, LeftThePath (strict mode), StaleError and ContentsDiffer of the executor (in_models.py).
+PolicyConflict, LeftThePath (strict mode), StaleError and ContentsDiffer of the executor (executor.py).
 """
 
 from __future__ import annotations

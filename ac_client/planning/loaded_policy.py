@@ -273,7 +273,7 @@ class PlannedBucket:
         then the next is as far away as the last.
         """
         if self.left_at != self.forwards:
-            turns = self.left_at and self.planned_for.module_tries
+            turns = self.left_at and self.planned_for.tries
             self.left_until = self.forwards + (self.forwards - self.left_at if turns else 1)
             self.left_at = self.forwards
 

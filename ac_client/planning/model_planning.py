@@ -297,11 +297,11 @@ class ModelPlanning:
                     fewer = action.row in MORE_OPS and len(found.ops) <= len(profile.ops)
                     if fewer and (
                         action.row == "skipped modules"
-                        or terms.module_tries == MOST_OP_TRIES  # steps of two forms take turns
+                        or terms.tries == MOST_OP_TRIES  # steps of two forms take turns
                         or self._runs_other_modules(bucket, call.model)
                     ):
-                        tries = max(terms.module_tries, MOST_OP_TRIES)
-                        bucket.planned_for = replace(bucket.planned_for, module_tries=tries)
+                        tries = max(terms.tries, MOST_OP_TRIES)
+                        bucket.planned_for = replace(bucket.planned_for, tries=tries)
                         return
                     found = found.with_kept(terms.kept_nbytes)
                     others, limit = self.watch.on_device.others_nbytes(), self.planner.limit_of(found)
@@ -407,7 +407,7 @@ def _form_of(action: PlanAgain) -> tuple[object, ...]:
     """Return what tells the step that `action` needs a profile of from others of its bucket."""
     terms = action.terms
     gradients = terms.gradients, terms.frees_gradients
-    return action.row, terms.loop, gradients, terms.outside_nbytes, terms.module_tries
+    return action.row, terms.loop, gradients, terms.outside_nbytes, terms.tries
 
 
 def _for_terms(profile: Profile, planned: PlannedFor, terms: PlannedFor) -> Profile:

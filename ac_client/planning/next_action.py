@@ -81,7 +81,7 @@ class PlannedFor:
     others_nbytes: int = 0  # held by other models and tensors on the device
     kept_nbytes: int = 0  # held in forward alone, by names of the step before
     outside_nbytes: int = 0  # made between the model and backward, and counted in the profile
-    module_tries: int = 0  # batches that were profiled because skipped modules ran, and ran no more
+    tries: int = 0  # batches that were profiled because a forward ran other modules or other ops
     correction: Correction = Correction()
     step_us: float = 0.0  # predicted, with everything saved
     stall_us: float = 0.0  # predicted: compute waits for copies
@@ -245,7 +245,7 @@ def _far_under(planned: PlannedFor, facts: StepFacts) -> Action | None:
     unused = planned.peak - peak.at_most
     if unused <= FAR_UNDER * planned.limit or before.times or before.withheld:
         return None
-    if not before.may_loosen or before.loosened >= MOST_LOOSENINGS or planned.module_tries:
+    if not before.may_loosen or before.loosened >= MOST_LOOSENINGS or planned.tries:
         return None  # forwards differ, so the next step may need all of it
     correction = replace(before, loosened=before.loosened + 1, nbytes=before.nbytes - unused // 2)
     return PlanAgain(replace(planned, correction=correction), _measured(planned, peak.at_most))
@@ -328,10 +328,10 @@ def _skipped_modules(planned: PlannedFor, facts: StepFacts) -> Action | None:
         "later steps that run yet others may, too; a first batch that runs all modules is planned best",
         again=True,
     )
-    if facts.waiting or planned.module_tries >= MOST_MODULE_TRIES or not facts.can_profile:
+    if facts.waiting or planned.tries >= MOST_MODULE_TRIES or not facts.can_profile:
         return Keep(warning)
     return PlanAgain(
-        replace(planned, module_tries=planned.module_tries + 1, correction=_anew(planned)),
+        replace(planned, tries=planned.tries + 1, correction=_anew(planned)),
         "a forward runs more modules than the profiled one",
         warning,
         profiles=True,
@@ -345,10 +345,10 @@ def _other_ops(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """
     if not facts.left or planned.fits(1) or facts.waiting or not facts.can_profile:
         return None
-    if planned.module_tries >= MOST_OP_TRIES or (planned.gradients and not facts.gradients):
+    if planned.tries >= MOST_OP_TRIES or (planned.gradients and not facts.gradients):
         return None  # a step that finds gradients waits for another
     return PlanAgain(
-        replace(planned, module_tries=planned.module_tries + 1, correction=_anew(planned)),
+        replace(planned, tries=planned.tries + 1, correction=_anew(planned)),
         "a forward runs other ops than the profiled one",
         profiles=True,
     )

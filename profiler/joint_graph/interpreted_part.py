@@ -170,10 +170,10 @@ class _Run:
                 self.saved.note_drop(number)
 
 
-def _copies_of(call: _Run, inputs: Mapping[fx.Node, Any], inductor: InductorNodes) -> dict[fx.Node, Tensor]:
-    """Return channels-last copies of the inputs that Inductor copies."""
+def _copies_of(inputs: Mapping[fx.Node, Any], inductor: InductorNodes) -> dict[fx.Node, Tensor]:
+    """Return channels-last copies of the inputs that Inductor copies, as its code does in each step."""
     return {
-        node: call.saved.compiled_copy_of(tensor)
+        node: tensor.detach().clone(memory_format=torch.channels_last)
         for node, tensor in inputs.items()
         if node.name in inductor.channels_last and not is_channels_last(tensor)
     }
@@ -242,7 +242,7 @@ class _Halves:
             assert call is not None
             env = _placed(module, args)
             args.clear()
-            copies = _copies_of(call, env, inductor)
+            copies = _copies_of(env, inductor)
 
             def save(node: fx.Node, *, made: bool, channels_last: bool = False) -> None:
                 if node.name in readers and isinstance(tensor := env[node], Tensor):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from autoac.tape.capture.op_recorder import OpRecorder, RecordedStorage
@@ -94,10 +93,6 @@ class SavedTensorRecorder:
         self.packed.append(len(self._recorder.record.ops))
         self._windows.append(_WHOLE)
         return len(self.versions) - 1
-
-    def compiled_copy_of(self, tensor: Tensor) -> Tensor:
-        """Return a channels-last copy of a tensor. Compiled code makes this copy in each step."""
-        return tensor.detach().clone(memory_format=torch.channels_last)
 
     def hide(self, tensor: Tensor) -> None:
         """Leave out the memory of a value that compiled code has in registers."""

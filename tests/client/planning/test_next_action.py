@@ -90,7 +90,7 @@ KEPT: list[tuple[str, PlannedFor, StepFacts]] = [
     ("outputs are dropped, as planned", HELD, backward(dropped=frozenset({1, 2}))),
     ("outputs are dropped now and then", PLANNED, backward(dropped=frozenset({1}), dropped_nbytes=300)),
     ("other ops fit", LOOSE, StepFacts(left=True)),
-    ("other ops were observed twice", replace(PLANNED, module_tries=2), StepFacts(left=True)),
+    ("other ops were observed twice", replace(PLANNED, tries=2), StepFacts(left=True)),
     ("the loss outside fits", PLANNED, backward(nbytes_outside=300, nbytes_live=700)),
     ("the loss outside is small", PLANNED, backward(nbytes_outside=30, nbytes_live=999)),
 ]
@@ -214,9 +214,9 @@ def test_modules_that_the_profile_skipped_are_profiled_between_steps() -> None:
     facts = StepFacts(ran_skipped={"b", "a.b", "c", "d"})
     action = again("skipped modules", PLANNED, facts)
     assert action.profiles
-    assert action.terms.module_tries == 1
+    assert action.terms.tries == 1
     assert "(b, c, d and 1 more)" in action.warning
-    tried = replace(PLANNED, module_tries=MOST_MODULE_TRIES)
+    tried = replace(PLANNED, tries=MOST_MODULE_TRIES)
     for planned, now in (PLANNED, facts._replace(waiting=1)), (tried, facts):
         kept = next_action(planned, now)
         assert isinstance(kept, Keep)
@@ -304,7 +304,7 @@ def test_outputs_that_are_held_count_again(held: int, warns: bool) -> None:
 def test_forward_that_ran_other_ops_is_observed() -> None:
     action = again("other ops", PLANNED, StepFacts(left=True))
     assert action.profiles
-    assert action.terms.module_tries == 1
+    assert action.terms.tries == 1
     assert next_action(PLANNED, StepFacts(left=True, waiting=1)) == Keep()
 
 
