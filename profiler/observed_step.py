@@ -192,6 +192,11 @@ class ObservedStep:
         return self._end >= 0
 
     @property
+    def missed_backward(self) -> bool:
+        """Return True if a backward through the step was called on another thread than its forward."""
+        return self.recording and self._reached and self._begin < 0
+
+    @property
     def peak_nbytes(self) -> int:
         """Return the most bytes in use until the end of backward, with those of the model and the batch."""
         freed = 0 if self.holds_gradients else self._gradient_nbytes  # by the loop, after forward
@@ -363,6 +368,8 @@ class ObservedStep:
             self.end_backward()
             self.end()
         else:
+            if self._others_follow:
+                self._tape.hidden.append((self._begin, self._allocations.mark()))
             self._begin = -1
 
     def discard(self) -> None:
@@ -543,7 +550,8 @@ def _own_batch(batch: Any, leaves: dict[int, Tensor]) -> Any:
 class BackwardListener:
     """Listen for the backward of one forward of an observed step; autograd's nodes hold this object.
 
-    If nobody differentiates the forward, the step ends with it: torch.profiler must not go on running.
+    If nobody differentiates the forward, the step ends with it: torch.profiler must not go on running. Only
+    the thread that started torch.profiler can end it.
     """
 
     __slots__ = ("_step",)
@@ -557,5 +565,6 @@ class BackwardListener:
 
     def __del__(self) -> None:
         step = self._step
-        if not (step.in_forward or step.in_backward or step.has_backward):
+        over = not (step.in_forward or step.in_backward or step.has_backward)
+        if over and step.thread == threading.get_ident():
             step.discard()

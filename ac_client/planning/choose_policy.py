@@ -20,6 +20,7 @@ from ac_client.planning.plan_batch import (
     NO_PLAN,
     AnotherIsObserved,
     BatchPlanner,
+    InCheckpoint,
     Observation,
     first_line,
 )
@@ -136,6 +137,7 @@ class PolicyChooser:
         again, ranks = not step.has_backward, self.ranks if observation.meets else None
         # A rank whose step nobody differentiated has no profile: then all observe another step.
         if ranks.any(again) if ranks is not None else again:
+            self._planner.missed += step.missed_backward
             step.discard()
         elif ranks is not None:
             need, profile = self._need_of(
@@ -211,7 +213,6 @@ class PolicyChooser:
         buckets, outside = self._store.buckets, observation.step.outside_nbytes(profile)
         bucket.planned_for = replace(bucket.planned_for, outside_nbytes=outside)
         buckets.forwards = max(buckets.forwards, observation.forwards)
-        buckets.most_forwards = max(buckets.most_forwards, observation.forwards)
 
     def plan_for(self, call: ModelCall) -> Policy:
         """Plan for one more shape of batch, by one real step on it without the optimizer.
@@ -395,6 +396,9 @@ class PolicyChooser:
             call: of the model, on the batch.
             meets: the ranks meet when the next step begins.
         """
+        if isinstance(busy, InCheckpoint):
+            self._planner.warn_once("in checkpoint", str(busy))
+            return None
         if isinstance(busy, AnotherIsObserved) and not self._store.all:
             self._planner.observe(call, key_of(call.args, call.kwargs), recorded=False)
             return None  # its turn comes in the next step
@@ -402,12 +406,10 @@ class PolicyChooser:
             self._planner.warn_once(
                 "busy beyond",
                 "a batch that no bucket covers runs under the largest one now, and may need more memory than "
-                f"this bucket was planned for. It will be planned in a later forward: {busy}",
+                f"this bucket was planned for, until a step can be observed: {busy}",
             )
             return largest(self._store.buckets.all or planned)
-        self._planner.warn_once(
-            "busy", f"it runs without a plan now, and will be planned in a later forward: {busy}"
-        )
+        self._planner.warn_once("busy", f"it runs without a plan until a step can be observed: {busy}")
         self._planner.observe(call, key_of(call.args, call.kwargs), meets=meets, recorded=False)
         return None
 

@@ -24,7 +24,6 @@ from autoac.profiler.observed_step import ObservedStep, recorded_step
 from autoac.tape.distributed.ddp import wrapper_paths
 from autoac.tape.errors import CannotProfile
 from autoac.tape.runtime.cursor import OffPath
-from autoac.tape.runtime.saved_tensor_hooks import is_in_checkpoint
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.batch_contents import batch_tensors
 from autoac.tape.torch_facts.inductor import compiled_parts, is_called_compiled
@@ -160,14 +159,6 @@ class ModelHooks:
                 "the stream is being captured into a CUDA graph, and a profile synchronizes the device",
                 "run one training step before the capture, which makes the plan",
             )
-        if planning.store.latest is None and is_in_checkpoint():
-            self._of_thread.forward.end()
-            planning.planner.warn_once(
-                "in checkpoint",
-                "a checkpoint around it discards what its forward saves, and runs it in backward again. It "
-                "runs without a plan. Call it outside of checkpoints: the plan recomputes what is needed",
-            )
-            return
         if (step := recorded_step()) is not None and step.model() is not model:
             step.leave_out()
             self._left_out = step
@@ -260,12 +251,14 @@ class ModelHooks:
         self._of_thread.forward.leave(path)
 
     def _left_policy(self, off: OffPath) -> None:
+        self.log.off_path = str(off)
         if (bucket := self._planning.store.current) is not None:
             bucket.stale = f"{LEFT}, {off}"
             call = self._of_thread.forward.call
             if call is not None and call.shape == bucket.step.shape:
                 bucket.leave()
-        self.log.off_path = str(off)
+            if bucket.planned_for.fits(1):
+                return  # also if all is saved
         self._planning.planner.warn_once(
             "left",
             f"it left its policy: {off}. Ops that the policy does not contain are saved, so this step may "

@@ -23,9 +23,8 @@ from ac_client.planning.loaded_policy import (
     skipped_modules,
 )
 from ac_client.planning.next_action import (
-    MOST_OP_TRIES,
+    MOST_TRIES,
     Action,
-    CorrectPrediction,
     PlanAgain,
     PlannedFor,
     StepFacts,
@@ -44,7 +43,6 @@ from autoac.profiler.static_memory import optimizer_bytes, static_bytes
 
 log = logging.getLogger("ac_client")
 
-MORE_OPS = ("skipped modules", "other ops")  # a profile with fewer ops does not replace another
 _LOUD = ("loosened too far", "over the limit", "fragments", "stalls", "far under the limit")  # measured
 
 
@@ -98,7 +96,6 @@ class ModelPlanning:
             return None
         bucket.forwards += 1
         planned, buckets = bucket.planned_for, self.store.buckets
-        buckets.most_forwards = max(buckets.most_forwards, waiting + 1)
         gradients = (
             bucket.left
             or not planned.gradients
@@ -196,16 +193,6 @@ class ModelPlanning:
                 self._plan_again(bucket, action)
                 if action.row == "fragments":
                     torch.cuda.empty_cache()  # of the plan before
-            case CorrectPrediction(nbytes):
-                predicted = bucket.planned_for.peak
-                bucket.correct_prediction(nbytes)
-                log.info(
-                    "%s: measured a peak of %s, predicted %s. The plan stays, and its prediction is "
-                    "corrected",
-                    self._name,
-                    format_bytes(predicted + nbytes),
-                    format_bytes(predicted),
-                )
 
     def _next(self, bucket: PlannedBucket, facts: StepFacts) -> Action:
         """Return the next action, after its warning if it has one."""
@@ -244,7 +231,8 @@ class ModelPlanning:
             found = found.with_dropped_outputs(terms.loop.drops)
             found = found.with_retained_graph() if terms.loop.retains else found
             bucket.observed_for.add(_form_of(action))
-            if action.row == "loop" and terms.loop == bucket.planned_for.loop:
+            planned = bucket.planned_for.loop
+            if terms.loop.forwards < planned.forwards or (action.row == "loop" and terms.loop == planned):
                 return bucket  # the steps that have more forwards take turns with these
             again = replace(action, terms=terms)
             if action.otherwise is not None and observation.step.holds_gradients:
@@ -294,14 +282,12 @@ class ModelPlanning:
                     assert found is not None
                     found = _with_link(found, terms.link_share)
                     assert call is not None
-                    fewer = action.row in MORE_OPS and len(found.ops) <= len(profile.ops)
+                    fewer = action.row == "other ops" and len(found.ops) <= len(profile.ops)
                     if fewer and (
-                        action.row == "skipped modules"
-                        or terms.tries == MOST_OP_TRIES  # steps of two forms take turns
+                        terms.tries == MOST_TRIES  # steps of two forms take turns
                         or self._runs_other_modules(bucket, call.model)
                     ):
-                        tries = max(terms.tries, MOST_OP_TRIES)
-                        bucket.planned_for = replace(bucket.planned_for, tries=tries)
+                        bucket.planned_for = replace(bucket.planned_for, tries=MOST_TRIES)
                         return
                     found = found.with_kept(terms.kept_nbytes)
                     others, limit = self.watch.on_device.others_nbytes(), self.planner.limit_of(found)

@@ -34,13 +34,11 @@ MOST_LOOSENINGS = 3  # of one policy, each by half of what is left
 LAST_MARGIN = 0.02  # of the limit: the error differed from plan to plan, and no correction follows
 FAR_UNDER = 0.03  # of the limit: less is not worth planning again
 SEGMENT = 20 << 20  # bytes: the allocator reserves so many at once, and the last of them are rarely full
-MISPREDICTED = 0.01  # of the limit: less is not worth another prediction
+LARGE = 0.01  # of the limit or of the peak: fewer bytes of the last step are not worth planning again
 STALLED = 0.01  # of the step: shorter waits for copies, unforeseen, are not worth planning again
 SLOWER = 0.5  # of the rates of a link that turned out to be slower
 SMALL = 1 << 10  # bytes: less is not worth planning again
-MOST_FORWARDS = 8  # that are planned for unasked: a profile runs them all
-MOST_MODULE_TRIES = 8  # batches that are profiled to find one that runs more modules
-MOST_OP_TRIES = 2  # batches that are profiled because a forward ran other ops, until one has no more
+MOST_TRIES = 2  # steps that are observed because a forward ran other modules or other ops
 
 NO_OPTIMIZER = OptimizerBytes(0, 0)
 
@@ -79,6 +77,7 @@ class PlannedFor:
     frees_gradients: bool | None = None  # the loop does, before backward; False: it did not; None: not asked
     optimizers: OptimizerBytes = NO_OPTIMIZER  # whose state and workspace count
     others_nbytes: int = 0  # held by other models and tensors on the device
+    gained_room: bool = False  # others held less than they did before, once
     kept_nbytes: int = 0  # held in forward alone, by names of the step before
     outside_nbytes: int = 0  # made between the model and backward, and counted in the profile
     tries: int = 0  # batches that were profiled because a forward ran other modules or other ops
@@ -97,7 +96,6 @@ class StepFacts(NamedTuple):
 
     waiting: int = 0  # forwards that wait for their backward
     loop: Loop | None = None  # as the steps so far have shown it, for as many forwards as are planned for now
-    most_forwards: int = 1  # in flight at once, so far
     gradients: int = 0  # that exist before the step, or before backward
     stepped: bool = False  # an optimizer has, since the last backward began
     optimizers: OptimizerBytes | None = None  # of all that have stepped the model, or will
@@ -139,15 +137,7 @@ class PlanAgain:
     row: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CorrectPrediction:
-    """The plan stays, and its predicted peak changes."""
-
-    nbytes: int
-    row: str = ""
-
-
-Action = Keep | PlanAgain | CorrectPrediction
+Action = Keep | PlanAgain
 Row = Callable[[PlannedFor, StepFacts], Action | None]
 
 KEEP = Keep()
@@ -255,14 +245,6 @@ def _measured(planned: PlannedFor, nbytes: int) -> str:
     return f"the measured peak was {format_bytes(nbytes)}, and the predicted one {format_bytes(planned.peak)}"
 
 
-def _mispredicted(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    peak = facts.peak
-    if peak is None or peak.at_least != peak.at_most or not facts.whole or planned.elsewhere:
-        return None
-    change = peak.at_least - planned.peak
-    return CorrectPrediction(change) if abs(change) > MISPREDICTED * planned.limit else None
-
-
 # --- before a forward -------------------------------------------------------------------------------------
 
 
@@ -281,7 +263,7 @@ def _gradients(planned: PlannedFor, facts: StepFacts) -> Action | None:
         )
     if not facts.gradients or planned.gradients or planned.frees_gradients or not facts.can_profile:
         return None
-    loop, freed = _loop_to_plan(planned, facts), None
+    loop, freed = facts.loop or planned.loop, None
     if facts.stepped and planned.frees_gradients is None and loop == planned.loop and loop.forwards == 1:
         kept = planned.kept_nbytes + facts.gradients
         freed = replace(planned, frees_gradients=True, kept_nbytes=kept, correction=_anew(planned))
@@ -312,58 +294,47 @@ def _optimizers(planned: PlannedFor, facts: StepFacts) -> Action | None:
     )
 
 
-def _skipped_modules(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Plan a batch whose forward runs more modules than the profiled one.
+def _other_ops(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Plan a forward that runs other modules or other ops than the profiled one, as the next may, too.
 
-    A forward may choose its modules at random, so only a profile shows which of them run.
+    Loops: stochastic depth; a first forward that fills caches, or finds a memory bank empty.
     """
-    if not facts.ran_skipped or planned.fits(1):
+    if not (facts.ran_skipped or facts.left) or planned.fits(1):
         return None
-    some = sorted(facts.ran_skipped, key=lambda path: (len(path), path))
-    more = f" and {len(some) - 3} more" if len(some) > 3 else ""
-    warning = _may_go_over(
-        planned,
-        f"modules run that the profiled forward skipped ({', '.join(some[:3])}{more}). They are decided like "
-        "the nearest layer that it ran, or else saved",
-        "later steps that run yet others may, too; a first batch that runs all modules is planned best",
-        again=True,
-    )
-    if facts.waiting or planned.tries >= MOST_MODULE_TRIES or not facts.can_profile:
+    warning = ""
+    if facts.ran_skipped:
+        some = sorted(facts.ran_skipped, key=lambda path: (len(path), path))
+        more = f" and {len(some) - 3} more" if len(some) > 3 else ""
+        warning = _may_go_over(
+            planned,
+            f"modules run that the profiled forward skipped ({', '.join(some[:3])}{more}). They are decided "
+            "like the nearest layer that it ran, or else saved",
+            "later steps that run yet others may, too; a first batch that runs all modules is planned best",
+            again=True,
+        )
+    if facts.waiting or not facts.can_profile or planned.tries >= MOST_TRIES:
         return Keep(warning)
+    if planned.gradients and not facts.gradients and not facts.ran_skipped:
+        return None  # a step that finds gradients waits for another
     return PlanAgain(
         replace(planned, tries=planned.tries + 1, correction=_anew(planned)),
-        "a forward runs more modules than the profiled one",
+        "a forward runs other ops than the profiled one",
         warning,
         profiles=True,
     )
 
 
-def _other_ops(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Plan a forward that runs more ops than the profiled one, which may have been the first of its model.
-
-    A first forward fills caches, or finds a memory bank empty. Forwards that run fewer ops need no more.
-    """
-    if not facts.left or planned.fits(1) or facts.waiting or not facts.can_profile:
-        return None
-    if planned.tries >= MOST_OP_TRIES or (planned.gradients and not facts.gradients):
-        return None  # a step that finds gradients waits for another
-    return PlanAgain(
-        replace(planned, tries=planned.tries + 1, correction=_anew(planned)),
-        "a forward runs other ops than the profiled one",
-        profiles=True,
-    )
-
-
 def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Count what other models hold, if the plan leaves no room for it, or if one of them asks for room.
+    """Count what others hold, if the plan leaves no room for it, or if another planned model asks for room.
 
-    Also count it if no plan was found that keeps the limit, and the others hold less now.
+    If no plan was found that keeps the limit, and the others hold less now, count that, too, but once: what
+    they hold may differ from forward to forward. Loops: two planned models (GAN), a moving average.
     """
     if facts.others_nbytes is None:
         return None
     more = facts.others_nbytes - planned.others_nbytes
     lacks_room = more > SMALL and planned.peak <= planned.limit < planned.peak + more
-    gains_room = more < 0 and planned.peak > planned.limit
+    gains_room = more < 0 and planned.peak > planned.limit and not planned.gained_room
     if not (facts.room_requested or lacks_room or gains_room):
         return None
     withheld = planned.correction.withheld + facts.room_requested
@@ -376,7 +347,12 @@ def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
             "next step"
         )
     return PlanAgain(
-        replace(planned, others_nbytes=facts.others_nbytes, correction=correction),
+        replace(
+            planned,
+            others_nbytes=facts.others_nbytes,
+            gained_room=planned.gained_room or gains_room,
+            correction=correction,
+        ),
         of_others(facts.others_nbytes),
         warning,
     )
@@ -390,7 +366,7 @@ def _last_step(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """
     more = facts.kept_nbytes - planned.kept_nbytes
     fits_no_more = planned.peak <= planned.limit < planned.peak + more
-    large = more > MISPREDICTED * min(planned.limit, planned.peak) and facts.kept_before >= facts.kept_nbytes
+    large = more > LARGE * min(planned.limit, planned.peak) and facts.kept_before >= facts.kept_nbytes
     if more <= SMALL or not (fits_no_more or large):
         return None
     return PlanAgain(
@@ -400,21 +376,20 @@ def _last_step(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _loop(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Plan for another form of loop.
+    """Plan for the form of loop that the steps since have shown: more forwards, a graph that is retained.
 
-    If more forwards are in flight than were planned for, and the plan has no room for them, plan this forward
-    for twice as many at once, since more may follow, but for at most `MOST_FORWARDS`. From the next step on,
-    plan for as many as the step had.
+    Loops: one that begins to pair forwards (siamese) or to retain graphs after its first step.
     """
     if facts.loop is None:
         return None
-    loop, in_flight, warning = _loop_to_plan(planned, facts), facts.waiting + 1, ""
-    if in_flight > max(facts.loop.forwards, planned.loop.forwards) and not planned.fits(facts.waiting):
+    loop, in_flight, warning = facts.loop, facts.waiting + 1, ""
+    if in_flight > max(loop.forwards, planned.loop.forwards) and not planned.fits(facts.waiting):
+        loop = replace(loop, forwards=in_flight)
         warning = _may_go_over(
             planned,
             f"{in_flight} forwards wait for one backward, and the plan is for {planned.loop.forwards}",
             "pass forwards_in_flight=N with the budget to have each step planned for N",
-            again=in_flight <= MOST_FORWARDS,
+            again=True,
         )
     profiles = replace(loop, drops=planned.loop.drops) != planned.loop
     if loop == planned.loop or (profiles and not facts.can_profile):
@@ -435,17 +410,6 @@ def _outside(planned: PlannedFor, facts: StepFacts) -> Action | None:
         return None  # its peak was measured, whatever made it
     terms = replace(planned, outside_nbytes=facts.outside_nbytes, correction=_anew(planned))
     return PlanAgain(terms, "more is made between the model and its backward than before", profiles=True)
-
-
-def _loop_to_plan(planned: PlannedFor, facts: StepFacts) -> Loop:
-    loop = facts.loop or planned.loop
-    forwards, in_flight = loop.forwards, facts.waiting + 1
-    if in_flight > forwards:
-        if not planned.fits(facts.waiting) and in_flight <= MOST_FORWARDS:
-            forwards = min(max(2 * forwards, in_flight), MOST_FORWARDS)
-    elif not facts.waiting:
-        forwards = min(forwards, facts.most_forwards)
-    return replace(loop, forwards=forwards)
 
 
 # --- as backward begins -----------------------------------------------------------------------------------
@@ -543,12 +507,10 @@ MEASURED: dict[str, Row] = {
     "fragments": _fragments,
     "stalls": _stalls,
     "far under the limit": _far_under,
-    "mispredicted": _mispredicted,
 }
 LOOP: dict[str, Row] = {
     "gradients": _gradients,
     "optimizers": _optimizers,
-    "skipped modules": _skipped_modules,
     "other ops": _other_ops,
     "other models": _other_models,
     "last step": _last_step,

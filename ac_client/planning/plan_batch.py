@@ -51,13 +51,14 @@ from autoac.profiler.model_device import device_of_step
 from autoac.profiler.observed_step import ObservedStep, is_recorded_elsewhere, recorded_step
 from autoac.profiler.static_memory import ONLY_PRESENT_STATE
 from autoac.tape.checkpoints.own_checkpoints import UNPLANNED
-from autoac.tape.runtime.saved_tensor_hooks import enter_saved_tensor_hooks
+from autoac.tape.runtime.saved_tensor_hooks import enter_saved_tensor_hooks, is_in_checkpoint
 from autoac.tape.torch_facts.batch_contents import batch_tensors
 from autoac.tape.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
 
 MOST_TRIES = 3  # to leave room for a plan's fragments
+MOST_MISSED = 3  # steps that are observed in vain, since another thread calls backward
 NO_PLAN = InfeasibleBudget, SolverOutOfTime
 WORK_LIMIT = 10.0  # units of work for a plan that a training step waits for: NOTE [ Work ] in highs.py
 
@@ -80,6 +81,10 @@ _beginning = threading.RLock()  # held while a step begins to be recorded: one a
 
 class AnotherIsObserved(ProfilerBusy):
     """A step of another model is observed now."""
+
+
+class InCheckpoint(ProfilerBusy):
+    """The forward that begins is inside of one of torch's checkpoints."""
 
 
 class _ThreadState(threading.local):
@@ -120,6 +125,7 @@ class BatchPlanner:
         called: paths of the modules that were called since the last profile began.
         observation: the step that is observed now, or whose profile is not planned yet.
         needs_checkpoints: the model was found to need its checkpoints: NOTE [ Needed checkpoints ].
+        missed: steps without a profile, since another thread called their backward.
         warn_once: warns for the model.
     """
 
@@ -139,6 +145,7 @@ class BatchPlanner:
         self._latest: tuple[Profile, tuple[int, int], tuple[Policy, Plan]] | None = None
         self.observation: Observation | None = None
         self.needs_checkpoints = False
+        self.missed = 0
 
     @property
     def profiling(self) -> bool:
@@ -228,13 +235,24 @@ class BatchPlanner:
             recorded: False while torch.profiler runs: the step has no profile.
 
         Raises:
-            ProfilerBusy: torch.profiler runs on this thread, or a CUDA graph is being captured.
+            ProfilerBusy: torch.profiler runs on this thread, a CUDA graph is being captured, another thread
+                calls backward, or torch's checkpoint runs the forward.
             CannotProfile: the model or the batch is on meta or on several devices, or has lazy layers.
         """
+        if is_in_checkpoint():
+            raise InCheckpoint(
+                "a checkpoint around it discards what its forward saves, and runs it in backward again. It "
+                "runs without a plan. Call it outside of checkpoints: the plan recomputes what is needed"
+            )
         device = device_of_step(call.model, call.args, call.kwargs)
         with _beginning:
             if recorded:
                 _check_idle()
+                if self.missed >= MOST_MISSED:
+                    raise ProfilerBusy(
+                        "another thread than that of its forward calls backward, whose memory is not seen "
+                        "then. Call both on one thread"
+                    )
                 if recorded_step() is not None or is_recorded_elsewhere():
                     raise AnotherIsObserved
             self.called.clear()

@@ -35,12 +35,10 @@ class ShapeBuckets:
         unplanned: keys of batches that have nothing to differentiate.
         known: the bucket chosen for a key; read by each forward.
         forwards: number of forwards before one backward to plan for.
-        most_forwards: in flight at once, so far.
     """
 
     def __init__(self, forwards: int = 1) -> None:
         self.forwards = forwards
-        self.most_forwards = 1
         self.all: list[PlannedBucket] = []
         self.single_policy: PlannedBucket | None = None
         self.known: dict[Key, PlannedBucket] = {}

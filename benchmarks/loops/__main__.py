@@ -179,8 +179,8 @@ class Run:
                 if not type(error).__module__.startswith("autoac.planner"):
                     raise
                 self.error = error.with_traceback(None)  # whose frames hold the model
-        self.weights = [
-            tensor.detach().cpu().clone() for m in self._kept for tensor in m.state_dict().values()
+        self.weights = [  # as bytes, since tensors of this run would count in those that follow
+            tensor.detach().cpu().numpy().tobytes() for m in self._kept for tensor in m.state_dict().values()
         ]
         trained = [p for m in self._kept for p in m.parameters() if p.requires_grad]
         self.gradient_nbytes = sum(p.nbytes for p in trained)
@@ -220,8 +220,6 @@ def examine(
     shares: list[float],
     above: str = "minimum",
 ) -> bool:
-    import torch
-
     of_plain = meter()
     plain = Run(loop, of_plain, None)
     most, least = max(plain.peaks), of_plain.rest + plain.gradient_nbytes
@@ -240,7 +238,7 @@ def examine(
             print(f"{name} {share}: refused at {budget:,}: {run.error}"[:300], flush=True)
             good = False
             continue
-        equal = len(run.weights) == len(plain.weights) and all(map(torch.equal, run.weights, plain.weights))
+        equal = run.weights == plain.weights
         over = [i for i, peak in enumerate(run.peaks) if peak > budget]
         said = [i for i in over if run.messages.said_by(i)]
         measured = [i for i, peak in enumerate(run.peaks) if peak]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ac_client.planning.facts.device_memory import taken_nbytes
 from ac_client.planning.facts.forwards_in_flight import ForwardsInFlight
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.loaded_policy import PlannedBucket
@@ -89,8 +90,8 @@ class ModelOnDevice:
         return static_bytes(model, (), {}, state, device).total + _unsharded_nbytes(model)
 
     def others_standing_nbytes(self) -> int:
-        """Return the bytes that the neighbors and their optimizers hold now."""
-        return sum(other.standing_nbytes() for other in self._others())
+        """Return the bytes that the neighbors and their optimizers hold now, and what was last measured."""
+        return self._measured_nbytes() + sum(other.standing_nbytes() for other in self._others())
 
     def measure_uncounted(
         self,
@@ -109,7 +110,7 @@ class ModelOnDevice:
                 None before the first planned step: the workspaces are then freed.
         """
         model = self._model()
-        if model is None or device_of(model).type != "cuda" or is_capturing():
+        if model is None or is_capturing():
             return
         device = device_of(model)
         present = self._optimizers.state_nbytes(device)
@@ -124,8 +125,8 @@ class ModelOnDevice:
             training = set(self._others())
             idle = (o for o in list(_all) if o is not self and o not in training and o.device() == device)
             self._idle = weakref.WeakKeyDictionary({other: other.standing_nbytes() for other in idle})
-            by_models = sum(other._held_nbytes() for other in training) + sum(self._idle.values())
-            return max(0, torch.cuda.memory_allocated(device) - held - by_models - workspaces)
+            by_models = sum(other._taken_nbytes(device) for other in training) + sum(self._idle.values())
+            return max(0, taken_nbytes(device) - held - by_models - workspaces)
 
         before, self._uncounted = self._uncounted, more_than_held()
         if self._idle or self._uncounted > before:
@@ -140,9 +141,12 @@ class ModelOnDevice:
         """Return the bytes on the device that the model does not hold, and those of unreduced gradients."""
         if (model := self._model()) is not None:
             self._unreduced = max(self._unreduced, unreduced_nbytes(model))
+        return self._unreduced + self._measured_nbytes() + self.neighbors_nbytes()
+
+    def _measured_nbytes(self) -> int:
+        """Return the bytes of tensors and of planned models that do not train, as last measured."""
         training = set(self._others())
-        idle = sum(nbytes for other, nbytes in self._idle.items() if other not in training)
-        return self._unreduced + self._uncounted + idle + self.neighbors_nbytes()
+        return self._uncounted + sum(n for other, n in self._idle.items() if other not in training)
 
     def neighbors_nbytes(self) -> int:
         """Return the bytes that the neighbors hold between steps, and for their forwards in flight now."""
@@ -155,6 +159,7 @@ class ModelOnDevice:
             if (
                 bucket is not None
                 and bucket.profile is not None
+                and bucket.planned_for.peak <= bucket.planned_for.limit  # else it has none to give
                 and bucket.room_requests < MOST_ROOM_REQUESTS
             ):
                 bucket.withhold(nbytes)
@@ -191,6 +196,10 @@ class ModelOnDevice:
         if waiting := self._in_flight.waiting():
             held += waiting * bucket.loaded.waiting_nbytes // len(bucket.loaded.forwards)
         return held
+
+    def _taken_nbytes(self, device: torch.device) -> int:
+        """Return how much of `taken_nbytes(device)` is the model's."""
+        return self._held_nbytes() if device.type == "cuda" else self.standing_nbytes()
 
     def _warn_if_lacking_room(self) -> None:
         """Warn if the running step goes over the budget because of the bytes that the neighbors hold."""

@@ -16,6 +16,7 @@ from ac_client.planning.warn_once import WarnOnce
 from autoac.planner import Profile
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
+from autoac.profiler.observed_step import ObservedStep, recorded_step
 from autoac.profiler.static_memory import optimizer_state_nbytes, unwrapped
 from autoac.tape.distributed.fsdp import parameters_of
 
@@ -46,6 +47,7 @@ class ModelOptimizers:
         self._given = [weakref.ref(one) for one in unwrapped(given)]
         self._adopted: list[weakref.ref[torch.optim.Optimizer]] = []
         self._of_others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._left_out: ObservedStep | None = None  # of another model, which leaves out the optimizer's step
         _watch(self)
 
     @property
@@ -77,18 +79,27 @@ class ModelOptimizers:
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Adopt `optimizer` if it steps the model and is not known yet."""
-        if optimizer in self._of_others or any(optimizer is one for one in self.all):
+        if optimizer in self._of_others:
             return
         model = self._model()
         if model is None or not _steps(optimizer, model):
             self._of_others.add(optimizer)
-        elif unwrapped(optimizer) == [optimizer]:  # others make those inside step
+            return
+        if (observed := recorded_step()) is not None and observed.model() is not model:
+            observed.leave_out()  # until it has stepped: its state counts as this model's
+            self._left_out = observed
+        if any(optimizer is one for one in self.all):
+            return
+        if unwrapped(optimizer) == [optimizer]:  # others make those inside step
             self._adopted.append(weakref.ref(optimizer))
             self.adopted += 1
             self._not_stepped = None
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step of a known optimizer."""
+        observed, self._left_out = self._left_out, None
+        if observed is not None:
+            observed.take_in()
         if any(optimizer is one for one in self.all):
             self.steps += 1
             self._not_stepped = None

@@ -69,13 +69,11 @@ class StepWatch:
             waiting: how many forwards wait for their backward.
             gradients: True if gradients exist before the step.
         """
-        most, loop = buckets.most_forwards, bucket.observed
-        if self._options.forwards_in_flight is not None:
-            most = buckets.forwards
+        loop = bucket.observed
         if loop.forwards != buckets.forwards:
             loop = replace(loop, forwards=buckets.forwards)
         if bucket.profile is None:  # the policy stays
-            return StepFacts(waiting, loop, most, ran_skipped=bucket.ran_skipped)
+            return StepFacts(waiting, loop, ran_skipped=bucket.ran_skipped)
         needs, names = None, ""
         if bucket.step.n_adopted != self.optimizers.adopted:
             bucket.step = replace(bucket.step, n_adopted=self.optimizers.adopted)
@@ -100,7 +98,6 @@ class StepWatch:
         return StepFacts(
             waiting,
             loop,
-            most,
             nbytes,
             self.optimizers.steps > self._stepped_at,
             needs,

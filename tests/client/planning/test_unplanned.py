@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from stepping import binding_budget, scalar, seeded
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ac_client
 from ac_client import applied
@@ -140,3 +142,36 @@ def test_tightest_plan_runs_if_none_fits_for_other_parameters(caplog: pytest.Log
     smallest = find_minimum_peak(profile(model, x), time_limit_s=5).found
     assert ac_client.applied(model).report().predicted_peak_bytes <= 1.01 * smallest
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_backward_on_another_thread_is_said_after_three_steps_and_no_more_are_observed(
+    budget_gb: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ac_client")
+    plain, planned = new_model(), ac_client.apply(new_model(), budget_gb)
+    for _ in range(6):
+        for model in (plain, planned):
+            torch.manual_seed(1)
+            thread = threading.Thread(target=scalar(model(BATCH)).backward)
+            thread.start()
+            thread.join()
+    for ours, wanted in zip(planned.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, wanted.grad)
+    assert sum("observing one step" in message for message in caplog.messages) == 3
+    assert sum("another thread" in message for message in caplog.messages) == 1
+
+
+def test_new_shape_inside_of_a_checkpoint_runs_unplanned_with_one_warning(
+    budget_gb: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, planned = new_model(), ac_client.apply(new_model(), budget_gb * 2)
+    train(plain, plain, 2)
+    train(planned, planned, 2)
+    larger = BATCH.repeat(2, 1, 1)
+    for _ in range(2):
+        for model in (plain, planned):
+            torch.manual_seed(1)
+            scalar(checkpoint(model, larger, use_reentrant=False)).backward()
+    for ours, wanted in zip(planned.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, wanted.grad)
+    assert sum("a checkpoint around it" in message for message in caplog.messages) == 1
