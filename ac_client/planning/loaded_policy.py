@@ -227,7 +227,6 @@ class PlannedBucket:
         left_until: the forward from which on to observe another like it.
         room_requests: how often other models on the device asked for room.
         room_requested: bytes that they asked for since the policy was planned.
-        without_gradients: step and terms from before the one that finds gradients, if the ops are the same.
         fitted: policy, step and terms from before the last loosening, which kept the limit.
         observed_for: forms of step that were observed: once each, since steps of two forms may take turns.
         stale: what steps did that the prediction does not count; "" if nothing is known.
@@ -248,7 +247,6 @@ class PlannedBucket:
         self.room_requests = 0
         self.room_requested = 0
         self.warned: set[str] = set()
-        self.without_gradients: tuple[ProfiledStep, PlannedFor] | None = None
         self.fitted: tuple[LoadedPolicy, ProfiledStep, PlannedFor] | None = None
         terms = terms or PlannedFor(loaded.policy.budget_bytes, loop=Loop(len(loaded.policy.forwards)))
         self.observed = terms.loop

@@ -31,7 +31,7 @@ from ac_client.planning.next_action import (
     next_action,
 )
 from ac_client.planning.options import ApplyOptions
-from ac_client.planning.plan_batch import NO_PLAN, BatchPlanner, Observation, first_line
+from ac_client.planning.plan_batch import BatchPlanner, Observation, first_line
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError, Policy, PolicySet, Profile
@@ -74,7 +74,6 @@ class ModelPlanning:
         self.store = PolicyStore(model, options, policy)
         self.watch = StepWatch(model, options, optimizer)
         self._name = type(model).__name__
-        self._found_gradients = False  # the last forward did, from before it
         self.planner = BatchPlanner(self._name, options, self.watch.optimizers, self.watch.on_device)
         self.chooser = PolicyChooser(
             model, self.store, self.planner, given=policy is not None, on_failure=on_failure
@@ -96,12 +95,8 @@ class ModelPlanning:
             return None
         bucket.forwards += 1
         planned, buckets = bucket.planned_for, self.store.buckets
-        gradients = (
-            bucket.left
-            or not planned.gradients
-            or (planned.frees_gradients is not False and bucket.without_gradients is not None)
-        )
-        self._found_gradients = gradients = gradients and self.store.parameters.gradients_exist()
+        looks = bucket.left or not planned.gradients
+        gradients = looks and self.store.parameters.gradients_exist()
         facts = self.watch.before_forward(call, bucket, buckets, waiting, gradients=gradients)
         while isinstance(action := self._next(bucket, facts), PlanAgain):
             facts = facts._replace(can_profile=facts.can_profile and not action.profiles)
@@ -207,10 +202,9 @@ class ModelPlanning:
         if self.options.budget_bytes is None or bucket.loaded is not loaded:
             return
         facts, planned = self.watch.in_backward(bucket, backward), bucket.planned_for
-        if bucket.profile is not None and (planned.frees_gradients or self._found_gradients):
-            exist, nbytes = self.store.parameters.gradients_exist(), bucket.profile.gradient_nbytes
-            freed = self._found_gradients and not exist and bucket.without_gradients is not None
-            facts = facts._replace(gradients=nbytes if exist else 0, freed_gradients=freed)
+        if bucket.profile is not None and planned.frees_gradients:
+            exist = self.store.parameters.gradients_exist()
+            facts = facts._replace(gradients=bucket.profile.gradient_nbytes if exist else 0)
         while isinstance(action := next_action(planned, facts), PlanAgain):
             bucket.warn(self._name, action)
             planned = action.terms
@@ -230,13 +224,15 @@ class ModelPlanning:
             terms = replace(action.terms, loop=replace(action.terms.loop, forwards=observation.forwards))
             found = found.with_dropped_outputs(terms.loop.drops)
             found = found.with_retained_graph() if terms.loop.retains else found
-            bucket.observed_for.add(_form_of(action))
+            again = replace(action, terms=terms)
+            if action.if_freed is not None and not observation.step.holds_gradients:
+                again = replace(action, terms=action.if_freed, profiles=False)
+            if again.profiles or _form_of(again) in bucket.observed_for:
+                bucket.observed_for.add(_form_of(action))
+            bucket.observed_for.add(_form_of(again))
             planned = bucket.planned_for.loop
             if terms.loop.forwards < planned.forwards or (action.row == "loop" and terms.loop == planned):
                 return bucket  # the steps that have more forwards take turns with these
-            again = replace(action, terms=terms)
-            if action.otherwise is not None and observation.step.holds_gradients:
-                again = replace(again, terms=replace(terms, frees_gradients=False), otherwise=None)
             self._plan_again(bucket, again, following, found=found, shape=shape)
             return bucket
 
@@ -274,7 +270,6 @@ class ModelPlanning:
             shape: of its batch.
         """
         terms, step, profile = action.terms, bucket.step, bucket.profile
-        without_gradients = bucket.without_gradients
         assert profile is not None
         with self.planner.lock:
             try:
@@ -294,16 +289,9 @@ class ModelPlanning:
                     terms = replace(terms, others_nbytes=others, limit=limit)
                     action = replace(action, terms=terms)
                     step = ProfiledStep(shape, found)
-                    same_ops = action.row == "gradients" and terms.loop == bucket.planned_for.loop
-                    without_gradients = (bucket.step, bucket.planned_for) if same_ops else None
-                elif action.row == "gradients" and without_gradients is not None:
-                    step, before = without_gradients
-                    assert step.profile is not None
-                    step = replace(step, profile=_for_terms(step.profile, before, terms))
                 else:
                     step = replace(step, profile=_for_terms(profile, bucket.planned_for, terms))
                 self._load(bucket, step, action, call)
-                bucket.without_gradients = without_gradients
             except (PlannerError, RemoteError) as error:
                 correction = replace(bucket.planned_for.correction, times=terms.correction.times)
                 bucket.planned_for = replace(terms, correction=correction)  # once
@@ -331,17 +319,7 @@ class ModelPlanning:
         assert step.profile is not None
         limit = max(1, terms.limit - correction.total)
         within = step.profile, limit, step.rank_nbytes + terms.others_nbytes
-        try:
-            policy, plan, infeasible = (
-                self.planner.plan_or_tightest(*within)
-                if action.otherwise is None
-                else (*self.planner.plan_within(*within), None)
-            )
-        except NO_PLAN:
-            if action.otherwise is None:
-                raise
-            self._load_otherwise(bucket, action, action.otherwise)
-            return
+        policy, plan, infeasible = self.planner.plan_or_tightest(*within)
         peak = policy.predicted.peak_bytes + correction.nbytes
         policy = policy.model_copy(update={"budget_bytes": self.options.budget_bytes})
         loaded = LoadedPolicy(corrected(policy, correction.nbytes, correction.total), plan)
@@ -355,25 +333,6 @@ class ModelPlanning:
                 self.watch.on_device.ask_others_for_room(peak - terms.limit)
             return
         self._log_plan(bucket, action)
-
-    def _load_otherwise(self, bucket: PlannedBucket, action: PlanAgain, terms: PlannedFor) -> None:
-        """Load a plan for `terms`, since no plan fits the terms of `action`.
-
-        Raises:
-            PlannerError, RemoteError: no plan was found; the bucket is as it was.
-        """
-        assert bucket.profile is not None
-        profile = _for_terms(bucket.profile, bucket.planned_for, terms)
-        self._load(
-            bucket, replace(bucket.step, profile=profile), PlanAgain(terms, action.reason, row=action.row)
-        )
-        if bucket.policy.predicted.peak_bytes <= terms.limit:
-            nbytes = format_bytes(bucket.profile.gradient_nbytes)
-            self.planner.warn_once(
-                action.row,
-                f"gradients of the step before ({nbytes}) exist, and no plan fits if backward finds them. "
-                "The plan is for a loop that drops them before, as with zero_grad() after the forward",
-            )
 
     def _log_plan(self, bucket: PlannedBucket, action: PlanAgain) -> None:
         policy, planned = bucket.policy, bucket.planned_for

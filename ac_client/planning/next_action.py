@@ -1,12 +1,12 @@
 """When a plan is made again: every trigger and every tolerance, in one table.
 
-docs/budget.md is the page. A plan was made for a step (`PlannedFor`). The steps that run show what they are
-(`StepFacts`). `next_action` compares the two and returns what to do. It is asked at five moments, each with
-the facts that are known then:
+docs/budget.md is the page; the docstring of each row names loops that need it. A plan was made for a step
+(`PlannedFor`). The steps that run show what they are (`StepFacts`). `next_action` compares the two and
+returns what to do. It is asked at five moments, each with the facts that are known then:
 
-    before a forward        waiting, loop, gradients, stepped, optimizers, others_nbytes, ran_skipped, left
+    before a forward        waiting, loop, gradients, optimizers, others_nbytes, ran_skipped, left
     a forward has ended     ran_skipped
-    a backward begins       backward, gradients, freed_gradients
+    a backward begins       backward, gradients
     an optimizer stepped    optimizers
     a step is over          peak, whole, reserved_over, stalled_us
 
@@ -74,7 +74,7 @@ class PlannedFor:
     elsewhere: bool = False  # the policy was given, and its profile is not here
     loop: Loop = field(default_factory=Loop)
     gradients: bool = False  # existed before the step
-    frees_gradients: bool | None = None  # the loop does, before backward; False: it did not; None: not asked
+    frees_gradients: bool = False  # the loop does, before backward
     optimizers: OptimizerBytes = NO_OPTIMIZER  # whose state and workspace count
     others_nbytes: int = 0  # held by other models and tensors on the device
     gained_room: bool = False  # others held less than they did before, once
@@ -97,7 +97,6 @@ class StepFacts(NamedTuple):
     waiting: int = 0  # forwards that wait for their backward
     loop: Loop | None = None  # as the steps so far have shown it, for as many forwards as are planned for now
     gradients: int = 0  # that exist before the step, or before backward
-    stepped: bool = False  # an optimizer has, since the last backward began
     optimizers: OptimizerBytes | None = None  # of all that have stepped the model, or will
     optimizer_names: str = ""  # of those that were not passed to `apply`
     others_nbytes: int | None = None  # held by other models and tensors on the device
@@ -114,7 +113,6 @@ class StepFacts(NamedTuple):
     reserved_over: int = 0  # by which the step took what the allocator has reserved over the budget
     of_reserved: bool = False  # the budget is for what the allocator has reserved
     stalled_us: float = 0.0  # that compute waited for copies
-    freed_gradients: bool = False  # that existed before the step, and do not before backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +131,7 @@ class PlanAgain:
     reason: str = ""  # in words
     warning: str = ""  # of the step that runs
     profiles: bool = False  # needs a profile of the batch that runs
-    otherwise: PlannedFor | None = None  # what to plan for, without a profile, if no plan fits `terms`
+    if_freed: PlannedFor | None = None  # what to plan for if backward of the observed step finds no gradients
     row: str = ""
 
 
@@ -167,7 +165,7 @@ def next_action(planned: PlannedFor, facts: StepFacts) -> Action:
 
 
 def _loosened_too_far(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Go back to the plan from before the last loosening, which kept the limit."""
+    """Go back to the plan from before the last loosening, which kept the limit. Loops: as of `_far_under`."""
     peak, correction = facts.peak, planned.correction
     if peak is None or peak.at_least <= planned.limit or not correction.loosened:
         return None
@@ -176,6 +174,7 @@ def _loosened_too_far(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _over_limit(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Plan for what the step needed more than predicted, wherever. Loops: sharpness-aware, L-BFGS."""
     peak, correction = facts.peak, planned.correction
     if peak is None or peak.at_least <= max(planned.limit, planned.peak):
         return None
@@ -197,6 +196,7 @@ def _fragments(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Leave room for the fragments that the allocator turned out to hold, if the budget is for them too.
 
     The last time leave a segment more: a plan that needs one more than the plan before is not corrected.
+    Loops: all with `budget_of="reserved"`.
     """
     over, correction = facts.reserved_over, planned.correction
     if over <= (0 if facts.of_reserved else SEGMENT):
@@ -214,7 +214,10 @@ def _fragments(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _stalls(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Plan for a link of half the rates. If stalls go on, halve the rates again, until nothing moves."""
+    """Plan for a link of half the rates. If stalls go on, halve the rates again, until nothing moves.
+
+    Loops: those that copy batches to the device over the same link.
+    """
     if facts.stalled_us - planned.stall_us <= STALLED * planned.step_us:
         return None
     return PlanAgain(
@@ -227,7 +230,8 @@ def _stalls(planned: PlannedFor, facts: StepFacts) -> Action | None:
 def _far_under(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Loosen a plan by half of the bytes that it leaves: the next plan may be predicted less well.
 
-    Do not loosen if an earlier plan was corrected or went over the limit, or if bytes are withheld.
+    Do not loosen if an earlier plan was corrected or went over the limit, or if bytes are withheld. Loops:
+    compiled models, whose graphs may need less than predicted.
     """
     peak, before = facts.peak, planned.correction
     if peak is None or peak.at_most is None or not facts.whole or not planned.recomputes:
@@ -249,34 +253,31 @@ def _measured(planned: PlannedFor, nbytes: int) -> str:
 
 
 def _gradients(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Plan for gradients before the step, as microbatches after the first have, or `set_to_none=False`.
+    """Plan for gradients before the step. The new plan serves first microbatches too, which need less.
 
-    The new plan then serves first microbatches too, which need less. If no plan fits, and the optimizer has
-    stepped, the loop is assumed to free the gradients before backward: `zero_grad` follows the forward. If
-    backward has shown that it does, go back to a plan without them.
+    If backward of the observed step does not find them, they count in forward alone. Loops: accumulation,
+    `zero_grad` after the forward, or with `set_to_none=False`.
     """
-    if facts.gradients and planned.gradients and planned.frees_gradients and not facts.waiting:
-        kept = max(planned.kept_nbytes, facts.kept_nbytes)
-        return PlanAgain(
-            replace(planned, gradients=False, kept_nbytes=kept, correction=_anew(planned)),
-            "gradients of the step before are freed between forward and backward",
-        )
     if not facts.gradients or planned.gradients or planned.frees_gradients or not facts.can_profile:
         return None
-    loop, freed = facts.loop or planned.loop, None
-    if facts.stepped and planned.frees_gradients is None and loop == planned.loop and loop.forwards == 1:
-        kept = planned.kept_nbytes + facts.gradients
-        freed = replace(planned, frees_gradients=True, kept_nbytes=kept, correction=_anew(planned))
-    kept = min(planned.kept_nbytes, facts.kept_nbytes)  # less, if gradients were among them
+    kept, correction = planned.kept_nbytes, _anew(planned)
+    freed = replace(planned, frees_gradients=True, kept_nbytes=kept + facts.gradients, correction=correction)
     return PlanAgain(
-        replace(planned, gradients=True, loop=loop, kept_nbytes=kept, correction=_anew(planned)),
+        replace(
+            planned,
+            gradients=True,
+            loop=facts.loop or planned.loop,
+            kept_nbytes=min(kept, facts.kept_nbytes),  # less, if gradients were among them
+            correction=correction,
+        ),
         "gradients exist before the step",
         profiles=True,
-        otherwise=freed,
+        if_freed=freed,
     )
 
 
 def _optimizers(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Count state that appears after the first plan. Loops: accumulation, two optimizers, late averages."""
     needs, counted = facts.optimizers, planned.optimizers
     if needs is None or (needs.state == counted.state and needs.workspace <= counted.workspace):
         return None
@@ -362,7 +363,7 @@ def _last_step(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Count what variables such as `loss` keep of the last step: a loop rebinds them after the next forward.
 
     If the plan has room for these bytes, count them only if as many were kept of the step before. Otherwise
-    they may be garbage that Python has not collected yet.
+    they may be garbage that Python has not collected yet. Loops: logits in the loop, distillation.
     """
     more = facts.kept_nbytes - planned.kept_nbytes
     fits_no_more = planned.peak <= planned.limit < planned.peak + more
@@ -403,7 +404,7 @@ def _loop(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _outside(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Plan for more that is made between the model and backward, as by a loss that comes later."""
+    """Plan for more that is made between the model and backward. Loops: a loss whose terms come later."""
     if facts.outside_nbytes <= planned.outside_nbytes or facts.waiting or not facts.can_profile:
         return None
     if planned.correction.times:
@@ -416,6 +417,7 @@ def _outside(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _graph_created(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Warn of a graph of backward itself. Loops: gradient penalty, meta-learning."""
     backward = facts.backward
     if backward is None or not backward.creates_graph or planned.fits(2 * backward.graphs):
         return None
@@ -430,6 +432,7 @@ def _graph_created(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _graph_retained(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Plan for a backward that frees nothing. Loops: several losses with one backward each."""
     backward = facts.backward
     if backward is None or backward.creates_graph or not backward.retains_graph:
         return None
@@ -445,6 +448,7 @@ def _graph_retained(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _outputs_held(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Plan for outputs that the observed step had dropped. Loops: logits that are logged now and then."""
     backward = facts.backward
     if backward is None or not backward.first or not (planned.loop.drops and backward.held_nbytes):
         return None
@@ -461,13 +465,8 @@ def _outputs_held(planned: PlannedFor, facts: StepFacts) -> Action | None:
     return PlanAgain(replace(planned, loop=loop), warning=warning)
 
 
-def _gradients_freed(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    if not (facts.freed_gradients and planned.gradients) or planned.loop.forwards > 1:
-        return None
-    return None if planned.frees_gradients is not None else PlanAgain(replace(planned, frees_gradients=True))
-
-
 def _gradients_held(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Ask for another plan if backward finds gradients after all. Loops: accumulation that begins later."""
     if facts.backward is None or not facts.backward.first or not planned.frees_gradients:
         return None
     if planned.gradients or not facts.gradients:
@@ -483,6 +482,7 @@ def _gradients_held(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _loss_outside(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Warn of more between the model and backward than is planned for. Loops: as of `_outside`."""
     backward = facts.backward
     if backward is None or not backward.first:
         return None
@@ -521,7 +521,6 @@ BACKWARD: dict[str, Row] = {
     "graph created": _graph_created,
     "graph retained": _graph_retained,
     "outputs held": _outputs_held,
-    "gradients freed": _gradients_freed,
     "gradients held": _gradients_held,
     "loss outside": _loss_outside,
 }

@@ -99,7 +99,6 @@ class StepWatch:
             waiting,
             loop,
             nbytes,
-            self.optimizers.steps > self._stepped_at,
             needs,
             names,
             self.on_device.others_nbytes(),

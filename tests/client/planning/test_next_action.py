@@ -175,12 +175,11 @@ def test_gradients_before_the_step_are_profiled() -> None:
     action = again("gradients", PLANNED, StepFacts(gradients=70))
     assert action.profiles
     assert action.terms.gradients
-    assert action.otherwise is None, "a microbatch finds them"
 
 
-def test_gradients_that_only_forward_has_room_for_are_assumed_to_be_freed_before_backward() -> None:
-    facts = StepFacts(gradients=70, stepped=True)
-    freed = again("gradients", PLANNED, facts).otherwise
+def test_gradients_that_backward_does_not_find_count_in_forward_alone() -> None:
+    facts = StepFacts(gradients=70)
+    freed = again("gradients", PLANNED, facts).if_freed
     assert freed is not None
     assert (freed.frees_gradients, freed.kept_nbytes, freed.gradients) == (True, 70, False)
     assert next_action(freed, facts._replace(kept_nbytes=70)) == Keep()
@@ -188,7 +187,7 @@ def test_gradients_that_only_forward_has_room_for_are_assumed_to_be_freed_before
     held = again("gradients held", freed, backward()._replace(gradients=70))
     assert "gradients of 70 B are held" in held.warning
     counted = again("gradients", held.terms, facts)
-    assert (counted.otherwise, counted.terms.kept_nbytes) == (None, 0)
+    assert counted.terms.kept_nbytes == 0
 
 
 def test_state_of_an_optimizer_that_was_not_passed_is_counted() -> None:

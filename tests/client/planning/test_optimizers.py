@@ -186,13 +186,6 @@ def state_nbytes(optimizer: Any) -> int:
     return states + sum(t.nbytes for tensors in attributes for t in tensors)
 
 
-def own_static_nbytes(model: nn.Module) -> int:
-    """Return the static bytes of the model's plan, without those of other tensors."""
-    policy = ac_client.applied(model).policy
-    others = policy.constraints.extra_static_bytes if policy.constraints is not None else 0
-    return policy.predicted.static_bytes - others
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_counts_and_steps_are_those_of_a_plain_loop(kind: str) -> None:
     plain, planned = new_model(), new_model()
@@ -201,10 +194,10 @@ def test_state_counts_and_steps_are_those_of_a_plain_loop(kind: str) -> None:
     static = sum(p.nbytes for p in planned.parameters()) + X.nbytes
     first = train(planned, of_planned, 1)
     if kind not in LATE:
-        assert own_static_nbytes(planned) == static + state_nbytes(of_planned)
+        assert ac_client.applied(planned).policy.predicted.static_bytes == static + state_nbytes(of_planned)
     assert all(map(torch.equal, first, train(plain, of_plain, 1)))
     assert all(map(torch.equal, train(planned, of_planned), train(plain, of_plain)))
-    assert own_static_nbytes(planned) == static + state_nbytes(of_planned)
+    assert ac_client.applied(planned).policy.predicted.static_bytes == static + state_nbytes(of_planned)
 
 
 def test_hooks_of_all_optimizers_see_no_step_of_the_copy() -> None:

@@ -427,17 +427,16 @@ def test_gradients_that_the_loop_frees_between_forward_and_backward_do_not_count
     for _ in range(4):
         step(model)
         sgd.step()
-    (said,) = warnings(caplog)
-    assert "The plan is for a loop that drops them before" in said
+    assert not warnings(caplog)
     report = measured_again(model, step)
     assert report.measured_peak_bytes <= report.predicted_peak_bytes <= budget
     assert_gradients_of_the_plain_model(model, plain, step)
     frees = False
     step(model)
-    assert "are held in backward" in warnings(caplog)[1]
+    assert "are held in backward" in warnings(caplog)[0]
     for _ in range(2):
         step(model)
-    assert "cannot be kept" in warnings(caplog)[2]
+    assert "cannot be kept" in warnings(caplog)[1]
     assert at.report().predicted_peak_bytes > budget
 
 
@@ -486,9 +485,7 @@ def test_gradients_that_are_freed_after_forward_are_not_planned_for_though_they_
         step(model)
         recomputed.append(at.report().recomputed)
         sgd.step()
-    first, second, third, *others = recomputed
-    assert first < second == third
-    assert others == [first] * 3, "backward has shown that it finds none"
+    assert recomputed == recomputed[:1] * 6, "backward of the observed step has shown that it finds none"
     assert sum("observing one step" in message for message in caplog.messages) == 2
     report = measured_again(model, step)
     assert report.measured_peak_bytes <= report.predicted_peak_bytes <= budget
@@ -635,13 +632,19 @@ def test_refused_budget_names_the_other_models_on_the_device() -> None:
     assert f"Net holds {format_bytes(sum(p.nbytes for p in other.parameters()))}" in notes
 
 
-def test_planned_model_that_does_not_train_takes_no_room() -> None:
-    idle = ac_client.apply(WithLoss(), 1.0)
-    several(1)(idle)
-    model = ac_client.apply(WithLoss(), 1.0)
-    several(1)(model)
-    peaks = [ac_client.applied(one).policy.predicted.peak_bytes for one in (idle, model)]
-    assert peaks[0] == peaks[1]
+@pytest.mark.usefixtures("tensors_count")
+def test_other_models_and_tensors_that_exist_count_in_the_plan() -> None:
+    def peak() -> int:
+        model = ac_client.apply(WithLoss(), 1.0)
+        several(1)(model)
+        return ac_client.applied(model).policy.predicted.peak_bytes
+
+    alone = peak()
+    idle, average, batch = ac_client.apply(WithLoss(), 1.0), WithLoss(), torch.zeros(1000)
+    views = batch[:10], batch[10:]  # a storage counts once
+    held = [*idle.parameters(), *average.parameters(), batch]
+    assert peak() == alone + sum(tensor.nbytes for tensor in held)
+    del views
 
 
 class Skips(nn.Module):
