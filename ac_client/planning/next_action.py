@@ -338,7 +338,9 @@ def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
     gains_room = more < 0 and planned.peak > planned.limit and not planned.gained_room
     if not (facts.room_requested or lacks_room or gains_room):
         return None
-    withheld = planned.correction.withheld + facts.room_requested
+    withheld = planned.correction.withheld
+    if facts.room_requested:  # of what the plan uses
+        withheld += facts.room_requested + max(0, planned.limit - withheld - planned.peak)
     correction = replace(planned.correction, withheld=withheld, loosened=0)
     warning = ""
     if facts.waiting and lacks_room:
