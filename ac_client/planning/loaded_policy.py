@@ -24,7 +24,7 @@ from torch import nn
 from ac_client.compiled.policy_parts import PartCalls
 from ac_client.planning.batch_shape import leaves_of
 from ac_client.planning.facts.peak_counter import PeakBounds
-from ac_client.planning.next_action import Action, PlannedFor
+from ac_client.planning.next_action import Action, CorrectPrediction, PlannedFor
 from autoac.planner import Plan, Policy, Profile
 from autoac.planner.errors import Holding
 from autoac.planner.formats.policy import Decision, cudnn_text
@@ -323,7 +323,8 @@ class PlannedBucket:
 
     def warn(self, name: str, action: Action) -> None:
         """Log the warning of `action`, if there is one and its row was not warned of before."""
-        if warning := action.warning:
+        warning = "" if isinstance(action, CorrectPrediction) else action.warning
+        if warning:
             self.stale = warning.partition(": this step")[0].partition(". ")[0]
         if warning and action.row not in self.warned:
             self.warned.add(action.row)

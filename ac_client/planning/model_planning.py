@@ -25,6 +25,7 @@ from ac_client.planning.loaded_policy import (
 from ac_client.planning.next_action import (
     MOST_TRIES,
     Action,
+    CorrectPrediction,
     PlanAgain,
     PlannedFor,
     StepFacts,
@@ -188,6 +189,16 @@ class ModelPlanning:
                 self._plan_again(bucket, action)
                 if action.row == "fragments":
                     torch.cuda.empty_cache()  # of the plan before
+            case CorrectPrediction(nbytes):
+                predicted = bucket.planned_for.peak
+                bucket.correct_prediction(nbytes)
+                log.info(
+                    "%s: measured a peak of %s, predicted %s. The plan stays, and its prediction is "
+                    "corrected",
+                    self._name,
+                    format_bytes(predicted + nbytes),
+                    format_bytes(predicted),
+                )
 
     def _next(self, bucket: PlannedBucket, facts: StepFacts) -> Action:
         """Return the next action, after its warning if it has one."""

@@ -34,7 +34,7 @@ MOST_LOOSENINGS = 3  # of one policy, each by half of what is left
 LAST_MARGIN = 0.02  # of the limit: the error differed from plan to plan, and no correction follows
 FAR_UNDER = 0.03  # of the limit: less is not worth planning again
 SEGMENT = 20 << 20  # bytes: the allocator reserves so many at once, and the last of them are rarely full
-LARGE = 0.01  # of the limit or of the peak: fewer bytes of the last step are not worth planning again
+MISPREDICTED = 0.01  # of the limit: less is not worth another prediction
 STALLED = 0.01  # of the step: shorter waits for copies, unforeseen, are not worth planning again
 SLOWER = 0.5  # of the rates of a link that turned out to be slower
 SMALL = 1 << 10  # bytes: less is not worth planning again
@@ -135,7 +135,15 @@ class PlanAgain:
     row: str = ""
 
 
-Action = Keep | PlanAgain
+@dataclass(frozen=True, slots=True)
+class CorrectPrediction:
+    """The plan stays, and its predicted peak changes."""
+
+    nbytes: int
+    row: str = ""
+
+
+Action = Keep | PlanAgain | CorrectPrediction
 Row = Callable[[PlannedFor, StepFacts], Action | None]
 
 KEEP = Keep()
@@ -247,6 +255,15 @@ def _far_under(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 def _measured(planned: PlannedFor, nbytes: int) -> str:
     return f"the measured peak was {format_bytes(nbytes)}, and the predicted one {format_bytes(planned.peak)}"
+
+
+def _mispredicted(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Say what steps take in truth. Loops: those that hold less than is planned for, as dropped outputs."""
+    peak = facts.peak
+    if peak is None or peak.at_least != peak.at_most or not facts.whole or planned.elsewhere:
+        return None
+    change = peak.at_least - planned.peak
+    return CorrectPrediction(change) if abs(change) > MISPREDICTED * planned.limit else None
 
 
 # --- before a forward -------------------------------------------------------------------------------------
@@ -369,7 +386,7 @@ def _last_step(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """
     more = facts.kept_nbytes - planned.kept_nbytes
     fits_no_more = planned.peak <= planned.limit < planned.peak + more
-    large = more > LARGE * min(planned.limit, planned.peak) and facts.kept_before >= facts.kept_nbytes
+    large = more > MISPREDICTED * min(planned.limit, planned.peak) and facts.kept_before >= facts.kept_nbytes
     if more <= SMALL or not (fits_no_more or large):
         return None
     return PlanAgain(
@@ -509,6 +526,7 @@ MEASURED: dict[str, Row] = {
     "fragments": _fragments,
     "stalls": _stalls,
     "far under the limit": _far_under,
+    "mispredicted": _mispredicted,
 }
 LOOP: dict[str, Row] = {
     "gradients": _gradients,

@@ -17,6 +17,7 @@ from ac_client.planning.next_action import (
     SEGMENT,
     SLOWER,
     Correction,
+    CorrectPrediction,
     Keep,
     PlanAgain,
     PlannedFor,
@@ -169,6 +170,13 @@ def test_plan_that_was_loosened_too_far_is_not_corrected_but_gone_back_from() ->
         correction = again("loosened too far", loosened, step(at_least)).terms.correction
         assert (correction.loosened, correction.may_loosen) == (0, False)
     assert next_action(loosened, step(1000)) == Keep()
+
+
+def test_prediction_follows_a_peak_that_is_known_exactly() -> None:
+    assert next_action(PLANNED, exactly(911)) == CorrectPrediction(11, "mispredicted")
+    assert next_action(PLANNED, exactly(880)) == CorrectPrediction(-20, "mispredicted")
+    saves_all = replace(PLANNED, recomputes=False)
+    assert next_action(saves_all, exactly(700)) == CorrectPrediction(-200, "mispredicted")
 
 
 def test_gradients_before_the_step_are_profiled() -> None:

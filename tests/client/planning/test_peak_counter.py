@@ -185,6 +185,21 @@ def test_plan_that_was_loosened_too_far_gives_way_to_the_one_before(
     assert sum("a looser plan went over the limit" in message for message in caplog.messages) == 1
 
 
+def test_prediction_a_little_too_high_is_corrected_without_another_plan(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Fake(extra=-budget // 50)
+    model, sgd = planned(budget, fake, monkeypatch)
+    at = ac_client.applied(model)
+    peaks = {step(model, sgd, fake) for _ in range(WATCHED_STEPS)}
+    decisions = at.policy.decisions
+    peaks |= {step(model, sgd, fake) for _ in range(2)}
+    report = at.report()
+    assert at.policy.decisions == decisions
+    assert (report.corrections, report.corrected_by_bytes) == (0, fake.extra)
+    assert peaks == {report.predicted_peak_bytes}
+
+
 def test_steps_without_an_optimizer_step_do_not_loosen_a_plan(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
