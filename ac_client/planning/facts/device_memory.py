@@ -32,8 +32,7 @@ def taken_nbytes(device: torch.device) -> int:
     """Return the bytes of `device` that this process's tensors take now.
 
     CUDA's allocator knows them. No other allocator counts: there, the storages of all tensors that Python
-    knows are added up, without those that only autograd holds. It takes about 0.1 us for each of
-    Python's objects.
+    knows are added up, without those that only autograd holds. That is one pass over all objects.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
