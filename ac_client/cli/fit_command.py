@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ac_client.cli.options import Json
+from ac_client.cli.options import Json, Ranks, among_ranks
 from ac_client.cli.output import as_json_types, say, show_progress
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def fit_command(
     most: Annotated[
         int | None, typer.Option(help="The largest size to consider, such as the model's positions.")
     ] = None,
+    ranks: Ranks = None,
     autocast: Annotated[
         Literal["bfloat16", "float16"] | None, typer.Option(help="Run the step under autocast to this type.")
     ] = None,
@@ -59,7 +60,7 @@ def fit_command(
     if on not in DATASHEETS:
         raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
     make: Any = load_function(function, os.getcwd())
-    with show_progress(f"fitting {function}"):
+    with among_ranks(ranks), show_progress(f"fitting {function}"):
         found = fit(
             make,
             budget_gb,

@@ -62,6 +62,7 @@ SHARDED_OPS = "DTensor"
 DDP = "DistributedDataParallel"
 REPLICATE = "replicate"
 GROUPS = "a functional collective"
+FAKE_RANKS = "fake_ranks"
 GPU = "a fake step of a GPU"
 COMPILED = "a compiled model"
 
@@ -108,6 +109,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "torch.distributed._composable.replicate:replicate.state",
     ),
     GROUPS: ("torch._C._distributed_c10d:_resolve_process_group", "torch.distributed:ProcessGroup.unbox"),
+    FAKE_RANKS: (
+        "torch.testing._internal.distributed.fake_pg:FakeStore",  # registers the backend "fake"
+        # Functional collectives and DTensor take every fake tensor for a traced one, and then run other ops.
+        "torch.distributed._functional_collectives:_are_we_tracing",
+    ),
     GPU: (
         "torch._C:_dispatch_get_registrations_for_dispatch_key",  # lists of autocast
         "torch.library:_scoped_library",  # kernels that last as long as a with-block
