@@ -63,6 +63,7 @@ DDP = "DistributedDataParallel"
 REPLICATE = "replicate"
 GROUPS = "a functional collective"
 FAKE_RANKS = "fake_ranks"
+MEETING = "a plan of several ranks"
 GPU = "a fake step of a GPU"
 COMPILED = "a compiled model"
 
@@ -109,6 +110,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "torch.distributed._composable.replicate:replicate.state",
     ),
     GROUPS: ("torch._C._distributed_c10d:_resolve_process_group", "torch.distributed:ProcessGroup.unbox"),
+    MEETING: (
+        "torch.distributed.distributed_c10d:_get_default_store",
+        "torch.distributed.distributed_c10d:_get_object_coll_device",  # on which a group communicates
+    ),
     FAKE_RANKS: (
         "torch.testing._internal.distributed.fake_pg:FakeStore",  # registers the backend "fake"
         # Functional collectives and DTensor take every fake tensor for a traced one, and then run other ops.

@@ -97,6 +97,15 @@ def apply_alone(model):
     import ac_client
     ac_client.apply(model, 1.0)
 
+def met(_):
+    from ac_client.planning.ranks import Ranks
+    Ranks([dist.group.WORLD], torch.device("cpu")).any(False)
+
+def of_many(model):
+    from autoac.profiler import DATASHEETS, fake_ranks, profile
+    with fake_ranks(2):
+        profile(fully_shard(layers()), torch.ones(2, 4), on=DATASHEETS["h100"])
+
 x = torch.ones(4, requires_grad=True)
 CALLS = {
     "": (layers, applied),
@@ -109,6 +118,8 @@ CALLS = {
     "SHARDED_OPS": (lambda: in_group(tensor_parallel), applied),
     "REPLICATE": (lambda: in_group(replicated), applied),
     "GROUPS": (lambda: in_group(lambda: Reduced(4, 4)), applied),
+    "MEETING": (lambda: in_group(layers), met),
+    "FAKE_RANKS": (layers, of_many),
     "COMPILED": (compiled, apply_alone),
 }
 
