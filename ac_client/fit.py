@@ -64,11 +64,11 @@ class FitRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class MicroBatches:
     """A step of one size as several equal micro-batches, whose gradients add up."""
 
     size: int  # of the whole step
-    micro_batches: int
+    count: int
     step_us: float  # of all of them, without the optimizer's step
 
 
@@ -85,7 +85,7 @@ class Fit:
     fastest: int
     all_saved: int  # the largest size with nothing recomputed; 0 if none
     proven_from: int | None  # this size and larger ones are proven not to fit; None: the search ended before
-    split: Split | None  # of the largest size, where that is faster than its plan; None for tokens
+    split: MicroBatches | None  # of the largest size, where that is faster than its plan; None for tokens
     largest_without_loss: int | None  # that fits with a chunked loss; None: no larger one
     measured_only: tuple[str, ...]  # columns of profiles that are not exact between the profiled sizes
     profile_of: Callable[[int], Profile] = field(repr=False)
@@ -267,7 +267,7 @@ class _Search:
         width, middle = max(gaps, default=(0, 0))
         return middle if width > 1 else None
 
-    def _split(self, n: int) -> Split | None:
+    def _split(self, n: int) -> MicroBatches | None:
         """Return the fastest way to split a size that has a row, if one is faster than the row's plan."""
         ways = []
         for count in (k for k in range(2, MOST_MICRO_BATCHES + 1) if n % k == 0):
@@ -275,7 +275,7 @@ class _Search:
                 part = self._plan(n // count, ACCUMULATES)
             except (InfeasibleBudget, SolverOutOfTime):
                 continue
-            ways.append(Split(n * self._multiple, count, count * part.step_us))
+            ways.append(MicroBatches(n * self._multiple, count, count * part.step_us))
         best = min(ways, key=lambda way: way.step_us, default=None)
         return best if best is not None and best.step_us < self._rows[n].step_us else None
 

@@ -116,7 +116,7 @@ def _answers(found: Fit) -> Iterator[str]:
         yield f"The largest size, {found.largest}, is {slower:.1%} slower than the fastest, {found.fastest}."
     if (split := found.split) is not None:
         less = 1 - split.step_us / largest.step_us
-        parts = f"{split.micro_batches} micro-batches of {split.size // split.micro_batches}"
+        parts = f"{split.count} micro-batches of {split.size // split.count}"
         yield f"{parts}, with their gradients added, take {less:.1%} less than one of {split.size}."
     yield from dict.fromkeys(f"{row.size}: {_recomputed(row.plan)}." for row in (fastest, largest))
     after = found.largest + found.multiple

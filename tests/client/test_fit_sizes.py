@@ -80,7 +80,7 @@ def test_the_largest_size_is_split_where_micro_batches_are_faster(found: Fit) ->
     """Two halves run all kernels twice and recompute nothing; their gradients exist beforehand."""
     assert found.split is not None
     assert found.split.size == found.largest
-    count = found.split.micro_batches
+    count = found.split.count
     half = plan(
         profile_of(found.largest // count),
         budget_bytes=found.budget_bytes,
