@@ -128,19 +128,19 @@ bench-below-minimum: $(READY)
 
 # 1,000 random nestings of checkpoint, ours next to torch's: some minutes.
 bench-nested: $(READY)
-	$(BIN)/python -m benchmarks.fuzzers.nested_checkpoints
+	PYTHONPATH=tests $(BIN)/python -m fuzzers.nested_checkpoints
 
 # 1,000 random networks under random policies with recompute@2: ops, peak and gradients. Some minutes.
 bench-use-groups: $(READY)
-	$(BIN)/python -m benchmarks.fuzzers.use_groups
+	PYTHONPATH=tests $(BIN)/python -m fuzzers.use_groups
 
 # 2,000 random networks with kernels that PyTorch does not dispatch, in all our ways: half an hour.
 bench-unseen: $(READY)
-	$(BIN)/python -m benchmarks.fuzzers.unseen_kernels
+	PYTHONPATH=tests $(BIN)/python -m fuzzers.unseen_kernels
 
 # Every collective on two and four ranks, recomputed around in every way, and 500 plans of experts: half an hour.
 bench-collectives: $(READY)
-	$(BIN)/python -m benchmarks.fuzzers.collectives
+	PYTHONPATH=tests $(BIN)/python -m fuzzers.collectives
 
 # Bounds of the program over blocks, of 4,000 small random graphs, next to brute force: some minutes.
 bench-block-bounds: $(READY)

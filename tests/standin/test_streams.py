@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from fuzzers.stream_programs import compare
 from stepping import recomputed
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from autoac.tape.runtime import region
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.streams import streams_seen
-from benchmarks.stream_programs import compare
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 

@@ -3,8 +3,8 @@
     make bench-moves
 
 runs 1,000 of them on the stand-in device of tests/standin, at the worst timing that events allow: what a
-stream has not waited for is NaN, and so is freed memory. `python -m benchmarks.fuzzers.moved_programs` runs
-them on a GPU if there is one, else between two arenas of a CPU.
+stream has not waited for is NaN, and so is freed memory. `PYTHONPATH=tests python -m
+fuzzers.moved_programs` runs them on a GPU if there is one, else between two arenas of a CPU.
 
 Each program is profiled once, every third with two forwards before one backward, and moves are drawn at
 random. It then runs in several ways: as profiled, with the graph kept and run a second time, for the
@@ -23,6 +23,7 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from stepping import expected_log
 from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
@@ -38,9 +39,8 @@ from autoac.tape.runtime.moves.host_memory import host_memory
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.module_paths import watch_modules
-from benchmarks.fuzzers.expected_log import expected_log
-from benchmarks.fuzzers.random_moves import ANY, random_moves
-from benchmarks.fuzzers.random_programs import run_programs
+from fuzzers.random_moves import ANY, random_moves
+from fuzzers.random_programs import run_programs
 
 ROWS, WIDTH = 64, 32
 DRAWS = 2  # of moves for each program
