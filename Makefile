@@ -88,9 +88,9 @@ bench-minimum: $(READY)
 bench-public: $(READY)
 	$(BIN)/python -m benchmarks.public $(GRAPHS) $(if $(PAGE),--page $(PAGE))
 
-# Real steps at equal measured peak: ours and torch's ways to recompute; a quarter of an hour on a CPU.
+# Real steps at equal measured peak: ours and torch's ways to recompute; a quarter of an hour.
 bench-public-steps: $(READY)
-	$(BIN)/python -m benchmarks.public.training --device $(or $(DEVICE),cpu) --out build/bench/public/steps.md
+	$(BIN)/python -m benchmarks.public.training --out build/bench/public/steps.md
 
 # Predicted and measured peak of the zoo's models, optimizer included: a quarter of an hour.
 bench-peak: $(READY)
@@ -108,9 +108,8 @@ bench-compiled: $(READY)
 	$(BIN)/python -m benchmarks.compiled_blocks
 	$(BIN)/python -m benchmarks.memory_budget_knob
 
-# Cost of a profile, predicted and measured recompute time: three quarters of an hour.
+# Time of a profile, predicted and measured recompute time: half an hour.
 bench-profile: $(READY)
-	$(BIN)/python -m benchmarks.profile_cost
 	$(BIN)/python -m benchmarks.recompute_time
 
 # 1,000 random programs on several streams, on the stand-in at its worst timing: a few minutes.
