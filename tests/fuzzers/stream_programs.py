@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from programs import same
+from programs import KINDS, WRITES, run_instruction, same
 from torch import Tensor, nn
 
 import ac_client
@@ -30,6 +30,7 @@ from fuzzers.random_programs import run_programs
 
 SIZE = 8
 SIDES = 2
+DRAWN = [*range(KINDS), *set(range(KINDS)).difference(WRITES)]  # half as many writes as elsewhere
 PLANNED_EVERY = 5  # programs, of which one is also profiled and planned
 
 
@@ -99,62 +100,17 @@ class StreamProgram(nn.Module):
 
 def _instruction(chance: random.Random, streams: Streams, stream: torch.cuda.Stream) -> None:
     """Run one random op on `stream`."""
-    a, b = chance.choice(streams.values), chance.choice(streams.values)
-    kind = chance.randrange(22) % 16
-    inner = a.tensor.requires_grad and not a.tensor.is_leaf
+    a, b, kind = chance.choice(streams.values), chance.choice(streams.values), chance.choice(DRAWN)
     with torch.cuda.stream(stream):
-        if kind >= 13:
-            if not inner:
-                return
-            with streams.alone(stream):
-                a.tensor.record_stream(stream)
-                b.tensor.record_stream(stream)
-                _write(kind, a.tensor, b.tensor.detach())
+        if kind not in WRITES:
+            made = run_instruction(kind, streams.read(a, stream), streams.read(b, stream))
+            assert made is not None
+            streams.add(made, stream)
             return
-        x, y = streams.read(a, stream), streams.read(b, stream)
-        streams.add(_op(kind, x, y), stream)
-
-
-def _op(kind: int, x: Tensor, y: Tensor) -> Tensor:
-    match kind:
-        case 0:
-            return x.sin()
-        case 1:
-            return x.tanh() * y
-        case 2:
-            return x + y
-        case 3:
-            return x.exp().clamp(max=3.0)
-        case 4:
-            return nn.functional.dropout(x, 0.4)
-        case 5:
-            return x * torch.rand_like(x)
-        case 6:
-            return x.t()
-        case 7:
-            return (x @ y).tanh()
-        case 8:
-            return nn.functional.layer_norm(x, [SIZE])
-        case 9:
-            return torch.cat([x[:4], y[4:]])
-        case 10:
-            return x.softmax(-1).cumsum(0)
-        case 11:
-            return torch.relu_(x * y)
-        case _:
-            buffer = torch.zeros_like(x)
-            buffer[:4].copy_(y[:4])
-            return buffer * x
-
-
-def _write(kind: int, x: Tensor, y: Tensor) -> None:
-    match kind:
-        case 13:
-            x.mul_(1.5)
-        case 14:
-            x[:2].add_(y[:2])
-        case _:
-            x[..., ::2].sigmoid_()
+        with streams.alone(stream):
+            a.tensor.record_stream(stream)
+            b.tensor.record_stream(stream)
+            run_instruction(kind, a.tensor, b.tensor.detach())
 
 
 Results = list[Tensor | None] | str

@@ -81,7 +81,7 @@ def test_record_stream_is_not_a_write(gpu: ModuleType) -> None:
     assert not any("record_stream" in name for _, name in log.events)
 
 
-@pytest.mark.parametrize("seed", [20, 22, 24, 30, 35, 40, 45, 50, 52, 65, 70, 75, 80, 90, 95])
+@pytest.mark.parametrize("seed", [20, 22, 24, 28, 30, 31, 34, 35, 45, 50, 70, 80, 85, 90, 95])
 def test_random_program_on_several_streams_has_the_plain_results_and_the_predicted_peak(
     gpu: ModuleType, seed: int
 ) -> None:
