@@ -121,8 +121,8 @@ def _as_predicted(
         loss.backward()
         del held
     if timeline is not None:
-        parameters = sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
-        peak = timeline.peak_since("step") + graph.static_bytes - parameters
+        static = sum(one.untyped_storage().nbytes() for one in (*model.parameters(), *model.buffers()))
+        peak = timeline.peak_since("step") + graph.static_bytes - static
     else:
         peak = torch.cuda.max_memory_allocated() + graph.static_bytes - before
     wanted = peak_bytes(moving, save_set)
