@@ -88,9 +88,9 @@ bench-minimum: $(READY)
 bench-public: $(READY)
 	$(BIN)/python -m benchmarks.public $(GRAPHS) $(if $(PAGE),--page $(PAGE))
 
-# Real steps at equal measured peak: ours and torch's ways to recompute; a quarter of an hour on a CPU.
+# Real steps at equal measured peak: ours and torch's ways to recompute; a quarter of an hour.
 bench-public-steps: $(READY)
-	$(BIN)/python -m benchmarks.public.training --device $(or $(DEVICE),cpu) --out build/bench/public/steps.md
+	$(BIN)/python -m benchmarks.public.training --out build/bench/public/steps.md
 
 # Predicted and measured peak of the zoo's models, optimizer included: a quarter of an hour.
 bench-peak: $(READY)
@@ -108,9 +108,8 @@ bench-compiled: $(READY)
 	$(BIN)/python -m benchmarks.compiled_blocks
 	$(BIN)/python -m benchmarks.memory_budget_knob
 
-# Cost of a profile, predicted and measured recompute time: three quarters of an hour.
+# Time of a profile, predicted and measured recompute time: half an hour.
 bench-profile: $(READY)
-	$(BIN)/python -m benchmarks.profile_cost
 	$(BIN)/python -m benchmarks.recompute_time
 
 # 1,000 random programs on several streams, on the stand-in at its worst timing: a few minutes.
@@ -128,19 +127,19 @@ bench-below-minimum: $(READY)
 
 # 1,000 random nestings of checkpoint, ours next to torch's: some minutes.
 bench-nested: $(READY)
-	$(BIN)/python -m benchmarks.fuzzers.nested_checkpoints
+	PYTHONPATH=tests $(BIN)/python -m fuzzers.nested_checkpoints
 
 # 1,000 random networks under random policies with recompute@2: ops, peak and gradients. Some minutes.
 bench-use-groups: $(READY)
-	$(BIN)/python -m benchmarks.fuzzers.use_groups
+	PYTHONPATH=tests $(BIN)/python -m fuzzers.use_groups
 
 # 2,000 random networks with kernels that PyTorch does not dispatch, in all our ways: half an hour.
 bench-unseen: $(READY)
-	$(BIN)/python -m benchmarks.fuzzers.unseen_kernels
+	PYTHONPATH=tests $(BIN)/python -m fuzzers.unseen_kernels
 
 # Every collective on two and four ranks, recomputed around in every way, and 500 plans of experts: half an hour.
 bench-collectives: $(READY)
-	$(BIN)/python -m benchmarks.fuzzers.collectives
+	PYTHONPATH=tests $(BIN)/python -m fuzzers.collectives
 
 # Bounds of the program over blocks, of 4,000 small random graphs, next to brute force: some minutes.
 bench-block-bounds: $(READY)

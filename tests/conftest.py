@@ -63,7 +63,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def unseen_kernels() -> None:
     """Build the kernels that PyTorch does not dispatch. Without a compiler, skip the test."""
-    from benchmarks.unseen_kernels.library import NoCompiler, compiled
+    from unseen_kernels.library import NoCompiler, compiled
 
     try:
         compiled()

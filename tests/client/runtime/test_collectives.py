@@ -10,7 +10,7 @@ from ranks import outputs_of_ranks
 
 SCRIPT = """
 import json
-from benchmarks.fuzzers.collectives import COLLECTIVES, differences, tried_experts
+from fuzzers.collectives import COLLECTIVES, differences, tried_experts
 
 found = {}
 for collective in COLLECTIVES[::STRIDE]:

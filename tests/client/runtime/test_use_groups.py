@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from programs import Program, gradients
-from stepping import scalar
+from fuzzers.use_groups import steps, tried, tried_network
+from programs import Program, gradients, same
+from stepping import expected_log, scalar
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
@@ -31,8 +32,6 @@ from autoac.profiler import profile
 from autoac.tape.runtime.cursor import Cursor, Route
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
-from benchmarks.fuzzers.expected_log import expected_log
-from benchmarks.fuzzers.use_groups import same, steps, tried, tried_network
 from benchmarks.models.modules import Block
 
 PROGRAMS = int(os.environ.get("AUTOAC_PROGRAMS", "60"))  # the nightly target runs more
