@@ -69,7 +69,9 @@ def images() -> torch.Tensor:
     return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
-def test_unet_trains_below_the_smallest_peak_that_it_has_without_use_groups(images: torch.Tensor) -> None:
+def test_unet_trains_below_the_smallest_peak_that_it_has_without_use_groups(
+    images: torch.Tensor, one_thread: None
+) -> None:
     found = profile(unet(), images)
     once = SearchProblem(build(found), Options(use_groups=False))
     least_once = search_minimum_peak(once, Allowance(WORK_LIMIT, Stopwatch(60.0, None), None))
