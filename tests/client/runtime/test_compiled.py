@@ -102,7 +102,7 @@ def test_evaluation_may_be_compiled() -> None:
     assert torch.allclose(exported.module()(batch()), want)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 @pytest.mark.parametrize("trace", [torch.export.export, torch.jit.trace])
 def test_tracing_a_planned_model_in_training_is_rejected(trace: Callable[..., Any]) -> None:
     model = ac_client.apply(Net(), BUDGET_GB)
