@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from stepping import COMPILES
 
-from autoac.tape.errors import COMPILED_SINCE
-from autoac.tape.torch_facts import minor_version, private
+from autoac.tape.torch_facts import private
 
 ROOT = Path(__file__).parents[2]
 REFUSED = "unsupported"
-COMPILES = minor_version() >= COMPILED_SINCE
 
 # For each case: build a model in a fork, delete the names, and use the model. What torch itself does not find
 # is not our subject, so the model is built before. The core is deleted before autoac is imported.
