@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PIN := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast test-torch nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans bench-offload bench-clients clean
+.PHONY: setup demo test test-fast test-torch test-oldest nightly check check-install check-resolve schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans bench-offload bench-clients clean
 
 setup: $(READY)
 
@@ -41,7 +41,22 @@ test-torch: $(READY)
 	$(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -qq install "torch==$(TORCH)"
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $(TORCH_VENV)/lib/python3.*/site-packages)/zz_base.pth
 	$(TORCH_VENV)/bin/python -c 'import torch; print("torch", torch.__version__); assert torch.__version__.startswith("$(TORCH)")'
-	$(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=25 $(TESTS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=25 $(TESTS)
+
+# Planner, service and commands with the oldest releases that pyproject.toml allows of what is released often.
+OLDEST_VENV := build/oldest
+OLDEST := "(numpy|pydantic|typer|anyio|rich|tenacity|zstandard|xxhash|lazy-loader|pulp|highspy|httpx2)>=[0-9.]+
+test-oldest: $(READY)
+	test -x $(OLDEST_VENV)/bin/python || $(BIN)/python -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install "click<8.2" $$(grep -oE '$(OLDEST)' pyproject.toml | tr -d '"' | sed 's/>=/==/')
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $(OLDEST_VENV)/lib/python3.*/site-packages)/zz_base.pth
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(OLDEST_VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" -k "not command_line_is_light" tests/planner tests/api tests/client/cli tests/client/test_light_client.py
+
+# Which releases of the libraries of training go with autoac: resolved by uv, and not installed. Five minutes.
+check-resolve: $(READY)
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/python -m pip --disable-pip-version-check -qq install uv
+	$(BIN)/python tools/check_resolve.py build/uv/bin/uv
 
 # The fuzzer on 3,000 programs, the op sweep on every sample, the zoo on the stand-in device: an hour or so.
 nightly: $(READY)

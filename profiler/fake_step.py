@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
+from autoac.profiler import gpu_dispatch
 from autoac.profiler.gpu_dispatch.gpu_autocast import gpu_autocast
 from autoac.profiler.gpu_dispatch.gpu_fake_kernels import GPU_FAKE_KERNELS
 from autoac.profiler.gpu_dispatch.gpu_kernels import gpu_kernels
@@ -114,7 +115,9 @@ def run(
     if step.needs_checkpoints:
         return run(subject, device, measured, needs_checkpoints=True)
     record = step.record()
-    return record, [*record.unplanned, *allocations.notes, *(measured.notes if measured is not None else ())]
+    rules = gpu_dispatch.notes() if is_gpu else []
+    times = measured.notes if measured is not None else ()
+    return record, [*record.unplanned, *rules, *allocations.notes, *times]
 
 
 def _all(_leaves: list[Tensor]) -> None:

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, TypeVar
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,12 +26,17 @@ from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.schedule import Compute, Recompute
 from autoac.planner.problem.graph import SaveSet
 from autoac.tape.capture.allocations import AllocationRecord
+from autoac.tape.errors import COMPILED_SINCE
 from autoac.tape.runtime import replay
 from autoac.tape.runtime.nodes import Node, live_versions
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
+from autoac.tape.torch_facts import minor_version
 
 M = TypeVar("M", bound=nn.Module)
+
+COMPILES = minor_version() >= COMPILED_SINCE
+needs_compiled_plans = pytest.mark.skipif(not COMPILES, reason="compiled models are refused under this torch")
 
 
 @dataclass

@@ -25,6 +25,13 @@ class Gradients(StrEnum):
     ABSENT = "absent"
 
 
+class Autocast(StrEnum):
+    """Name the type that a step is cast to."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, also for an error.")]
 
 ProfileFile = Annotated[

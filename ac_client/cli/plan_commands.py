@@ -7,13 +7,13 @@ import math
 import os
 import time
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ac_client.cli.options import (
+    Autocast,
     Gap,
     Gradients,
     HostBudget,
@@ -41,13 +41,6 @@ if TYPE_CHECKING:
     from autoac.planner import Plan, Stages
 
 OutputFile = Annotated[Path, typer.Option("-o", "--output", help="File to write; - for stdout.")]
-
-
-class Autocast(StrEnum):
-    """Name the type that a step is cast to."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 def profile(

@@ -443,7 +443,12 @@ def selective_context_classes() -> tuple[Any, Any]:
 
 
 # Dynamo: imports none of its Python, which takes seconds.
-eval_frame = _C._dynamo.eval_frame
+get_eval_frame_callback = _C._dynamo.eval_frame.get_eval_frame_callback  # whether it compiles what runs
+set_eval_frame = _C._dynamo.eval_frame.set_eval_frame
+set_code_exec_strategy = _C._dynamo.eval_frame.set_code_exec_strategy  # keeps it out of some code
+FrameExecStrategy = _C._dynamo.eval_frame._FrameExecStrategy
+FRAME_SKIPPED = _C._dynamo.eval_frame._FrameAction.SKIP
+FRAME_TRACED = _C._dynamo.eval_frame._FrameAction.DEFAULT
 
 
 def compiled_autograd_off() -> AbstractContextManager[None]:
