@@ -199,10 +199,13 @@ class FakeAllocations(KnownValues):
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         self._deaths.clear()  # the storages that still exist outlive the record
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """End the record if it is open."""
         if self._open:
             self.__exit__(None, None, None)
+
+    def read(self) -> None:
+        """Return: the record is kept in the form in which it is read."""
 
     def check_complete(self, _where: str, _storages: Iterable[RecordedStorage]) -> None:
         """Return: all storages are seen."""

@@ -245,7 +245,6 @@ pop_dispatch_stack = _C._pop_torch_dispatch_stack
 push_on_dispatch_stack = _C._push_on_torch_dispatch_stack
 storage_use_count: Callable[[int], int] = _C._storage_Use_Count  # tells if the model still holds a storage
 DisableTorchDispatch = _C._DisableTorchDispatch  # hides an op of ours from all modes
-DisableTorchFunctionSubclass = _C.DisableTorchFunctionSubclass  # and from tensor subclasses
 
 # Dispatch keys: which kernels run.
 DispatchKey = _C.DispatchKey
@@ -408,13 +407,13 @@ get_cudnn_benchmark, set_cudnn_benchmark = _C._get_cudnn_benchmark, _C._set_cudn
 # torch.profiler: its public form neither records marks alone nor lets a mark pass unseen by modes.
 DeviceType = _autograd.DeviceType
 RecordScope = _profiler.RecordScope
-EventType = _profiler._EventType
+AllocationFields = _profiler._ExtraFields_Allocation
 profiler_enabled = _autograd._profiler_enabled
 prepare_profiler = _autograd._prepare_profiler
 enable_profiler: Callable[..., None] = _autograd._enable_profiler  # the stub lacks its scopes
 disable_profiler: Callable[[], Any] = _autograd._disable_profiler
-begin_range: Callable[..., Any] = torch.ops.profiler._record_function_enter_new.default._op
-end_range: Callable[..., Any] = torch.ops.profiler._record_function_exit._RecordFunction._op
+begin_range: Callable[[str], Any] = _autograd._record_function_with_args_enter  # no op, so no mode sees it
+end_range: Callable[[Any], None] = _autograd._record_function_with_args_exit
 
 # torch.utils.checkpoint: the module that imports the generator by name (own_checkpoints.py).
 COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
