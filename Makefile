@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PIN := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast test-torch nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans bench-offload bench-clients clean
+.PHONY: setup demo test test-fast test-torch test-oldest nightly check check-install check-resolve schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans bench-offload bench-clients clean
 
 setup: $(READY)
 
@@ -41,7 +41,22 @@ test-torch: $(READY)
 	$(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -qq install "torch==$(TORCH)"
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $(TORCH_VENV)/lib/python3.*/site-packages)/zz_base.pth
 	$(TORCH_VENV)/bin/python -c 'import torch; print("torch", torch.__version__); assert torch.__version__.startswith("$(TORCH)")'
-	$(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=25 $(TESTS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=25 $(TESTS)
+
+# Planner, service and commands with the oldest releases that pyproject.toml allows of what is released often.
+OLDEST_VENV := build/oldest
+OLDEST := "(numpy|pydantic|typer|anyio|rich|tenacity|zstandard|xxhash|lazy-loader|pulp|highspy|httpx2)>=[0-9.]+
+test-oldest: $(READY)
+	test -x $(OLDEST_VENV)/bin/python || $(BIN)/python -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check -qq install "click<8.2" $$(grep -oE '$(OLDEST)' pyproject.toml | tr -d '"' | sed 's/>=/==/')
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $(OLDEST_VENV)/lib/python3.*/site-packages)/zz_base.pth
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(OLDEST_VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" -k "not command_line_is_light" tests/planner tests/api tests/client/cli tests/client/test_light_client.py
+
+# Which releases of the libraries of training go with autoac: resolved by uv, and not installed. Five minutes.
+check-resolve: $(READY)
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/python -m pip --disable-pip-version-check -qq install uv
+	$(BIN)/python tools/check_resolve.py build/uv/bin/uv
 
 # The fuzzer on 3,000 programs, the op sweep on every sample, the zoo on the stand-in device: an hour or so.
 nightly: $(READY)
@@ -88,9 +103,9 @@ bench-minimum: $(READY)
 bench-public: $(READY)
 	$(BIN)/python -m benchmarks.public $(GRAPHS) $(if $(PAGE),--page $(PAGE))
 
-# Real steps at equal measured peak: ours and torch's ways to recompute; a quarter of an hour on a CPU.
+# Real steps at equal measured peak: ours and torch's ways to recompute; a quarter of an hour.
 bench-public-steps: $(READY)
-	$(BIN)/python -m benchmarks.public.training --device $(or $(DEVICE),cpu) --out build/bench/public/steps.md
+	$(BIN)/python -m benchmarks.public.training --out build/bench/public/steps.md
 
 # Predicted and measured peak of the zoo's models, optimizer included: a quarter of an hour.
 bench-peak: $(READY)
@@ -108,9 +123,8 @@ bench-compiled: $(READY)
 	$(BIN)/python -m benchmarks.compiled_blocks
 	$(BIN)/python -m benchmarks.memory_budget_knob
 
-# Cost of a profile, predicted and measured recompute time: three quarters of an hour.
+# Time of a profile, predicted and measured recompute time: half an hour.
 bench-profile: $(READY)
-	$(BIN)/python -m benchmarks.profile_cost
 	$(BIN)/python -m benchmarks.recompute_time
 
 # 1,000 random programs on several streams, on the stand-in at its worst timing: a few minutes.
@@ -128,19 +142,19 @@ bench-below-minimum: $(READY)
 
 # 1,000 random nestings of checkpoint, ours next to torch's: some minutes.
 bench-nested: $(READY)
-	$(BIN)/python -m benchmarks.fuzzers.nested_checkpoints
+	PYTHONPATH=tests $(BIN)/python -m fuzzers.nested_checkpoints
 
 # 1,000 random networks under random policies with recompute@2: ops, peak and gradients. Some minutes.
 bench-use-groups: $(READY)
-	$(BIN)/python -m benchmarks.fuzzers.use_groups
+	PYTHONPATH=tests $(BIN)/python -m fuzzers.use_groups
 
 # 2,000 random networks with kernels that PyTorch does not dispatch, in all our ways: half an hour.
 bench-unseen: $(READY)
-	$(BIN)/python -m benchmarks.fuzzers.unseen_kernels
+	PYTHONPATH=tests $(BIN)/python -m fuzzers.unseen_kernels
 
 # Every collective on two and four ranks, recomputed around in every way, and 500 plans of experts: half an hour.
 bench-collectives: $(READY)
-	$(BIN)/python -m benchmarks.fuzzers.collectives
+	PYTHONPATH=tests $(BIN)/python -m fuzzers.collectives
 
 # Bounds of the program over blocks, of 4,000 small random graphs, next to brute force: some minutes.
 bench-block-bounds: $(READY)

@@ -11,6 +11,7 @@ from .errors import (
     NotApplied,
     PinConflict,
     RankFailed,
+    RankMissing,
     ShapeNotPlanned,
     SolverOutOfTime,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "PolicyConflict",
     "PolicySet",
     "RankFailed",
+    "RankMissing",
     "RemoteError",
     "Report",
     "ServiceRefused",

@@ -7,6 +7,7 @@
     NotApplied (LookupError)   applied(model) of a model that is not planned
     ShapeNotPlanned (LookupError)  strict mode: no bucket covers the batch
     RankFailed (RuntimeError)  another rank could not be profiled or planned
+    RankMissing (RuntimeError) another rank did not come to plan with this one
     CommandError               a command of `autoac` cannot go on
 
 Also raised: InvalidBudget and InfeasibleBudget of the planner, RemoteError of service_client/,
@@ -98,6 +99,18 @@ class RankFailed(PickledError, RuntimeError):
     def __init__(self, rank: int, kind: str, words: str) -> None:
         self.rank, self.kind, self.words = rank, kind, words
         super().__init__(f"no rank is planned, because rank {rank} raised {kind}: {words}")
+
+
+class RankMissing(PickledError, RuntimeError):
+    """Another rank did not come to where all ranks plan together."""
+
+    def __init__(self, ranks: Sequence[int], waited_s: float) -> None:
+        self.ranks, self.waited_s = tuple(ranks), waited_s
+        super().__init__(
+            f"no rank is planned, because rank {', '.join(map(str, ranks))} did not come to plan with this "
+            f"one within {waited_s:.0f} s: it has ended, or runs this forward unplanned. Call apply "
+            "of ac_client on every rank, with the same arguments, or pass group=None: each then plans alone"
+        )
 
 
 class CommandError(Exception):

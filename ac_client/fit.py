@@ -10,13 +10,23 @@ recompute more. So the sizes from the largest with nothing recomputed up to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from ac_client.profiled_sizes import Make, ProfiledSizes
-from autoac.planner import InfeasibleBudget, InvalidLimit, Plan, Profile, SolverOutOfTime, bounds, build, plan
+from autoac.planner import (
+    Constraints,
+    InfeasibleBudget,
+    InvalidLimit,
+    Plan,
+    Profile,
+    SolverOutOfTime,
+    bounds,
+    build,
+    plan,
+)
 from autoac.planner.budget import budget_in_bytes
 from autoac.planner.memory.simulate import fits
 from autoac.planner.plan import step_time_us
@@ -33,6 +43,8 @@ KNOTS = (2, 3, 5)  # in multiples; a batch of 1 often has ops of its own
 FOURTH_KNOT = 8  # where three show a square, or nothing exact
 MOST_MULTIPLES = 1 << 20
 MOST_PLANS = 12  # for the table
+MOST_MICRO_BATCHES = 8
+ACCUMULATES = Constraints(gradients="present")  # as in every micro-batch but the first
 WORK_LIMIT = 5.0  # of one plan
 BENT = 0.003  # of a step: what run times between knots may be off
 STEP_GAP = 0.002  # of a step: plans are near enough to the best one
@@ -52,6 +64,15 @@ class FitRow:
 
 
 @dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """A step of one size as several equal micro-batches, whose gradients add up."""
+
+    size: int  # of the whole step
+    count: int
+    step_us: float  # of all of them, without the optimizer's step
+
+
+@dataclass(frozen=True, slots=True)
 class Fit:
     """Answer which sizes fit a budget."""
 
@@ -64,6 +85,7 @@ class Fit:
     fastest: int
     all_saved: int  # the largest size with nothing recomputed; 0 if none
     proven_from: int | None  # this size and larger ones are proven not to fit; None: the search ended before
+    split: MicroBatches | None  # of the largest size, where that is faster than its plan; None for tokens
     largest_without_loss: int | None  # that fits with a chunked loss; None: no larger one
     measured_only: tuple[str, ...]  # columns of profiles that are not exact between the profiled sizes
     profile_of: Callable[[int], Profile] = field(repr=False)
@@ -71,6 +93,10 @@ class Fit:
     def row(self, size: int) -> FitRow:
         """Return the row of `size`, one of those planned."""
         return next(row for row in self.rows if row.size == size)
+
+    def admits(self, lengths: Iterable[int]) -> bool:
+        """Return True if a sequence packed from others of these lengths is within the largest size."""
+        return sum(lengths) <= self.largest
 
     def peak_bytes(self, size: int) -> int:
         """Return the peak of a step of `size` with nothing recomputed."""
@@ -153,6 +179,7 @@ class _Search:
             fastest=fastest * m,
             all_saved=all_saved * m,
             proven_from=None if self._proven is None else self._proven * m,
+            split=self._split(largest) if axis == "batch" else None,
             largest_without_loss=self._largest_without_loss(largest),
             measured_only=() if joined is None else joined.measured_only,
             profile_of=self._sizes.at,
@@ -189,9 +216,14 @@ class _Search:
             return False
         return True
 
-    def _plan(self, n: int) -> FitRow:
-        profile = self._at(n)
-        planned = plan(profile, budget_bytes=self._budget, step_gap=STEP_GAP, work_limit=WORK_LIMIT)
+    def _plan(self, n: int, constraints: Constraints | None = None) -> FitRow:
+        planned = plan(
+            self._at(n),
+            budget_bytes=self._budget,
+            constraints=constraints,
+            step_gap=STEP_GAP,
+            work_limit=WORK_LIMIT,
+        )
         size, extra_us = n * self._multiple, planned.extra_us
         step_us = planned.step_us + extra_us
         return FitRow(size, planned.ceiling, planned.peak, extra_us, step_us, size / step_us * 1e6, planned)
@@ -234,6 +266,18 @@ class _Search:
         gaps = [(b - a, (a + b) // 2) for a, b in pairwise(known) if fastest in (a, b)]
         width, middle = max(gaps, default=(0, 0))
         return middle if width > 1 else None
+
+    def _split(self, n: int) -> MicroBatches | None:
+        """Return the fastest way to split a size that has a row, if one is faster than the row's plan."""
+        ways = []
+        for count in (k for k in range(2, MOST_MICRO_BATCHES + 1) if n % k == 0):
+            try:
+                part = self._plan(n // count, ACCUMULATES)
+            except (InfeasibleBudget, SolverOutOfTime):
+                continue
+            ways.append(MicroBatches(n * self._multiple, count, count * part.step_us))
+        best = min(ways, key=lambda way: way.step_us, default=None)
+        return best if best is not None and best.step_us < self._rows[n].step_us else None
 
     def _largest_without_loss(self, largest: int) -> int | None:
         """Return a size that a chunked loss would allow; None if it allows none beyond the largest.

@@ -39,7 +39,7 @@ import ac_client
 from ac_client.doctor.device_facts import machine_facts
 from ac_client.doctor.examine_gpu import examine_gpu
 from ac_client.doctor.gpu_report import Result, finding_of_error
-from ac_client.doctor.sample_models import CARD, SAMPLES, TINY, Sample, Size
+from ac_client.doctor.sample_models import CARD, FULL, SAMPLES, TINY, Sample, Size
 from ac_client.doctor.sample_training import Case, train
 from ac_client.files import write_whole
 from ac_client.planning import plan_batch
@@ -49,12 +49,13 @@ from autoac.planner.plan import step_time_us
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import DATASHEETS, link_of, observe
 from benchmarks import gpu_kernels
-from benchmarks.gpu import HOST_BYTES, LARGE, wrapped
 from benchmarks.models.modules import DoubleConv
 from benchmarks.plans.block_rules import SELECTIVE, as_run, per_block, selective
 from benchmarks.results import markdown_table
-from benchmarks.torch_checkpoint import Baseline
+from benchmarks.torch_checkpoint import Baseline, wrap_blocks
 
+LARGE = replace(CARD, layers=12, batch=8, images=64, stages=FULL.stages)
+HOST_BYTES = 32 << 30  # of the host, for moved tensors
 PRELOAD = ("benchmarks.gpu_quarter",)
 COMPILED_SHARE = 0.6  # of what plain training saves, for compiled models
 STATE = 4  # parameter, gradient and two moments of AdamW
@@ -251,6 +252,18 @@ def budget_at(name: str, share: float, found: Found) -> int:
 def upper(name: str) -> str:
     """Return the way whose peak is +100 %: a U-Net has no matrix products."""
     return "plain" if name == "U-Net" else "selective"
+
+
+def wrapped(case: Case, baseline: Baseline) -> Case:
+    """Return the case with torch's checkpoint around every block."""
+
+    def make(size: Size) -> nn.Module:
+        model = case.sample.make(size)
+        blocks: nn.ModuleList = model.get_submodule("blocks")  # type: ignore[assignment]
+        wrap_blocks(blocks, baseline)
+        return model
+
+    return replace(case, sample=replace(case.sample, make=make))
 
 
 def train_way(case: Case, way: Way, found: Found) -> Figures:

@@ -1,4 +1,4 @@
-"""Compare predicted recompute time with the extra time that planned steps take.
+"""Compare predicted recompute time with the extra time that planned steps take, and time profiles.
 
     python -m benchmarks.recompute_time [--only GPT-2] [--rounds 60] [--out FILE]
 
@@ -19,8 +19,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import truediv
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ from autoac.planner.units import format_bytes
 from autoac.profiler import profile
 from benchmarks.models import medium
 from benchmarks.results import add_out_argument, markdown_table, write_result
-from benchmarks.step_timing import forward_backward_s, keep_freed_memory, rotated, standard_error
+from benchmarks.step_timing import keep_freed_memory, rotated, standard_error, step_s
 
 MODELS = ("GPT-2", "BERT", "T5", "U-Net")
 BUDGETS = (0.05, 0.3)  # positions between the minimum peak and the plain step's peak
@@ -52,42 +54,22 @@ class Row:
     budget: int  # bytes
     recomputed: int  # ops
     plain_s: list[float] = field(default_factory=list)  # a plain step
+    profile_s: list[float] = field(default_factory=list)  # a profile
     predicted_s: list[float] = field(default_factory=list)  # to recompute
-    recording_s: list[float] = field(default_factory=list)  # predicted, in forward
-    forward_s: list[float] = field(default_factory=list)  # measured: planned minus plain forward
-    backward_s: list[float] = field(default_factory=list)  # measured: planned minus plain backward
-
-    @property
-    def predicted_extra_s(self) -> list[float]:
-        return [sum(both) for both in zip(self.predicted_s, self.recording_s, strict=True)]
-
-    @property
-    def extra_s(self) -> list[float]:
-        """Return the planned step's time minus the plain step's, by round."""
-        return [sum(both) for both in zip(self.forward_s, self.backward_s, strict=True)]
+    recording_s: list[float] = field(default_factory=list)  # predicted
+    extra_s: list[float] = field(default_factory=list)  # measured: planned minus plain step
 
     @property
     def is_precise(self) -> bool:
         """Return True if more rounds would change the measurement little."""
-        return all(
-            standard_error(values) <= PRECISION * statistics.median(values)
-            for values in (self.extra_s, self.backward_s)
-        )
+        return standard_error(self.extra_s) <= PRECISION * statistics.median(self.extra_s)
 
     @property
-    def backward_error(self) -> float:
-        """Return the error of predicted recompute time, as a fraction of the extra time of backward."""
-        return _error(self.predicted_s, self.backward_s)
-
-    @property
-    def step_error(self) -> float:
+    def error(self) -> float:
         """Return the error of predicted recompute and recording time, as a fraction of the extra time."""
-        return _error(self.predicted_extra_s, self.extra_s)
-
-
-def _error(predicted_s: Sequence[float], measured_s: Sequence[float]) -> float:
-    measured = statistics.median(measured_s)
-    return statistics.median(predicted_s) / measured - 1 if measured else float("inf")
+        predicted = map(sum, zip(self.predicted_s, self.recording_s, strict=True))
+        measured = statistics.median(self.extra_s)
+        return statistics.median(predicted) / measured - 1 if measured else float("inf")
 
 
 def measure_model(model: str, most_rounds: int) -> list[Row]:
@@ -95,7 +77,7 @@ def measure_model(model: str, most_rounds: int) -> list[Row]:
     keep_freed_memory()
     torch.set_num_threads(1)
     plain, batch = medium.build(model)
-    forward_backward_s(plain, batch)
+    step_s(plain, batch)
     plans = plan_budgets(profile(plain, **batch))
     models = []
     for one_plan in plans:
@@ -125,69 +107,52 @@ def measure_rounds(
 ) -> list[Row]:
     """Return the predicted and the measured times of each plan, from up to `most_rounds` rounds."""
     for model in [*models, *models, plain]:
-        forward_backward_s(model, batch)
+        step_s(model, batch)
     recorded = [ac_client.applied(model).report().recorded for model in models]
     rows = [Row(name, p.budget, len(p.recompute_set)) for p in plans]
     for i in range(most_rounds):
         if i >= FEWEST_ROUNDS and all(row.is_precise for row in rows):
             break
+        began = time.thread_time()
         graph = build(profile(plain, **batch))
+        profile_s = time.thread_time() - began
         recording_s = recording_us() / 1e6
-        times = {model: forward_backward_s(model, batch) for model in rotated([plain, *models], i)}
-        forward_s, backward_s = times[plain]
+        times = {model: step_s(model, batch) for model in rotated([plain, *models], i)}
         for row, one_plan, ops, model in zip(rows, plans, recorded, models, strict=True):
-            row.plain_s.append(forward_s + backward_s)
+            row.plain_s.append(times[plain])
+            row.profile_s.append(profile_s)
             row.predicted_s.append(recompute_us(graph, one_plan.save_set) / 1e6)
             row.recording_s.append(recording_s * ops)
-            row.forward_s.append(times[model][0] - forward_s)
-            row.backward_s.append(times[model][1] - backward_s)
+            row.extra_s.append(times[model] - times[plain])
     return rows
 
 
 HEAD = (
-    "model",
-    "budget",
-    "rounds",
-    "recomputed ops",
-    "plain step, ms",
-    "predicted: recompute, ms",
-    "recording, ms",
-    "measured: backward, ms",
-    "forward, ms",
-    "step, ms",
-    "step error",
-    "backward error",
+    *("model", "budget", "recomputed ops", "plain step, ms", "predicted: recompute + recording, ms"),
+    *("measured: extra, ms", "error", "profile / step"),
 )
 
 
 def render(rows: Sequence[Row]) -> str:
     """Return the table as Markdown, under a summary."""
-    step = sum(abs(row.step_error) <= TOLERANCE for row in rows)
-    backward = sum(abs(row.backward_error) <= TOLERANCE for row in rows)
+    within = sum(abs(row.error) <= TOLERANCE for row in rows)
     lines = [
         [
             row.model,
             format_bytes(row.budget),
-            len(row.plain_s),
             row.recomputed,
             _ms(row.plain_s),
-            _ms(row.predicted_s),
-            _ms(row.recording_s),
-            *(
-                f"{_ms(s)} ± {standard_error(s) * 1e3:.0f}"
-                for s in (row.backward_s, row.forward_s, row.extra_s)
-            ),
-            f"{row.step_error:+.0%}",
-            f"{row.backward_error:+.0%}",
+            f"{_ms(row.predicted_s)} + {_ms(row.recording_s)}",
+            f"{_ms(row.extra_s)} ± {standard_error(row.extra_s) * 1e3:.0f}",
+            f"{row.error:+.0%}",
+            f"{statistics.median(map(truediv, row.profile_s, row.plain_s)):.2f}",
         ]
         for row in rows
     ]
     return (
         f"torch {torch.__version__}, one thread, in its CPU time; medians over rounds of a profile, a plain "
-        f"step and a planned one; ± is the standard error. Predicted recompute and recording time is within "
-        f"{TOLERANCE:.0%} of the extra time of the step in {step} of {len(rows)} rows, and predicted "
-        f"recompute time alone is within {TOLERANCE:.0%} of the extra time of backward in {backward}.\n\n"
-        + markdown_table(HEAD, lines)
+        f"step and a planned one; ± is the standard error. Within {TOLERANCE:.0%}: {within} of {len(rows)} "
+        f"rows.\n\n{markdown_table(HEAD, lines)}"
     )
 
 

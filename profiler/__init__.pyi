@@ -10,6 +10,7 @@ from .errors import (
 )
 from .model_device import device_of
 from .observe import observe, profile
+from .steps.fake_ranks import fake_ranks
 from .steps.training_loop import Loop, Loss
 from .timing.cache import Times
 from .timing.link import link_of
@@ -33,6 +34,7 @@ __all__ = [
     "datasheet_of_this_cpu",
     "device_name",
     "device_of",
+    "fake_ranks",
     "link_of",
     "observe",
     "profile",

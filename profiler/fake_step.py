@@ -17,8 +17,10 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
+from autoac.profiler import gpu_dispatch
 from autoac.profiler.gpu_dispatch.gpu_autocast import gpu_autocast
 from autoac.profiler.gpu_dispatch.gpu_fake_kernels import GPU_FAKE_KERNELS
 from autoac.profiler.gpu_dispatch.gpu_kernels import gpu_kernels
@@ -39,7 +41,7 @@ from autoac.tape.torch_facts.private import (
     FakeTensorMode,
 )
 from autoac.tape.torch_facts.rng import generators_restored
-from autoac.tape.torch_facts.storage_table import fakes_have_storages
+from autoac.tape.torch_facts.storage_table import fakes_have_storages, fakes_with_storages
 
 CPU = torch.device("cpu")  # see NOTE [ One device ]
 
@@ -54,7 +56,8 @@ def run(
     """Run one fake step. Nothing of the model's size is allocated.
 
     Args:
-        subject: the step; its model and batch may be real, fake, or on the meta device.
+        subject: the step; its model and batch may be real, fake, or on the meta device. Inside of
+            `fake_ranks` it runs on the model itself, whose gradients are then deleted.
         device: the datasheet.
         measured: measures each kind of op by itself; by default run times are those of the datasheet.
         needs_checkpoints: leave the checkpoints of the model to torch: NOTE [ Needed checkpoints ].
@@ -71,7 +74,8 @@ def run(
     if accumulates is None:
         accumulates = any(gradient_of(parameter) is not None for parameter in original.parameters())
     is_gpu = device.device_type != "cpu"
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    ranks = fakes_with_storages()  # of the model itself, which was built under `fake_ranks`
+    fakes = ranks or FakeTensorMode(allow_non_fake_inputs=True)
     allocations = FakeAllocations(
         fakes, device.allocator_rounding, (measured or device).runtime_us, GPU_FAKE_KERNELS if is_gpu else {}
     )
@@ -84,7 +88,8 @@ def run(
         fakes,
         fakes_have_storages(fakes),
     ):
-        copied = fake_copy(subject, accumulates=accumulates)
+        copied = subject if ranks is not None else fake_copy(subject, accumulates=accumulates)
+        note_leaves = partial(own_leaves, original) if ranks is None else _all
         with without_ddp_sync(copied.compiled):
             step = ObservedStep(
                 copied.compiled,
@@ -95,7 +100,7 @@ def run(
                 allocations=allocations,
             )
             try:
-                step.run(copied, partial(own_leaves, original))
+                step.run(copied, note_leaves)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise CannotFake(str(error), "it depends on values that are not known") from error
             except RuntimeError as error:
@@ -104,10 +109,19 @@ def run(
                 if step.in_backward:
                     error.add_note("autoac: raised in the backward of a fake step, which has no numbers")
                 raise
+            finally:
+                if ranks is not None:
+                    original.zero_grad()
     if step.needs_checkpoints:
         return run(subject, device, measured, needs_checkpoints=True)
     record = step.record()
-    return record, [*record.unplanned, *allocations.notes, *(measured.notes if measured is not None else ())]
+    rules = gpu_dispatch.notes() if is_gpu else []
+    times = measured.notes if measured is not None else ()
+    return record, [*record.unplanned, *rules, *allocations.notes, *times]
+
+
+def _all(_leaves: list[Tensor]) -> None:
+    """Let backward give gradients to all leaves."""
 
 
 def _checkpoint_failure(error: RuntimeError) -> tuple[str, str] | None:

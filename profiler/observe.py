@@ -29,7 +29,7 @@ from autoac.tape.distributed.ddp import buckets_of, build_replicating
 from autoac.tape.distributed.fsdp import check_reduced, check_sharded, parameters_of
 from autoac.tape.errors import CannotProfile
 from autoac.tape.torch_facts.batch_contents import batch_tensors
-from autoac.tape.torch_facts.private import tree_leaves
+from autoac.tape.torch_facts.private import disable_current_modes, tree_leaves
 from autoac.tape.torch_facts.probes import check_torch
 from autoac.tape.torch_facts.rng import generators_restored
 
@@ -64,8 +64,9 @@ def profile(
         args, kwargs: a batch, as the training loop passes it.
         loss: output -> scalar. By default the output's `.loss`, else every part of the output that
             requires a gradient.
-        on: the datasheet of a device, such as `DATASHEETS["h100"]`; or a `torch.device` of this machine, on
-            which each kind of op then runs by itself to be timed, so the step need not fit.
+        on: the datasheet of a device, such as `DATASHEETS["h100"]`, under `fake_ranks` that of one rank of
+            many; or a `torch.device` of this machine, on which each kind of op then runs by itself to be
+            timed, so the step need not fit.
         times: the cache of run times, or the path of its file. By default the file named by the environment
             variable AUTOAC_TIMES, if any.
         autocast: the type that the step is cast to, as under `torch.autocast`. By default that of the
@@ -194,7 +195,8 @@ def _fake_profile(
     _check_no_iterators(model, leaves)
     if buckets_of(model, None).holds_gradients:
         subject = replace(subject, accumulates=True)
-    datasheet = on if isinstance(on, Device) else datasheet_of(on)
+    with disable_current_modes():  # which may be those of `fake_ranks`
+        datasheet = on if isinstance(on, Device) else datasheet_of(on)
     measured = None if isinstance(on, Device) else OpTimesOnDevice(on, datasheet, times)
     is_off = datasheet.device_type == "cuda" and autocast is None and may_be_switched_off()
     with autocast_to(datasheet.device_type, autocast):

@@ -199,6 +199,7 @@ class ObservedStep:
     @property
     def peak_nbytes(self) -> int:
         """Return the most bytes in use until the end of backward, with those of the model and the batch."""
+        self._allocations.read()
         freed = 0 if self.holds_gradients else self._gradient_nbytes  # by the loop, after forward
         until, since = peaks_nbytes(self._allocations, self._begin)
         return self._static.total + max(until, since - freed)
@@ -225,7 +226,7 @@ class ObservedStep:
                 _recorded[:] = [*(ref for ref in _recorded if ref() is not None), weakref.ref(self)]
             self._calls.open()
             compile_within(self._tape.hiding)
-            weakref.finalize(self, self._allocations.abandon)  # also when the process ends
+            weakref.finalize(self, self._allocations.close)  # also when the process ends
         self._path = [ROOT]
         self._cuts = Cuts()
         self._others_follow = False
@@ -346,7 +347,7 @@ class ObservedStep:
         if free_workspaces(self._device):
             self._freed = self._allocations.mark()
         self.recording = False
-        self._allocations.__exit__(None, None, None)
+        self._allocations.close()
 
     def _backward_called(self, roots: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
         self._untraced.enter_context(compiled_autograd_off())  # it would trace what the step holds
@@ -382,7 +383,7 @@ class ObservedStep:
         if self.recording:
             compile_within(None)
             self.recording = False
-            self._allocations.abandon()
+            self._allocations.close()
 
     def run(
         self, subject: TrainingStep, note_leaves: Callable[[list[Tensor]], Sequence[Tensor] | None]
@@ -472,6 +473,7 @@ class ObservedStep:
             raise NothingToProfile(
                 "no backward has reached the outputs of the observed forward, so its step has no profile"
             )
+        self._allocations.read()
         self._allocations.check_complete(type(model).__name__, record.storages)
         outside = tape.end_outside(self._allocations, self._begin)
         if self._shards is not None:

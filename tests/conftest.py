@@ -40,21 +40,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture
-def tensors_count() -> None:
-    """Count all tensors of the test in plans on a CPU, as those of a program are counted."""
-
-
-@pytest.fixture(autouse=True)
-def _plain_models_do_not_count(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out of plans on a CPU what a test compares with, such as a plain model and its gradients."""
-    if "torch" in sys.modules and "tensors_count" not in request.fixturenames:
-        from ac_client.planning.facts import models_on_device as facts
-
-        measured = facts.taken_nbytes
-        monkeypatch.setattr(facts, "taken_nbytes", lambda at: measured(at) if at.type == "cuda" else 0)
-
-
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Compute on one thread: some kernels allocate workspace for each, so peaks and plans depend on it."""
@@ -78,7 +63,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def unseen_kernels() -> None:
     """Build the kernels that PyTorch does not dispatch. Without a compiler, skip the test."""
-    from benchmarks.unseen_kernels.library import NoCompiler, compiled
+    from unseen_kernels.library import NoCompiler, compiled
 
     try:
         compiled()

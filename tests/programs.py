@@ -14,6 +14,8 @@ from autoac.tape.runtime.cuts import Cuts
 from autoac.tape.runtime.policy_context import save_recompute_policy
 
 ROWS, COLUMNS = 4, 6
+KINDS = 19  # of instructions
+WRITES = range(12, 16)  # those that write in place
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Program:
                     level = UseGroup(0) if nesting.random() < 0.7 else None
                     regions.append(save_recompute_policy(nested(nesting), checkpoint=level))
                     regions[-1].__enter__()
-            made = _instruction(chance, pool)
+            a, b = chance.choice(pool), chance.choice(pool)
+            made = run_instruction(chance.randrange(KINDS), a, b)
             if made is not None:
                 pool.append(made)
         while regions:
@@ -46,11 +49,10 @@ class Program:
         return [t for t in pool[len(inputs) :] if t.requires_grad][-3:]
 
 
-def _instruction(chance: random.Random, pool: list[Tensor]) -> Tensor | None:
-    a, b = chance.choice(pool), chance.choice(pool)
+def run_instruction(kind: int, a: Tensor, b: Tensor) -> Tensor | None:
+    """Return what an op makes of `a` and `b`; None if it only writes into `a`, or may not."""
     flat = a.reshape(ROWS, COLUMNS) if a.numel() == ROWS * COLUMNS else a.flatten()[: ROWS * COLUMNS]
     other = b if b.shape == a.shape else b.reshape(a.shape) if b.numel() == a.numel() else a
-    kind = chance.randrange(19)
     inner = a.requires_grad and not a.is_leaf
     match kind:
         case 0:

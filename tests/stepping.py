@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, TypeVar
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,15 +20,23 @@ from torch.utils._pytree import tree_leaves
 
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import Graph, Policy, build, find_minimum_peak, simulate
+from autoac.planner import Graph, Policy, build, find_minimum_peak, schedule, simulate
+from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.profile import Profile
+from autoac.planner.memory.schedule import Compute, Recompute
+from autoac.planner.problem.graph import SaveSet
 from autoac.tape.capture.allocations import AllocationRecord
+from autoac.tape.errors import COMPILED_SINCE
 from autoac.tape.runtime import replay
 from autoac.tape.runtime.nodes import Node, live_versions
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
+from autoac.tape.torch_facts import minor_version
 
 M = TypeVar("M", bound=nn.Module)
+
+COMPILES = minor_version() >= COMPILED_SINCE
+needs_compiled_plans = pytest.mark.skipif(not COMPILES, reason="compiled models are refused under this torch")
 
 
 @dataclass
@@ -100,6 +109,16 @@ def binding_budget(found: Profile | Graph, share: float = 0.5) -> int:
 def recomputed(log: EventLog) -> list[str]:
     """Return the ops that backward recomputed, in order."""
     return [name for kind, name in log.events if kind == "recompute"]
+
+
+def expected_log(graph: Graph, save_set: SaveSet) -> list[tuple[str, str]]:
+    """Return the events that the runtime must log for a step under `save_set`."""
+    events: list[tuple[str, str]] = []
+    for event in schedule(graph, save_set):
+        if isinstance(event, Compute | Recompute):
+            op = OpKey.parse(graph.ops[event.op].name).op
+            events.append((type(event).__name__.lower(), op))
+    return events
 
 
 class SeenOps(TorchDispatchMode):

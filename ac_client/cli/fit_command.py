@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ac_client.cli.options import Json
+from ac_client.cli.options import Autocast, Json, Ranks, among_ranks
 from ac_client.cli.output import as_json_types, say, show_progress
 
 if TYPE_CHECKING:
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     from autoac.planner import Plan
 
 MOST_NAMED = 3  # modules in a row of the table
+
+
+class Axis(StrEnum):
+    """Name what the size counts."""
+
+    BATCH = "batch"
+    TOKENS = "tokens"
 
 
 def fit_command(
@@ -34,15 +42,16 @@ def fit_command(
     ],
     on: Annotated[str, typer.Option(metavar="DEVICE", help="The device to plan for: h100, h200, a100, ...")],
     axis: Annotated[
-        Literal["batch", "tokens"],
+        Axis,
         typer.Option(help="What the size counts: samples of the batch, or tokens."),
-    ] = "batch",
+    ] = Axis.BATCH,
     multiple: Annotated[int, typer.Option(min=1, help="Sizes are multiples of this.")] = 1,
     most: Annotated[
         int | None, typer.Option(help="The largest size to consider, such as the model's positions.")
     ] = None,
+    ranks: Ranks = None,
     autocast: Annotated[
-        Literal["bfloat16", "float16"] | None, typer.Option(help="Run the step under autocast to this type.")
+        Autocast | None, typer.Option(help="Run the step under autocast to this type.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -59,12 +68,12 @@ def fit_command(
     if on not in DATASHEETS:
         raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
     make: Any = load_function(function, os.getcwd())
-    with show_progress(f"fitting {function}"):
+    with among_ranks(ranks), show_progress(f"fitting {function}"):
         found = fit(
             make,
             budget_gb,
             on=on,
-            axis=axis,
+            axis=axis.value,
             multiple=multiple,
             most=most,
             autocast=getattr(torch, autocast) if autocast is not None else None,
@@ -113,6 +122,10 @@ def _answers(found: Fit) -> Iterator[str]:
     if found.fastest != found.largest:
         slower = 1 - largest.per_second / fastest.per_second
         yield f"The largest size, {found.largest}, is {slower:.1%} slower than the fastest, {found.fastest}."
+    if (split := found.split) is not None:
+        less = 1 - split.step_us / largest.step_us
+        parts = f"{split.count} micro-batches of {split.size // split.count}"
+        yield f"{parts}, with their gradients added, take {less:.1%} less than one of {split.size}."
     yield from dict.fromkeys(f"{row.size}: {_recomputed(row.plan)}." for row in (fastest, largest))
     after = found.largest + found.multiple
     if found.proven_from is None:

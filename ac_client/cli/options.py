@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import wraps
@@ -24,6 +25,13 @@ class Gradients(StrEnum):
     ABSENT = "absent"
 
 
+class Autocast(StrEnum):
+    """Name the type that a step is cast to."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, also for an error.")]
 
 ProfileFile = Annotated[
@@ -41,6 +49,25 @@ TimeLimit = Annotated[
         "on a busy machine.",
     ),
 ]
+
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="FUNCTION runs as on one of N ranks, which need not exist: it makes meshes and shards its model "
+        "on the CPU, on tensors that take no memory. With --on.",
+    ),
+]
+
+
+def among_ranks(ranks: int | None, rank: int = 0) -> AbstractContextManager[None]:
+    """Return what to be inside of for rank `rank` of `ranks`; nothing special for None."""
+    from autoac.profiler import fake_ranks
+
+    if ranks is not None and rank >= ranks:
+        raise typer.BadParameter(f"must be below --ranks {ranks}, got {rank}", param_hint="--rank")
+    return fake_ranks(ranks, rank) if ranks is not None else nullcontext()
 
 
 HostBudget = Annotated[

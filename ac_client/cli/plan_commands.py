@@ -7,20 +7,22 @@ import math
 import os
 import time
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ac_client.cli.options import (
+    Autocast,
     Gap,
     Gradients,
     HostBudget,
     Json,
     PlanningOptions,
     ProfileFile,
+    Ranks,
     TimeLimit,
+    among_ranks,
     spread_options,
     with_host_budget,
 )
@@ -41,13 +43,6 @@ if TYPE_CHECKING:
 OutputFile = Annotated[Path, typer.Option("-o", "--output", help="File to write; - for stdout.")]
 
 
-class Autocast(StrEnum):
-    """Name the type that a step is cast to."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
 def profile(
     function: Annotated[
         str,
@@ -66,6 +61,8 @@ def profile(
         int | None,
         typer.Option(metavar="VERSION", help="With --on: cuDNN there; 91002 is 9.10.2, 0 is none."),
     ] = None,
+    ranks: Ranks = None,
+    rank: Annotated[int, typer.Option(min=0, metavar="R", help="With --ranks: the one to profile.")] = 0,
     autocast: Annotated[
         Autocast | None, typer.Option(help="Run the step under autocast to this type.")
     ] = None,
@@ -76,7 +73,8 @@ def profile(
 ) -> None:
     """Profile one training step of a model.
 
-    FUNCTION returns the model and its batch. The step does not need memory for saved tensors.
+    FUNCTION returns the model and its batch. The step does not need memory for saved tensors. With --ranks,
+    nothing needs memory: FUNCTION runs as on one of N ranks, on the CPU and on tensors without contents.
     """
     import torch
 
@@ -92,12 +90,18 @@ def profile(
         raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
     if cudnn is not None and on is None:
         raise typer.BadParameter("must be left out without --on", param_hint="--cudnn")
+    if ranks is not None and on is None:
+        raise typer.BadParameter("must be left out without --on", param_hint="--ranks")
     check_output(output)
-    setup = setup_from(call_function(load_function(function, os.getcwd()), function), function)
+    build = load_function(function, os.getcwd())
     device = DATASHEETS[on] if on is not None else None
     if device is not None and cudnn is not None:
         device = replace(device, cudnn=cudnn)
-    with show_progress(f"profiling {type(setup.model).__name__}"):
+    with (
+        among_ranks(ranks, rank),
+        show_progress(f"profiling {function}"),
+    ):
+        setup = setup_from(call_function(build, function), function)
         observed = observe(
             torch.compile(setup.model) if compiled else setup.model,  # type: ignore[arg-type]
             setup.args,

@@ -6,8 +6,8 @@ docs/budget.md explains the buckets, and docs/integrations.md says what several 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from torch import nn
@@ -146,7 +146,9 @@ class PolicyChooser:
             loop = Loop(observation.forwards)
             if profile is not None:
                 loop, profile = _as_shown(observation, profile)
-            self._meet_or_give_up(observation.shape, call, loop, need, profile)
+            with self._giving_up():
+                self._meet(observation.shape, call, loop, need, profile)
+            self._to_meet = False
             for bucket in self._store.buckets.all:
                 if bucket.profile is profile is not None:
                     self._note(observation, bucket, profile)
@@ -267,6 +269,15 @@ class PolicyChooser:
             raise
         return None
 
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Leave the model without any plan if the ranks cannot meet."""
+        try:
+            yield
+        except BaseException:
+            self._give_up()
+            raise
+
     def _give_up(self) -> None:
         if (remove := self._on_failure()) is not None:
             remove()
@@ -292,7 +303,9 @@ class PolicyChooser:
     def _observe_with_ranks(self, call: ModelCall) -> PlannedBucket | None:
         """Observe the first step; the ranks meet when the next one begins: NOTE [ Where ranks meet ]."""
         with self._planner.lock:
-            if self.ranks is not None and self.ranks.any(profiler_is_running()):
+            with self._giving_up():
+                busy = self.ranks is not None and self.ranks.any(profiler_is_running())
+            if busy:
                 return self._unplanned_now(ProfilerBusy(), call, meets=True)
             return self._observe(call, key_of(call.args, call.kwargs), meets=True)
 
@@ -308,21 +321,11 @@ class PolicyChooser:
 
     def _ranks_of(self, groups: Groups, call: ModelCall) -> Ranks | None:
         """Return the ranks that the collectives of a forward show; warn if they show none for sure."""
-        ranks, unknown = ranks_of_collectives(groups, call.model)
+        with self._giving_up():
+            ranks, unknown = ranks_of_collectives(groups, call.model)
         if unknown:
             self._warn_of_unknown_ranks(unknown)
         return ranks
-
-    def _meet_or_give_up(
-        self, shape: Shape, call: ModelCall, loop: Loop, need: Need | Exception, profile: Profile | None
-    ) -> None:
-        """Meet the other ranks; if that fails, leave the model without any plan."""
-        try:
-            self._meet(shape, call, loop, need, profile)
-        except BaseException:
-            self._give_up()
-            raise
-        self._to_meet = False
 
     def _meet(
         self, shape: Shape, call: ModelCall, loop: Loop, need: Need | Exception, profile: Profile | None

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ac_client.errors import RankFailed
+from ac_client.errors import RankFailed, RankMissing
 from autoac.planner import Policy
 from autoac.planner.errors import PlannerError, from_dict
 from autoac.planner.formats.policy_set import Extent, Shape
@@ -39,11 +39,15 @@ from autoac.profiler import CannotProfile, NothingToProfile, device_of
 from autoac.tape.distributed.ddp import build_replicating, replicating
 from autoac.tape.distributed.fsdp import mesh_groups_of
 from autoac.tape.distributed.process_groups import Groups
+from autoac.tape.torch_facts import private
 
 Group = Any
 """A `torch.distributed.ProcessGroup`; "auto" for that of the model's wrapper; None: each rank plans alone."""
 
 AUTO: Final = "auto"
+
+
+_meetings: dict[tuple[int, ...], int] = {}  # how often these ranks have met: all count alike
 
 
 class Ranks:
@@ -63,11 +67,14 @@ class Ranks:
         for group in groups:
             self.rank += dist.get_rank(group) * self.size
             self.size *= dist.get_world_size(group)
-        backend = torch.device(dist.distributed_c10d._get_object_coll_device(groups[0]))
+        self._all_here = False
+        _, device_of_group = private.require(private.MEETING)
+        backend = torch.device(device_of_group(groups[0]))
         self._device = device if device.type == backend.type else backend
 
     def any(self, flag: bool) -> bool:
         """Return True if `flag` is true on any rank."""
+        self._wait_for_all()
         flags = self._numbers(int(flag))
         for group in self._groups:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
@@ -75,6 +82,7 @@ class Ranks:
 
     def gather(self, text: str) -> list[str]:
         """Return the `text` of each rank, by rank."""
+        self._wait_for_all()
         texts = [text]
         for group in self._groups:
             mine = json.dumps(texts).encode()
@@ -86,6 +94,33 @@ class Ranks:
             found = (_text(one, int(size.item())) for one, size in zip(received, sizes, strict=True))
             texts = [each for one in found for each in json.loads(one)]
         return texts
+
+    def _wait_for_all(self) -> None:
+        """Wait until every rank is here, once, by the store of the job; it needs no collective.
+
+        A rank that enters a collective alone may meet another collective, of the training. Gloo then ends the
+        process without a word.
+
+        Raises:
+            RankMissing: one is not here within the store's timeout.
+        """
+        if self._all_here:
+            return
+        find_store, _ = private.require(private.MEETING)
+        store = find_store()
+        for group in self._groups:
+            if dist.get_backend(group) == "fake":  # whose other ranks may not exist
+                continue
+            ranks = dist.get_process_group_ranks(group)
+            number = _meetings[tuple(ranks)] = _meetings.get(tuple(ranks), 0) + 1
+            keys = {rank: f"autoac/{'-'.join(map(str, ranks))}/{number}/{rank}" for rank in ranks}
+            store.set(keys[dist.get_rank()], "here")
+            try:
+                store.wait(list(keys.values()), store.timeout)
+            except RuntimeError as error:
+                missing = [rank for rank, key in keys.items() if not store.check([key])]
+                raise RankMissing(missing, store.timeout.total_seconds()) from error
+        self._all_here = True
 
     def broadcast(self, sender: int, text: str) -> str:
         """Return the `text` of rank `sender`. The texts of other ranks are not sent."""

@@ -146,7 +146,7 @@ def _tensor(text: str, device: torch.device | None) -> Tensor:
     """Return a tensor of ones; without a device, a floating-point one allocates no memory.
 
     Integer and bool tensors always have values, since models read them (NOTE [ Known values ] in
-    profiler/fake_step.py). Ones are in range as indices, and as a mask they hide nothing.
+    tape/capture/known_values.py). Ones are in range as indices, and as a mask they hide nothing.
     """
     name, shape = tensor_of(text)
     if device is None:

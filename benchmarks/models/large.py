@@ -7,11 +7,9 @@ are what fits one device's share of a usual training run, so that activations ma
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import transformers
@@ -91,17 +89,11 @@ def gpt2_xl(batch: int = 8, length: int = 1024) -> ModelAndBatch:
         return gpt2(layers=48, width=1600, heads=25), tokens(batch, length)
 
 
-def gpt2_small(batch: int, length: int) -> ModelAndBatch:
-    """Build openai-community/gpt2, config.json."""
-    with weightless():
-        return gpt2(layers=12, width=768, heads=12), tokens(batch, length)
-
-
-def vit_h14(batch: int = 64, layers: int = 32) -> ModelAndBatch:
+def vit_h14(batch: int = 64) -> ModelAndBatch:
     """Build google/vit-huge-patch14-224-in21k, config.json; 1,000 classes."""
     config = transformers.ViTConfig(
         hidden_size=1280,
-        num_hidden_layers=layers,
+        num_hidden_layers=32,
         num_attention_heads=16,
         intermediate_size=5120,
         patch_size=14,
@@ -240,62 +232,6 @@ def lstm(batch: int = 128, length: int = 256) -> ModelAndBatch:
         return LSTM(32000, 2048, 4, 0.2).train(), tokens(batch, length)
 
 
-def gpt2_layer() -> ModelAndBatch:
-    """Build one layer of GPT-2 XL with dropout; a small vocabulary keeps logits from dominating."""
-    with weightless():
-        return gpt2(layers=1, width=1600, heads=25, vocabulary=512), tokens(8, 1024)
-
-
-def vit_layers() -> ModelAndBatch:
-    """Build two layers of ViT-H/14."""
-    return vit_h14(layers=2)
-
-
-class Residual(nn.Module):
-    """Layers of `x + down(gelu(up(norm(x))))`, each with its own inner width."""
-
-    def __init__(self, width: int, inside: tuple[int, ...]) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in inside)
-        self.ups = nn.ModuleList(nn.Linear(width, n) for n in inside)
-        self.downs = nn.ModuleList(nn.Linear(n, width) for n in inside)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
-            x = x + down(F.gelu(up(norm(x))))
-        return x.float().square().mean()
-
-
-def residual_mlp() -> ModelAndBatch:
-    """Build six residual layers of 2,048, whose inner widths are one, two or four times as large."""
-    with weightless():
-        x: Any = torch.empty(16384, 2048)
-        return Residual(2048, (2048, 8192, 4096, 8192, 2048, 8192)).train(), {"x": x}
-
-
-class Plain(nn.Module):
-    """Convolutions with ReLU, at decreasing sizes."""
-
-    def __init__(self, channels: tuple[int, ...]) -> None:
-        super().__init__()
-        pairs = itertools.pairwise(channels)
-        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, conv in enumerate(self.convs):
-            x = F.relu(conv(x))
-            if i % 2:
-                x = F.max_pool2d(x, 2)
-        return x.float().mean()
-
-
-def plain_convolutions() -> ModelAndBatch:
-    """Build eight convolutions like VGG, the network of Checkmate's paper."""
-    with weightless():
-        x: Any = torch.empty(32, 3, 224, 224)
-        return Plain((3, 64, 64, 128, 128, 256, 256, 512, 512)).train(), {"x": x}
-
-
 MODELS: dict[str, Callable[[], ModelAndBatch]] = {
     "llama3_8b": partial(llama, 32),  # Llama 3 8B, 1 x 8192 tokens
     "llama3_70b": partial(llama, 80, large=True),  # Llama 3 70B, 1 x 8192 tokens
@@ -320,11 +256,3 @@ OVER_MANY_DEVICES: dict[str, Callable[[], ModelAndBatch]] = {
     "llama_405b": llama_405b,  # Llama 3.1 405B, 1 x 8192 tokens
 }
 """Models that no single device trains: on one, the optimizer's step is the peak, and no budget binds."""
-
-FEW_LAYERS: dict[str, Callable[[], ModelAndBatch]] = {
-    "small_gpt2": gpt2_layer,  # one layer of GPT-2 XL with dropout, 8 x 1024 tokens
-    "small_vit": vit_layers,  # two layers of ViT-H/14, 64 images
-    "small_mlp": residual_mlp,  # six residual layers, 16,384 rows of 2,048
-    "small_vgg": plain_convolutions,  # eight convolutions, 32 images of 224 x 224
-}
-"""Steps of at most 40 ops, so that Checkmate's program can be solved: a layer or two at large widths."""

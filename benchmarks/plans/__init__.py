@@ -3,7 +3,6 @@
 profiles.py   models on a described device -> build/bench/plans/*.json.zst
 baselines.py  the table of baselines: Graph -> save sets; block_rules.py, knapsacks.py, sac_milp.py and
               minimum_cut.py have them
-checkmate.py  the optimum where an op may be recomputed any number of times, for small graphs
 compare.py    one profile -> build/bench/plans/*.json
 report.py     comparisons -> Markdown and plots
 near_minimum.py  plans a little above the minimum peak -> Markdown

@@ -26,14 +26,12 @@ from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.plan import plan
 from autoac.planner.problem.graph import Graph
-from benchmarks.plans import checkmate
 from benchmarks.plans.baselines import BASELINES
 from benchmarks.plans.block_rules import as_run
 from benchmarks.results import ROOT, source_digest, write_result
 
 OUT = ROOT / "build" / "bench" / "plans"
 GAP = 0.01
-TIME_LIMIT_S = 60.0  # of Checkmate's solves; our solves keep the planner's own limit on work
 FLOOR_WORK = 20.0  # of the search for the minimum peak
 BUDGETS = 8  # between the minimum peak and the save-all peak
 MOST_POINTS = 4  # of one baseline, at whose peaks we plan
@@ -60,10 +58,7 @@ class Answer:
     recompute_us: float | None
     bound_us: float
     stopped: str
-    rounds: int
-    wall_s: float  # from Profile to Plan
-    solver_s: float | None  # part of it spent in HiGHS; None if the plan does not record it
-    cpu_s: float  # as wall_s, in CPU time of this process, which other processes do not add to
+    cpu_s: float  # from Profile to Plan, of this process; other processes do not add to it
 
     @property
     def gap(self) -> float:
@@ -71,17 +66,6 @@ class Answer:
         if self.recompute_us is None:
             return 1.0
         return max(0.0, 1 - self.bound_us / self.recompute_us) if self.recompute_us > 0 else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Unlimited:
-    """Checkmate's optimum within a budget; checkmate.py says how far it compares."""
-
-    budget: int
-    recompute_us: float | None  # None: no schedule found
-    bound_us: float
-    twice: bool  # True if an op is recomputed more than once
-    wall_s: float
 
 
 @dataclass(slots=True)
@@ -103,7 +87,6 @@ class Comparison:
     families: dict[str, float] = field(default_factory=dict)  # evaluated baselines and their seconds
     failures: dict[str, str] = field(default_factory=dict)  # baselines that raised, and the error
     answers: list[Answer] = field(default_factory=list)
-    optima: list[Unlimited] = field(default_factory=list)
 
     def at(self, budget: int) -> Answer | None:
         """Return our answer within exactly that budget."""
@@ -187,7 +170,7 @@ def geometric_mean(ratios: Iterable[float]) -> float | None:
 def code_digest() -> str:
     """Return the digest of the planner and of the baselines."""
     here = Path(__file__).parent
-    names = ("baselines", "block_rules", "checkmate", "knapsacks", "minimum_cut", "op_kinds", "sac_milp")
+    names = ("baselines", "block_rules", "knapsacks", "minimum_cut", "op_kinds", "sac_milp")
     return source_digest(folders=["planner"], files=[here / f"{name}.py" for name in names])
 
 
@@ -222,33 +205,19 @@ def evaluate(graph: Graph, baseline: str) -> list[Point]:
 
 def answer(profile: Profile, budget: int) -> Answer:
     """Plan within `budget`, and time it."""
-    began, cpu_began = time.perf_counter(), time.process_time()
+    began = time.process_time()
     try:
         found = plan(profile, budget_bytes=budget, gap=GAP)
     except PlannerError as error:
-        wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
-        return Answer(budget, None, None, 0.0, type(error).__name__, 0, wall_s, None, cpu_s)
+        return Answer(budget, None, None, 0.0, type(error).__name__, time.process_time() - began)
     return Answer(
         budget=budget,
         peak=found.peak,
         recompute_us=found.recompute_us,
         bound_us=found.bound_us,
         stopped=found.stopped.value,
-        rounds=found.rounds,
-        wall_s=time.perf_counter() - began,
-        solver_s=getattr(found, "solver_s", None),
-        cpu_s=time.process_time() - cpu_began,
+        cpu_s=time.process_time() - began,
     )
-
-
-def unlimited(graph: Graph, budget: int) -> Unlimited:
-    """Solve Checkmate's program within `budget`, and time it."""
-    began = time.perf_counter()
-    found = checkmate.optimum(graph, budget, time_limit_s=TIME_LIMIT_S)
-    wall_s = time.perf_counter() - began
-    if found is None or math.isinf(found.recompute_us):
-        return Unlimited(budget, None, found.bound_us if found else 0.0, False, wall_s)
-    return Unlimited(budget, found.recompute_us, found.bound_us, found.twice, wall_s)
 
 
 def compare(
@@ -285,12 +254,6 @@ def compare(
         if known.at(budget) is None:
             known.answers.append(answer(profile, budget))
             keep(known)
-    if baselines and len(graph.ops) <= checkmate.MOST_OPS:
-        done = {optimum.budget for optimum in known.optima}
-        for budget in budgets:
-            if budget not in done:
-                known.optima.append(unlimited(graph, budget))
-                keep(known)
     return known
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.plans.near_minimum [NAME ...] [--share SHARE ...] [--device DEVICE] [--out FILE]
 
-For each profile (default: all models of `profiles.py` but the small ones) the minimum peak is searched. Then
+For each profile (default: all models of `profiles.py`) the minimum peak is searched. Then
 plans are made 2, 5 and 10 % above it, each twice: with a few seconds, for the first plan that fits, and with
 a minute, for a gap of 1 %. A row has the times and gaps at all budgets. Time is CPU time of the process, and
 the limits count it as well. With --share, the budgets lie this far from the minimum peak to the peak without
@@ -21,7 +21,6 @@ from autoac.planner import PlannerError, Profile, bounds, build
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.minimum_peak import MinimumPeak, find_minimum_peak
 from autoac.planner.plan import plan
-from benchmarks.models.large import FEW_LAYERS
 from benchmarks.plans.compare import FLOOR_WORK, GAP
 from benchmarks.plans.profiles import CASES, DEVICES, load
 from benchmarks.results import add_out_argument, markdown_table, write_result
@@ -105,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_out_argument(parser)
     options = parser.parse_args(arguments)
     rows: list[list[str]] = []
-    for name in options.names or [name for name in CASES if name not in FEW_LAYERS]:
+    for name in options.names or CASES:
         rows.append(row_of(name, load(name, options.device), options.share))
         print("  ".join(rows[-1]), flush=True)
     write_result(markdown_table(HEAD, rows), options.out)

@@ -24,14 +24,14 @@ from autoac.planner import Profile, build, simulate
 from autoac.planner.formats.profile import VERSION, Temporaries
 from autoac.planner.units import GIB
 from autoac.profiler import DATASHEETS, observe
-from benchmarks.models.large import FEW_LAYERS, MODELS, OVER_MANY_DEVICES
+from benchmarks.models.large import MODELS, OVER_MANY_DEVICES
 from benchmarks.results import ROOT, source_digest
 
 FOLDER = ROOT / "build" / "bench" / "plans"
 
 DEVICES = ("h100", "h200")
 SHARDED = "_sharded"  # suffix of models whose parameters lie on other devices
-CASES = MODELS | FEW_LAYERS | {f"{name}{SHARDED}": model for name, model in OVER_MANY_DEVICES.items()}
+CASES = MODELS | {f"{name}{SHARDED}": model for name, model in OVER_MANY_DEVICES.items()}
 
 
 def load(name: str, device: str = "h100") -> Profile:

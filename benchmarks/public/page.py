@@ -11,7 +11,7 @@ from pathlib import Path
 
 from autoac.planner.units import format_bytes
 from benchmarks.public.run import BOUND, OURS, PUBLISHED, REFERENCES, STATED, Row
-from benchmarks.results import markdown_table, write_result
+from benchmarks.results import write_result
 
 SAME = 1e-6  # of the step: smaller differences are rounding
 LEAST_RATIO = 0.1  # of ours / theirs, in a mean
@@ -163,29 +163,12 @@ def _cell(case: Case, planner: str) -> str:
     return "-" if row.extra is None else _percent(row.extra)
 
 
-def planners_table(rows: Sequence[Row]) -> str:
-    """Return a row for each planner: on how many instances it finds a schedule, and in what time."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.planner not in (BOUND, STATED):
-            groups.setdefault(row.planner, []).append(row)
-    lines = []
-    for name, group in groups.items():
-        times = [row.cpu_s for row in group if row.again_us is not None]
-        seconds = (f"{statistics.median(times):.2f}", f"{max(times):.1f}") if times else ("", "")
-        notes = [row.note for row in group if row.note]
-        why = "; ".join(f"{note} ({notes.count(note)})" for note in dict.fromkeys(notes))
-        lines.append([name, f"{len(times)} of {len(group)}", *seconds, why])
-    return markdown_table(["planner", "schedules", "median CPU s", "most", "why not"], lines)
-
-
 def page(rows: Sequence[Row], name: str, steps: str = "") -> str:
     """Return the whole page; `name` is that of its files, `steps` the table of training.py."""
     sections = {
         "summary": summary(rows),
         "picture": f"![Share of instances solved within an extra time]({name}.svg)",
         "table": f"[{name}.csv]({name}.csv)",
-        "planners": planners_table(rows),
         "steps": steps or "Not measured in this run.",
     }
     text = TEXT.read_text().rstrip()

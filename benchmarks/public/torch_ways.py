@@ -15,7 +15,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from autoac.planner import Profile, build
 from autoac.planner.formats.op_key import OpKey
 from benchmarks.plans.knapsacks import block_policy
-from benchmarks.step_time import SAVED
 from benchmarks.torch_checkpoint import wrap_blocks
 
 SHARE = 0.5  # of a block's bytes, or of all, for the ways that take one
@@ -36,7 +35,7 @@ def ways(case: TrainingCase, taken: Profile) -> dict[str, Prepare]:
     """Return the other ways to recompute, each as a function that changes a model and returns it."""
 
     def wrapped(baseline: Any, model: nn.Module) -> nn.Module:
-        wrap_blocks(case.blocks(model), baseline, SAVED)
+        wrap_blocks(case.blocks(model), baseline)
         return model
 
     return {

@@ -20,7 +20,7 @@ from torch import _guards
 
 from autoac.tape.errors import COMPILED_SINCE, NEWEST_TORCH, UnsupportedTorch
 from autoac.tape.torch_facts import minor_version, private
-from autoac.tape.torch_facts.private import HigherOrderOperator, eval_frame
+from autoac.tape.torch_facts.private import HigherOrderOperator
 
 
 def check_version() -> None:
@@ -90,17 +90,22 @@ def wrap_callback(replaced: Callable[[Any], Any]) -> None:
 
 def reset_code_with(module_class: type, *, but: Any) -> None:
     """Have Dynamo forget code that checks for modules of a class, except that of the code object `but`."""
-    from torch._dynamo import convert_frame
-
+    names = (
+        "torch._dynamo.convert_frame:input_codes.seen",
+        "torch._C._dynamo.eval_frame:_debug_get_cache_entry_list",
+        "torch._C._dynamo.eval_frame:reset_code",
+    )
+    seen, cache_entries, reset_code = (private.find(private.COMPILED, name) for name in names)
     checks = f"{id(module_class)})"
-    for tracked in list(convert_frame.input_codes.seen):
+    for tracked in list(seen):
         code = tracked()
         if code is None or code is but:
             continue
-        entries = eval_frame._debug_get_cache_entry_list(code)
-        parts = [part for entry in entries for part in cast("Any", entry.guard_manager).code_parts]
+        parts = [
+            part for entry in cache_entries(code) for part in cast("Any", entry.guard_manager).code_parts
+        ]
         if any("___check_type_id" in part and checks in part for part in parts):
-            eval_frame.reset_code(code)
+            reset_code(code)
 
 
 @functools.cache

@@ -8,5 +8,14 @@ gpu_fake_kernels.py   what kernels allocate that the fakes of torch do not
 Each file names its sources. When torch changes, compare them again, then change `COPIED_FROM`.
 """
 
-COPIED_FROM = "2.13"
-"""The release of torch whose sources were compared last; a test fails under another one."""
+from autoac.tape.torch_facts import minor_version
+
+COPIED_FROM = (2, 13)
+"""The release of torch whose sources were compared last; a test fails if the pinned one is another."""
+
+
+def notes() -> list[str]:
+    """Return a note for the profile if the installed torch is another release."""
+    copied, installed = (".".join(map(str, version)) for version in (COPIED_FROM, minor_version()))
+    same = installed == copied
+    return [] if same else [f"which kernels a GPU runs is known of torch {copied}, got torch {installed}"]

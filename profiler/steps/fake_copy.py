@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autoac.profiler.steps.training_loop import TrainingStep
-from autoac.tape.capture.fake_allocations import copy_if_known, fake_like
+from autoac.tape.capture.known_values import copy_if_known, fake_like
 from autoac.tape.distributed.ddp import copy_wrappers
 from autoac.tape.errors import CannotProfile
 from autoac.tape.torch_facts.batch_contents import batch_tensors

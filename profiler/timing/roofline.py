@@ -92,7 +92,7 @@ def _efficiencies(
 # - Pointwise: a copy reaches 0.9 of the bandwidth of an H100; kernels with several operands reach less.
 # - In a layer as wide as Llama 8B's (`autoac doctor --gpu --only "wide layer"`), an H200 reached 0.81 in
 #   products, 0.63 in cuDNN's attention, 0.55 in norms and 0.70 in pointwise kernels. In a whole step of 12
-#   narrower layers (benchmarks.gpu, the large Llama in bf16: 143.0 ms), 0.75 in products fits.
+#   narrower layers (benchmarks.gpu_quarter, Llama large, plain: 143.0 ms), 0.75 in products fits.
 # - The link to the host reaches 0.8 of each direction of PCIe 5.0 x16 (63 GB/s) and 4.0 x16 (31.5 GB/s) with
 #   both busy: an H200 measured 50.0 GB/s in each (`link_of`), and 55 in one alone.
 # - Other kernels are too diverse for a source. 0.6 is an assumption.

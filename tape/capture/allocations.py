@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -37,8 +37,7 @@ class AllocatedBlock:
     freed_at: int | None = None  # position; None: it outlived the record
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """A change of the allocated bytes: one allocation, or one free."""
 
     block: AllocatedBlock
@@ -46,7 +45,10 @@ class Change:
 
 
 class Allocations(Protocol):
-    """A record of allocations, of a real or of a fake step: of a with-block, which `abandon` ends early."""
+    """A record of allocations, of a real or of a fake step: of a with-block.
+
+    `close` ends it early, or where `read` follows later, which takes a while.
+    """
 
     changes: list[Change]  # every allocation and free, in order
     positions: list[int]  # of each mark
@@ -57,7 +59,9 @@ class Allocations(Protocol):
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None: ...
 
-    def abandon(self) -> None: ...
+    def close(self) -> None: ...
+
+    def read(self) -> None: ...
 
     def check_complete(self, where: str, storages: Iterable[RecordedStorage]) -> None: ...
 
@@ -135,24 +139,25 @@ class AllocationRecord:
 
     locate = staticmethod(torch.UntypedStorage.data_ptr)
 
-    def _close(self) -> None:
-        with self._lock:
-            self._open = False
-
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self._close()
-        self._trace.__exit__(kind, error, traceback)
+        self.close()
         if kind is None:
+            self.read()
+
+    def close(self) -> None:
+        """End the record if it is open."""
+        with self._lock:
+            was_open, self._open = self._open, False
+        if was_open:
+            self._trace.__exit__(None, None, None)
+
+    def read(self) -> None:
+        """Read the record, which is over, unless it is read already."""
+        if not self.times_ns:
             with no_garbage_collection():
                 self._read()
             self.times_ns = self._clock.times_ns()
             assert len(self.positions) == self._marks == len(self.times_ns), "the profiler lost a mark"
-
-    def abandon(self) -> None:
-        """End the record if it is open, and read nothing of it."""
-        if self._open:
-            self._close()
-            self._trace.__exit__(None, None, None)
 
     def _read(self) -> None:
         open_blocks: dict[int, AllocatedBlock] = {}

@@ -1,13 +1,4 @@
-"""Record the storages of tensors that have no memory, in place of an allocator's record.
-
-NOTE [ Known values ]
-Models look at values: whether a mask is all ones, the largest position. So only floating-point tensors are
-fake. Integer and bool tensors are real if they are from the batch, from buffers or made from nothing
-(`arange`). Ops that read only such tensors run for real, so a model finds the values that it would find in
-training and takes the same path. (If the tensor that says that no sequence is packed were fake, transformers
-would build attention masks that it does without in training.) The output of an op that reads a fake tensor
-(the choice of a router) is fake: looking at its values raises CannotFake.
-"""
+"""Record the storages of tensors that have no memory, in place of an allocator's record."""
 
 from __future__ import annotations
 
@@ -21,23 +12,15 @@ from torch import Tensor
 
 from autoac.planner.units import rounded_bytes
 from autoac.tape.capture.allocations import AllocatedBlock, Change
+from autoac.tape.capture.known_values import KnownValues, is_integral, is_real
 from autoac.tape.capture.op_recorder import RecordedStorage
-from autoac.tape.errors import CannotFake
 from autoac.tape.torch_facts import private
-from autoac.tape.torch_facts.op_facts import OpFacts, facts_of, written_tensors
+from autoac.tape.torch_facts.op_facts import facts_of
 from autoac.tape.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.tape.torch_facts.private import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensorMode,
-    TorchDispatchMode,
-    UnsupportedOperatorException,
-    unset_fake_temporarily,
 )
 from autoac.tape.torch_facts.storage_table import StorageTable, has_storage
-
-MOST_KNOWN_NBYTES = 2**30
-"""Integer tensors that an op makes from nothing are real up to this size."""
 
 # Autograd writes these sums into a new or unshared gradient, but for tensor subclasses into a new tensor:
 # `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp, and `index_backward` and
@@ -49,7 +32,7 @@ _IN_PLACE_FOR_REAL = {
 }
 
 
-class FakeAllocations(TorchDispatchMode):
+class FakeAllocations(KnownValues):
     """Record the storages of fake tensors as the blocks of an allocator (allocations.py).
 
     A storage is allocated when the op that returns it has run, and freed when torch drops it. Memory that a
@@ -61,8 +44,6 @@ class FakeAllocations(TorchDispatchMode):
         runtime_us: returns the run time of one call.
         kernels: return the outputs of ops, in place of torch's own fake kernels.
 
-    Attributes:
-        notes: how the step differs from a real one.
     """
 
     def __init__(
@@ -72,33 +53,26 @@ class FakeAllocations(TorchDispatchMode):
         runtime_us: Callable[..., float],
         kernels: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(kernels)
         self.changes: list[Change] = []
         self.positions: list[int] = []
         self.times_ns: list[int] = []
         self.functions: list[tuple[int, int]] = []  # not known
-        self.notes: dict[str, None] = {}
         self._fakes = fakes
         self._rounding = rounding
         self._runtime_us = runtime_us
-        self._kernels = kernels
         self._now_us = 0.0
         self._open = False
         self._blocks: list[AllocatedBlock] = []  # by address, which counts from 1
         self._block_of_storage: StorageTable[AllocatedBlock] = StorageTable()
-        self._known: StorageTable[bool] = StorageTable()  # floating-point tensors computed from known ones
         self._gradient_sum: tuple[AllocatedBlock | None, AllocatedBlock | None] = (None, None)  # see _settle
         self._deaths: set[weakref.ref[torch.UntypedStorage]] = set()
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
 
     def new_memory(self, tensor: Tensor) -> Tensor:
         """Return a tensor like `tensor` on memory outside of the record, with values that are known."""
         hidden = private.DisableTorchDispatch()  # in force until it is deleted
         size, stride = tensor.size(), tensor.stride()
-        if _is_real(tensor) and _is_integral(tensor):
+        if is_real(tensor) and is_integral(tensor):
             copy = tensor.untyped_storage().clone()
             return torch.empty(0, dtype=tensor.dtype).set_(copy, tensor.storage_offset(), size, stride)
         form = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
@@ -127,10 +101,10 @@ class FakeAllocations(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if out is NotImplemented or func is torch.ops.prim.device.default:  # called very often
+            return out
         facts = facts_of(func)
-        if func is torch.ops.prim.device.default:  # called very often
-            return func(*args, **kwargs)
-        out = self._run(facts, func, args, kwargs)
         if not facts.view:
             self._settle()
             for tensor in outputs_of(out):
@@ -139,36 +113,6 @@ class FakeAllocations(TorchDispatchMode):
                 self._gradient_sum = (self._unshared_block_of(args[0]), self._block_of(out))
             self._now_us += self._runtime_us(facts, func, args, kwargs, out)
         return out
-
-    def _run(self, facts: OpFacts, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an op for real if it reads only known tensors, else on fake tensors."""
-        inputs = list(tensors_in(args, kwargs))
-        if not all(map(self._is_known, inputs)):
-            try:
-                out = self._kernels.get(func, func)(*args, **kwargs)
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise CannotFake(facts.name, "it depends on values that are not known") from error
-            except UnsupportedOperatorException as error:
-                raise CannotFake(facts.name, "torch has no fake kernel of it") from error
-            if any(map(_is_real, written_tensors(facts, args, kwargs))):
-                self.notes[f"{facts.name} wrote over values that the model may look at"] = None
-                return args[0] if facts.in_place else out  # not the fake tensor that torch made of it
-            return out
-        if inputs:
-            with unset_fake_temporarily():
-                out = func(*args, **kwargs)
-            for tensor in outputs_of(out):
-                if not _is_integral(tensor) and has_storage(tensor):
-                    self._known.set(tensor, True)
-            return out
-        out = func(*args, **kwargs)
-        if all(_is_integral(t) and t.nbytes <= MOST_KNOWN_NBYTES for t in outputs_of(out)):
-            with unset_fake_temporarily():
-                return func(*args, **kwargs)
-        return out
-
-    def _is_known(self, tensor: Tensor) -> bool:
-        return _is_real(tensor) and (_is_integral(tensor) or self._known.get(tensor) is not None)
 
     def _block_of(self, tensor: Any) -> AllocatedBlock | None:
         if not isinstance(tensor, Tensor) or not has_storage(tensor):
@@ -208,6 +152,9 @@ class FakeAllocations(TorchDispatchMode):
             return
         if any(has_storage(t) and t.untyped_storage() is storage for t in tensors_in(args, kwargs)):
             return
+        self._allocate(storage)
+
+    def _allocate(self, storage: torch.UntypedStorage) -> None:
         nbytes = rounded_bytes(storage.nbytes(), self._rounding)
         block = AllocatedBlock(len(self._blocks) + 1, nbytes, len(self.changes))
         self._blocks.append(block)
@@ -216,47 +163,49 @@ class FakeAllocations(TorchDispatchMode):
 
         def note_death(death: weakref.ref[torch.UntypedStorage]) -> None:
             self._deaths.discard(death)
-            block.freed_at = len(self.changes)
-            self.changes.append(Change(block, -nbytes))
+            self._free(block)
 
         self._deaths.add(weakref.ref(storage, note_death))
 
+    def _free(self, block: AllocatedBlock) -> None:
+        if block.freed_at is None:
+            block.freed_at = len(self.changes)
+            self.changes.append(Change(block, -block.nbytes))
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Note a new size: FSDP frees gathered parameters by making their storages empty."""
+        block = self._block_of_storage.of(storage)
+        if block is not None:
+            self._free(block)
+            if storage.nbytes():
+                self._allocate(storage)
+
     def __enter__(self) -> FakeAllocations:
         self._open = True
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            out = resize(storage, nbytes)
+            self._resized(storage)
+            return out
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._open = False
+        del torch.UntypedStorage.resize_  # the method of its base class is left
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         self._deaths.clear()  # the storages that still exist outlive the record
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """End the record if it is open."""
         if self._open:
             self.__exit__(None, None, None)
 
+    def read(self) -> None:
+        """Return: the record is kept in the form in which it is read."""
+
     def check_complete(self, _where: str, _storages: Iterable[RecordedStorage]) -> None:
         """Return: all storages are seen."""
-
-
-def copy_if_known(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor whose values are known, else a fake tensor. See NOTE [ Known values ]."""
-    if _is_real(tensor) and _is_integral(tensor):
-        with unset_fake_temporarily():
-            return tensor.clone()
-    return fake_like(tensor)
-
-
-def fake_like(tensor: Tensor) -> Tensor:
-    """Return a fake tensor with the size, strides and type of `tensor`, on the CPU."""
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-
-
-def _is_integral(tensor: Tensor) -> bool:
-    """Return True for integer and bool tensors, which index and decide."""
-    return not (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _is_real(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.device.type == "cpu"

@@ -171,9 +171,10 @@ class OpRecorder:
             must_save = must_save or OUTSIDE_OF_MODEL
         written = list(written_tensors(facts, args, kwargs))
         unread = (*written, *old_statistics(facts.name, args))
-        if not all(map(has_storage, tensors_in(args, kwargs))):
+        tensors = list(tensors_in(args, kwargs))
+        if not all(map(has_storage, tensors)):
             must_save = must_save or "reads a tensor without a storage of its own"
-        reads = self._reads(tensors_in(args, kwargs), index, unread, unread_argument(facts, args, kwargs))
+        reads = self._reads(tensors, index, unread, unread_argument(facts, args, kwargs))
         if facts.collective:
             note_groups(facts, args, kwargs)
         draws = facts.draws(args, kwargs)

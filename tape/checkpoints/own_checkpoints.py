@@ -36,7 +36,6 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint as torchs
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.tape.torch_facts import private, probes
 
@@ -244,7 +243,7 @@ def _checkpoint_generator(*args: Any, **kwargs: Any) -> Generator[None]:
 
 def _is_selective(context: Any) -> bool:
     """Return True if all that `context` does is to save what a policy says: a plan decides that instead."""
-    return isinstance(context, TorchDispatchMode) and type(context).__module__ == torchs.__name__
+    return isinstance(context, private.TorchDispatchMode) and type(context).__module__ == torchs.__name__
 
 
 def _plain_call() -> Generator[None]:

@@ -29,6 +29,7 @@ from autoac.tape.torch_facts import private, probes
 from autoac.tape.torch_facts.inductor import hidden_from_modes, recording_modes
 from autoac.tape.torch_facts.module_paths import ROOT
 from autoac.tape.torch_facts.private import tree_leaves
+from autoac.tape.torch_facts.storage_table import fakes_with_storages
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -208,8 +209,8 @@ def check_sharded(model: nn.Module, *, fake: bool) -> None:
                 where, "FullyShardedDataParallel swaps its parameters in every forward", _UNSHARDED
             )
         if isinstance(module, fsdp.FSDPModule):
-            if fake:
-                raise CannotProfile(where, "fake tensors cannot be gathered", _UNSHARDED)
+            if fake and fakes_with_storages() is None:
+                raise CannotProfile(where, "a fake step runs on a copy, and it has none", _UNDER_FAKE_RANKS)
             state = module._get_fsdp_state()
             _check_not_offloaded(where, state)
             if state._state_ctx.iter_forward_root is not None:
@@ -221,6 +222,12 @@ def check_sharded(model: nn.Module, *, fake: bool) -> None:
 _UNSHARDED = (
     "profile an unsharded copy of the model (on the meta device with on=DATASHEETS[...] it needs no memory), "
     "plan under Constraints(fsdp_units=...), and pass the policy of that plan to the sharded model"
+)
+
+
+_UNDER_FAKE_RANKS = (
+    "build the model and profile it under autoac.profiler.fake_ranks(world_size), or by `autoac profile "
+    "--ranks`, where it has no memory"
 )
 
 

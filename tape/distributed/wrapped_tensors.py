@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from autoac.tape.distributed.process_groups import note_mesh
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.inductor import hidden_from_modes
+from autoac.tape.torch_facts.private import disable_current_modes
 
 _kinds: dict[type, bool] = {Tensor: False, nn.Parameter: False}
 
@@ -93,5 +95,16 @@ def watch_sharding_of_ops() -> None:
         return
     propagator = private.sharding_propagator()
     for name in ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"):
-        setattr(propagator, name, hidden_from_modes(getattr(propagator, name)))
+        setattr(propagator, name, hidden_from_modes(_without_modes(getattr(propagator, name))))
     _watched.append(propagator)
+
+
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with its fake tensors apart from those of a fake step."""
+
+    @wraps(function)
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        with disable_current_modes():
+            return function(*args, **kwargs)
+
+    return apart

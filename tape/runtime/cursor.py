@@ -258,7 +258,7 @@ class Cursor:
             self._depart(self._unplanned.path)
             self._position = i
         if self._modules[-1] in self._side_modules and (
-            i >= len(route.ops) or route.modules[i] != self._modules[-1]
+            i > route.last_in_module or route.modules[i] != self._modules[-1]
         ):
             return None
         if not self._lost and i < len(route.ops) and route.ops[i] == op:

@@ -600,8 +600,7 @@ class Region(RecordingMode):
 
 
 # Keep Dynamo from tracing the mode, and all that it calls, when a compiled submodule runs under it.
-_frames = private.eval_frame
-_frames.set_code_exec_strategy(
+private.set_code_exec_strategy(
     Region.__torch_dispatch__.__code__,
-    _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP),
+    private.FrameExecStrategy(private.FRAME_SKIPPED, private.FRAME_SKIPPED),
 )

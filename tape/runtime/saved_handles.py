@@ -32,6 +32,7 @@ from autoac.tape.unseen.fingerprints import (
     can_compare,
     fingerprint,
     same_contents,
+    shows_whole_storage,
 )
 
 
@@ -168,7 +169,10 @@ def handle_for(tensor: Tensor, version: NodeVersion, recipe: Recipe, graph: Regi
     if graph.weights is None:
         return handle
     if can_compare(tensor) and not leaves_bytes_unwritten(version.node.name, tensor.dtype):
-        handle.contents = graph.weights.keep(fingerprint(tensor))
+        if version.contents is not None and shows_whole_storage(tensor):
+            handle.contents = version.contents  # compared just now
+        else:
+            handle.contents = graph.weights.keep(fingerprint(tensor))
     return handle
 
 

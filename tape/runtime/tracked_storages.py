@@ -268,10 +268,11 @@ class TrackedStorages:
     def look_last(self, *, everything: bool = False) -> None:
         """Compare storages that the model has let go of, or all, with what recorded ops have written.
 
-        An unseen kernel may have written to a storage that no op reads any more, but that backward reads.
+        An unseen kernel may have written to a storage that no op reads any more, but that backward unpacks.
         """
         for tensor, version in self._last_look.released(everything=everything):
-            if self._table.get(tensor) is version and version.contents is not None:
+            unpacked = any(handle() is not None for run in version.runs for handle in run.handles)
+            if unpacked and self._table.get(tensor) is version and version.contents is not None:
                 self.as_written(version, tensor)
 
     def note_blank(self, tensor: Tensor) -> None:

@@ -26,8 +26,6 @@ from autoac.planner.formats.profile import CROSSES
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.private import TorchDispatchMode, get_current_dispatch_mode_stack
 
-_frames = private.eval_frame
-
 
 def is_compiled(module: Any) -> bool:
     """Return True if `module.compile()` or `torch.compile(module)` was called on the whole module."""
@@ -61,16 +59,16 @@ def keep_dynamo_out(function: Callable[..., Any], reason: str, *, recursively: b
         function: not compiled.
         reason: shown to users of `fullgraph=True`.
     """
-    skip = _frames._FrameAction.SKIP
-    inside = skip if recursively else _frames._FrameAction.DEFAULT
-    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, inside))
+    skip = private.FRAME_SKIPPED
+    inside = skip if recursively else private.FRAME_TRACED
+    private.set_code_exec_strategy(function.__code__, private.FrameExecStrategy(skip, inside))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
 
 
 def dynamo_is_active() -> bool:
     """Return True if the calling code runs inside a function that torch.compile compiles."""
-    return bool(_frames.get_eval_frame_callback())
+    return bool(private.get_eval_frame_callback())
 
 
 keep_dynamo_out(dynamo_is_active, "it reads the state of Dynamo itself")
@@ -153,12 +151,12 @@ def use_code_of_plans(planned: bool) -> None:
 def call_outside_dynamo(call: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Return `call(*args)`, run without Dynamo even if a compiled function makes the call."""
     outer = _around.callback
-    callback = _around.callback = _frames.set_eval_frame(None)
+    callback = _around.callback = private.set_eval_frame(None)
     try:
         return call(*args)
     finally:
         _around.callback = outer
-        _frames.set_eval_frame(with_code_of_plans(callback))
+        private.set_eval_frame(with_code_of_plans(callback))
 
 
 keep_dynamo_out(call_outside_dynamo, "it switches Dynamo off")

@@ -24,7 +24,7 @@ from autoac.tape.torch_facts.inductor import (
 ROOT = "."
 """The path of the model itself, in op keys such as `./aten.add.Tensor#0`."""
 
-_dynamo_callback = private.eval_frame.get_eval_frame_callback
+_dynamo_callback = private.get_eval_frame_callback
 
 
 class ModuleHook:

@@ -140,8 +140,8 @@ _RECEIVES = {
         _c10d(
             "allreduce_ allreduce_coalesced_ broadcast_ reduce_ allgather_ _allgather_base_ "
             "allgather_coalesced_ allgather_into_tensor_coalesced_ reduce_scatter_ _reduce_scatter_base_ "
-            "reduce_scatter_tensor_coalesced_ alltoall_ alltoall_base_ gather_ scatter_ recv_ "
-            "recv_any_source_"
+            "reduce_scatter_tensor_coalesced_ alltoall_ alltoall_base_ gather_ gather_into_tensor_ "
+            "scatter_ recv_ recv_any_source_"
         ),
         (0,),
     ),

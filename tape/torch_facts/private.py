@@ -62,6 +62,8 @@ SHARDED_OPS = "DTensor"
 DDP = "DistributedDataParallel"
 REPLICATE = "replicate"
 GROUPS = "a functional collective"
+FAKE_RANKS = "fake_ranks"
+MEETING = "a plan of several ranks"
 GPU = "a fake step of a GPU"
 COMPILED = "a compiled model"
 
@@ -108,6 +110,15 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "torch.distributed._composable.replicate:replicate.state",
     ),
     GROUPS: ("torch._C._distributed_c10d:_resolve_process_group", "torch.distributed:ProcessGroup.unbox"),
+    MEETING: (
+        "torch.distributed.distributed_c10d:_get_default_store",
+        "torch.distributed.distributed_c10d:_get_object_coll_device",  # on which a group communicates
+    ),
+    FAKE_RANKS: (
+        "torch.testing._internal.distributed.fake_pg:FakeStore",  # registers the backend "fake"
+        # Functional collectives and DTensor take every fake tensor for a traced one, and then run other ops.
+        "torch.distributed._functional_collectives:_are_we_tracing",
+    ),
     GPU: (
         "torch._C:_dispatch_get_registrations_for_dispatch_key",  # lists of autocast
         "torch.library:_scoped_library",  # kernels that last as long as a with-block
@@ -234,7 +245,6 @@ pop_dispatch_stack = _C._pop_torch_dispatch_stack
 push_on_dispatch_stack = _C._push_on_torch_dispatch_stack
 storage_use_count: Callable[[int], int] = _C._storage_Use_Count  # tells if the model still holds a storage
 DisableTorchDispatch = _C._DisableTorchDispatch  # hides an op of ours from all modes
-DisableTorchFunctionSubclass = _C.DisableTorchFunctionSubclass  # and from tensor subclasses
 
 # Dispatch keys: which kernels run.
 DispatchKey = _C.DispatchKey
@@ -397,13 +407,13 @@ get_cudnn_benchmark, set_cudnn_benchmark = _C._get_cudnn_benchmark, _C._set_cudn
 # torch.profiler: its public form neither records marks alone nor lets a mark pass unseen by modes.
 DeviceType = _autograd.DeviceType
 RecordScope = _profiler.RecordScope
-EventType = _profiler._EventType
+AllocationFields = _profiler._ExtraFields_Allocation
 profiler_enabled = _autograd._profiler_enabled
 prepare_profiler = _autograd._prepare_profiler
 enable_profiler: Callable[..., None] = _autograd._enable_profiler  # the stub lacks its scopes
 disable_profiler: Callable[[], Any] = _autograd._disable_profiler
-begin_range: Callable[..., Any] = torch.ops.profiler._record_function_enter_new.default._op
-end_range: Callable[..., Any] = torch.ops.profiler._record_function_exit._RecordFunction._op
+begin_range: Callable[[str], Any] = _autograd._record_function_with_args_enter  # no op, so no mode sees it
+end_range: Callable[[Any], None] = _autograd._record_function_with_args_exit
 
 # torch.utils.checkpoint: the module that imports the generator by name (own_checkpoints.py).
 COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
@@ -432,7 +442,12 @@ def selective_context_classes() -> tuple[Any, Any]:
 
 
 # Dynamo: imports none of its Python, which takes seconds.
-eval_frame = _C._dynamo.eval_frame
+get_eval_frame_callback = _C._dynamo.eval_frame.get_eval_frame_callback  # whether it compiles what runs
+set_eval_frame = _C._dynamo.eval_frame.set_eval_frame
+set_code_exec_strategy = _C._dynamo.eval_frame.set_code_exec_strategy  # keeps it out of some code
+FrameExecStrategy = _C._dynamo.eval_frame._FrameExecStrategy
+FRAME_SKIPPED = _C._dynamo.eval_frame._FrameAction.SKIP
+FRAME_TRACED = _C._dynamo.eval_frame._FrameAction.DEFAULT
 
 
 def compiled_autograd_off() -> AbstractContextManager[None]:

@@ -49,10 +49,15 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 class _Fakes(threading.local):
-    mode: Any = None
+    mode: FakeTensorMode | None = None
 
 
 _fakes = _Fakes()
+
+
+def fakes_with_storages() -> FakeTensorMode | None:
+    """Return the mode whose tensors are windows on storages now, on this thread."""
+    return _fakes.mode
 
 
 @contextmanager

@@ -25,10 +25,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from operator import itemgetter
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -48,8 +47,7 @@ def profiler_is_running() -> bool:
     return private.profiler_enabled()
 
 
-@dataclass(frozen=True, slots=True)
-class AllocationEvent:
+class AllocationEvent(NamedTuple):  # of which a trace has tens of thousands
     """An allocation or a free. Times are on the profiler's clock."""
 
     time_ns: int
@@ -58,16 +56,14 @@ class AllocationEvent:
     device: torch.device
 
 
-@dataclass(frozen=True, slots=True)
-class MarkEvent:
+class MarkEvent(NamedTuple):
     """A named point in the trace, placed by `TorchTrace.mark`."""
 
     time_ns: int
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class OpEvent:
+class OpEvent(NamedTuple):
     """The run of an op; or of a node of autograd, from its first unpack until its function returned."""
 
     time_ns: int
@@ -113,8 +109,7 @@ class TorchTrace:
             scopes.add(private.RecordScope.BACKWARD_FUNCTION)
         private.enable_profiler(config, activities, set() if self._ops else scopes)
         if self._ranged:
-            with _unseen():
-                self._range = private.begin_range(_WHOLE, None)
+            self._range = private.begin_range(_WHOLE)
         return self
 
     def __exit__(
@@ -124,17 +119,13 @@ class TorchTrace:
         traceback: TracebackType | None,
     ) -> None:
         if self._ranged:
-            with _unseen():
-                private.end_range(self._range)
+            private.end_range(self._range)
             self._range = None
         self._results = private.disable_profiler()
 
     def mark(self, name: str = "") -> None:
         """Place a point called `name` in the trace, which becomes a MarkEvent."""
-        unseen = private.DisableTorchDispatch()  # a mark is placed around each op: no context manager
-        with private.DisableTorchFunctionSubclass():
-            private.end_range(private.begin_range(_MARK + name, None))
-        del unseen
+        private.end_range(private.begin_range(_MARK + name))
 
     def check_complete(self, where: str) -> None:
         """Compare the allocations of `events`, without the CPU's, with torch.profiler's flat list of events.
@@ -153,8 +144,8 @@ class TorchTrace:
             event.name() == _MEMORY and event.device_type() != _CPU for event in self._results.events()
         )
         in_tree = sum(
-            event.tag == private.EventType.Allocation and event.typed[1].device.type != "cpu"
-            for event, _ in self._walk()
+            type(fields) is private.AllocationFields and fields.device.type != "cpu"
+            for _, _, fields, _ in self._walk()
         )
         if in_tree != listed:
             raise CannotProfile(
@@ -166,43 +157,34 @@ class TorchTrace:
 
     def events(self) -> Iterator[TraceEvent]:
         """Yield the events in order of time. Of nested ops, only the outer one."""
-        ops = self._ops
-        for event, inside in sorted(self._walk(), key=lambda pair: int(pair[0].start_time_ns)):
-            time_ns = int(event.start_time_ns)
-            if event.tag == private.EventType.Allocation:
-                fields = event.typed[1]
+        ops, nodes = self._ops, self._nodes and not self._ops
+        for time_ns, event, fields, inside in sorted(self._walk(), key=itemgetter(0)):
+            if type(fields) is private.AllocationFields:
                 yield AllocationEvent(time_ns, fields.ptr, fields.alloc_size, fields.device)
             elif (name := event.name).startswith(_MARK):
                 yield MarkEvent(time_ns, name.removeprefix(_MARK))
             elif not inside:
                 if name in ops:
-                    yield OpEvent(time_ns, int(event.end_time_ns), name, node=False)
-                elif (
-                    self._nodes and not ops
-                ):  # the range around a node has another scope, and is not recorded
-                    if event.typed[1].scope == private.RecordScope.BACKWARD_FUNCTION:
-                        yield OpEvent(time_ns, int(event.end_time_ns), name, node=True)
+                    yield OpEvent(time_ns, event.end_time_ns, name, node=False)
+                elif nodes:  # the range around a node has another scope, and is not recorded
+                    if fields.scope == private.RecordScope.BACKWARD_FUNCTION:
+                        yield OpEvent(time_ns, event.end_time_ns, name, node=True)
                 elif name.startswith(_NODE):
                     yield OpEvent(time_ns, _function_end_ns(event), name.removeprefix(_NODE), node=True)
 
-    def _walk(self) -> Iterator[tuple[Any, bool]]:
-        """Yield every event of the tree, and True if it lies inside an op that is traced."""
+    def _walk(self) -> Iterator[tuple[int, Any, Any, bool]]:
+        """Yield every event of the tree: its time, itself, its fields, and True if inside a traced op."""
         ops = self._ops
-        stack = [(event, False) for event in reversed(self._results.experimental_event_tree())]
-        while stack:
-            event, inside = stack.pop()
-            yield event, inside
-            inside = inside or (bool(ops) and event.name in ops)
-            stack.extend((child, inside) for child in reversed(event.children))
-
-
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Hide the ops inside from modes."""
-    unseen = private.DisableTorchDispatch()
-    with private.DisableTorchFunctionSubclass():
-        yield
-    del unseen
+        levels = [(iter(self._results.experimental_event_tree()), False)]
+        while levels:
+            events, inside = levels[-1]
+            for event in events:
+                yield event.start_time_ns, event, event.extra_fields, inside
+                if children := event.children:
+                    levels.append((iter(children), inside or event.name in ops))
+                    break
+            else:
+                levels.pop()
 
 
 def _function_end_ns(node: Any) -> int:

@@ -55,6 +55,8 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 
     `tensor` must be a plain window on one storage.
     """
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        return _of_bytes(tensor.data_ptr(), tensor.nbytes)
     with _unseen():
         elements = _elements(tensor)
         if elements.device.type == "cpu":
@@ -69,6 +71,11 @@ def storage_fingerprint(tensor: Tensor) -> Fingerprint:
         return _of_bytes(storage.data_ptr(), storage.nbytes())
     with _unseen():
         return _settled_sum(_window(storage, 0, storage.nbytes()))
+
+
+def shows_whole_storage(tensor: Tensor) -> bool:
+    """Return True if `fingerprint` of `tensor` is `storage_fingerprint`."""
+    return tensor.nbytes == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
 
 
 def _of_bytes(address: int, nbytes: int) -> int:

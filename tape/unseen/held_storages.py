@@ -77,7 +77,8 @@ class HeldStorages:
                 self._numbers[address] = number
             elif private.storage_use_count(address) <= 1 + self._counts[address]:
                 self._was_temporary(tensor)
-        for address in list(self._numbers):
+        use_count, counts = private.storage_use_count, self._counts
+        for address in [address for address in self._numbers if use_count(address) <= 1 + counts[address]]:
             self._look(address)
 
     def _look(self, address: int) -> None:

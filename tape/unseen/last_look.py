@@ -36,7 +36,6 @@ class LastLook(Generic[Version]):
 
     def released(self, *, everything: bool = False) -> Iterator[tuple[Tensor, Version]]:
         """Let go of storages that nobody else holds, or of all; yield a tensor on each, and its version."""
-        for address, (tensor, version) in list(self._held.items()):
-            if everything or private.storage_use_count(address) <= _OURS:
-                del self._held[address]
-                yield tensor, version
+        held, use_count = self._held, private.storage_use_count
+        for address in [address for address in held if everything or use_count(address) <= _OURS]:
+            yield held.pop(address)

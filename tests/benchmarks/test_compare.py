@@ -8,7 +8,7 @@ import pytest
 from graphs import gpt2
 
 from benchmarks.plans import compare
-from benchmarks.plans.compare import COMPARISONS, Answer, Comparison, Point, Unlimited
+from benchmarks.plans.compare import COMPARISONS, Answer, Comparison, Point
 
 SMALL = gpt2(2, batch=2, length=64, width=48, vocabulary=64)
 
@@ -18,7 +18,7 @@ def point(peak, us, baseline="b"):
 
 
 def answered(budget, us, bound=None):
-    return Answer(budget, budget, us, us if bound is None else bound, "optimal", 1, 0.1, None, 0.1)
+    return Answer(budget, budget, us, us if bound is None else bound, "optimal", 0.1)
 
 
 EMPTY = Comparison("m", "d", "c", 3, 3, 10.0, 0, 100, 10, 10, 0.0)
@@ -79,9 +79,7 @@ def test_the_gap_is_the_fraction_above_the_bound(us, bound, gap):
 
 
 def test_a_comparison_survives_json():
-    done = replace(
-        EMPTY, points=[point(1, 2)], answers=[answered(3, 4)], optima=[Unlimited(3, 4.0, 4.0, False, 1)]
-    )
+    done = replace(EMPTY, points=[point(1, 2)], answers=[answered(3, 4)])
     assert COMPARISONS.validate_json(COMPARISONS.dump_json(done)) == done
 
 

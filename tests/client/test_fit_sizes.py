@@ -10,7 +10,7 @@ from torch import nn
 
 import ac_client
 from ac_client import Fit, InfeasibleBudget, InvalidBudget
-from autoac.planner import InvalidLimit, Profile, bounds, build, plan
+from autoac.planner import Constraints, InvalidLimit, Profile, bounds, build, plan
 from autoac.profiler import DATASHEETS, profile
 
 MIB_IN_GB = 1 / 1024
@@ -74,6 +74,28 @@ def test_sizes_are_multiples_and_end_at_the_largest_to_consider() -> None:
     found = ac_client.fit(layers, 600 * MIB_IN_GB, on="h100", multiple=2, most=9)
     assert all(row.size % 2 == 0 for row in found.rows)
     assert (found.largest, found.proven_from) == (8, None)
+
+
+def test_the_largest_size_is_split_where_micro_batches_are_faster(found: Fit) -> None:
+    """Two halves run all kernels twice and recompute nothing; their gradients exist beforehand."""
+    assert found.split is not None
+    assert found.split.size == found.largest
+    count = found.split.count
+    half = plan(
+        profile_of(found.largest // count),
+        budget_bytes=found.budget_bytes,
+        constraints=Constraints(gradients="present"),
+    )
+    assert found.split.step_us == pytest.approx(count * (half.step_us + half.extra_us), rel=0.01)
+    assert found.split.step_us < found.row(found.largest).step_us
+    roomy = ac_client.fit(layers, 600 * MIB_IN_GB, on="h100", most=2)
+    assert roomy.largest == roomy.all_saved
+    assert roomy.split is None
+
+
+def test_packed_sequences_are_admitted_up_to_the_largest_size(found: Fit) -> None:
+    assert found.admits([1] * found.largest)
+    assert not found.admits([found.largest, 1])
 
 
 def test_a_chunked_loss_is_named_where_logits_limit_the_size() -> None:

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from stepping import COMPILES
 
 from autoac.tape.torch_facts import private
 
 ROOT = Path(__file__).parents[2]
+REFUSED = "unsupported"
 
 # For each case: build a model in a fork, delete the names, and use the model. What torch itself does not find
 # is not our subject, so the model is built before. The core is deleted before autoac is imported.
@@ -97,6 +99,15 @@ def apply_alone(model):
     import ac_client
     ac_client.apply(model, 1.0)
 
+def met(_):
+    from ac_client.planning.ranks import Ranks
+    Ranks([dist.group.WORLD], torch.device("cpu")).any(False)
+
+def of_many(model):
+    from autoac.profiler import DATASHEETS, fake_ranks, profile
+    with fake_ranks(2):
+        profile(fully_shard(layers()), torch.ones(2, 4), on=DATASHEETS["h100"])
+
 x = torch.ones(4, requires_grad=True)
 CALLS = {
     "": (layers, applied),
@@ -109,6 +120,8 @@ CALLS = {
     "SHARDED_OPS": (lambda: in_group(tensor_parallel), applied),
     "REPLICATE": (lambda: in_group(replicated), applied),
     "GROUPS": (lambda: in_group(lambda: Reduced(4, 4)), applied),
+    "MEETING": (lambda: in_group(layers), met),
+    "FAKE_RANKS": (layers, of_many),
     "COMPILED": (compiled, apply_alone),
 }
 
@@ -206,7 +219,26 @@ def test_plain_model_is_planned_without_the_names_of_features() -> None:
     deleted = [private.GPU, private.FSDP, private.GROUPS]
     names = [name for feature in deleted for row in private.FEATURES[feature] for name in row.split()]
     names = sorted(set(names), reverse=True)  # attributes of a class before the class
-    calls = ["", *map(FEATURES.__getitem__, private.FEATURES)]
+    features = [feature for feature in private.FEATURES if feature != private.COMPILED or COMPILES]
+    calls = ["", *map(FEATURES.__getitem__, features)]
     assert outcomes("features", [(names, ""), *(([], call) for call in calls)]) == ["result"] * (
         1 + len(calls)
     )
+
+
+@pytest.mark.slow
+def test_missing_names_of_a_feature_leave_other_calls_their_result_or_refuse_them() -> None:
+    cases = []
+    for feature, rows in private.FEATURES.items():
+        names = sorted({name for row in rows for name in row.split()}, reverse=True)
+        if feature == private.COMPILED:  # torch itself does not get far without all of them
+            cases += [([name], "") for name in names]
+        else:
+            calls = [*map(FEATURES.__getitem__, private.FEATURES.keys() - {feature, private.COMPILED}), ""]
+            cases += [(names, call) for call in sorted(calls)]
+    found = outcomes("features", cases)
+    wrong = [
+        (*case, one) for case, one in zip(cases, found, strict=True) if one[:11] not in ("result", REFUSED)
+    ]
+    assert not wrong
+    assert found.count("result") > len(found) // 2

@@ -9,6 +9,7 @@ from dataclasses import replace
 import graphs
 import moves_reference
 import pytest
+from fuzzers.random_moves import first_use
 from memory.test_moves import random_link, timed_step
 
 from autoac.planner import (
@@ -37,7 +38,6 @@ from autoac.planner.problem.graph import Moment, OpId, SaveSet, StepId, chain
 from autoac.planner.problem.moves import Link, Move, movable, with_moves
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 from autoac.planner.report.by_module import Decision
-from benchmarks.fuzzers.random_moves import first_use
 
 ROUNDING_US = 1e-6
 FAST, SLOW = Link(50e3, 50e3, 0.0, 1 << 60), Link(1e3, 1e3, 0.0, 1 << 60)

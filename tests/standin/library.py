@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from filelock import FileLock
 
 NAME = "standin_cuda"
@@ -28,8 +29,10 @@ def library() -> Path:
     """Return the path of the library, built if need be. Processes that need it at once wait for one build.
 
     Raises:
-        CannotBuild: no C++ compiler or no ninja, or torch has devices of its own.
+        CannotBuild: no C++ compiler or no ninja, or torch is built for a GPU.
     """
+    if torch.version.cuda or torch.version.hip:
+        raise CannotBuild("the stand-in takes the place of CUDA, which this build of torch has")
     version = importlib.metadata.version("torch")
     sources = b"".join(source.read_bytes() for source in (*SOURCES, *HEADERS))
     key = hashlib.sha256(f"{version} {sys.version} {FLAGS}".encode() + sources).hexdigest()[:16]
@@ -50,7 +53,7 @@ def library() -> Path:
 
 
 def _build(folder: Path, built: Path, environment: dict[str, str]) -> None:
-    scratch = folder.with_suffix(".partial")
+    scratch = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     command = [sys.executable, str(Path(__file__)), str(scratch)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config
+from fuzzers import moved_programs
 from torch import nn
 
 import ac_client
@@ -24,7 +25,6 @@ from autoac.profiler import link_of, observe, profile
 from autoac.tape.runtime.moves import copies
 from autoac.tape.runtime.moves.host_memory import host_memory
 from autoac.tape.torch_facts.streams import streams_seen
-from benchmarks.fuzzers import moved_programs
 from benchmarks.models.gpt2 import gpt2
 
 SEEDS = range(6)

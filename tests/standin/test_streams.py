@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from fuzzers.stream_programs import compare
 from stepping import recomputed
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from autoac.tape.runtime import region
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.streams import streams_seen
-from benchmarks.stream_programs import compare
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 
@@ -81,7 +81,7 @@ def test_record_stream_is_not_a_write(gpu: ModuleType) -> None:
     assert not any("record_stream" in name for _, name in log.events)
 
 
-@pytest.mark.parametrize("seed", [20, 22, 24, 30, 35, 40, 45, 50, 52, 65, 70, 75, 80, 90, 95])
+@pytest.mark.parametrize("seed", [20, 22, 24, 28, 30, 31, 34, 35, 45, 50, 70, 80, 85, 90, 95])
 def test_random_program_on_several_streams_has_the_plain_results_and_the_predicted_peak(
     gpu: ModuleType, seed: int
 ) -> None:

@@ -2,72 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
-from checkpoints import checkpoint_each
 from torch import Tensor, nn
-
-import ac_client
-from benchmarks.unseen_kernels.layers import KINDS, Unseen, affine, batch, network
-from benchmarks.unseen_kernels.library import seed_noise
+from unseen_kernels.four_ways import compare_four_ways, planned
+from unseen_kernels.layers import KINDS, Unseen, affine, batch, network
+from unseen_kernels.steps import Run, in_a_region, in_checkpoints, loss_of, plainly
+from unseen_kernels.steps import steps as taken
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
     pytest.mark.usefixtures("unseen_kernels"),
 ]
 
-Run = Callable[[nn.Module, Tensor], Tensor]
-
-
-def loss_of(y: Tensor) -> Tensor:
-    return y.float().square().mean()
-
 
 def steps(model: nn.Module, run: Run) -> list[Tensor]:
-    found: list[Tensor] = []
-    for number in range(2):
-        model.zero_grad()
-        torch.manual_seed(number)
-        seed_noise(number)
-        x = batch().cuda().requires_grad_()
-        y = run(model, x)
-        loss_of(y).backward()
-        found += [y.detach().cpu(), *(p.grad.cpu() for p in (x, *model.parameters()) if p.grad is not None)]
-    return found
-
-
-def plainly(net: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = net(x)
-    return y
-
-
-def in_a_region(net: nn.Module, x: Tensor) -> Tensor:
-    with ac_client.save_recompute_policy("recompute_all"):
-        return plainly(net, x)
-
-
-def planned(net: nn.Module) -> nn.Module:
-    ac_client.pin(net, "must_recompute")
-    return ac_client.apply(net, budget_gb=1.0, loss=loss_of)
+    return taken(model, run, lambda _: batch().cuda().requires_grad_())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ways_have_the_plain_gradients(gpu: ModuleType, kind: str) -> None:
-    plain = steps(network(kind).cuda(), plainly)
-    ours = planned(network(kind).cuda())
-    if kind == "own noise":  # the forward that is profiled draws numbers that no profile can restore
-        loss_of(ours(batch().cuda().requires_grad_())).backward()
-    ways = {
-        "apply": (ours, plainly),
-        "checkpoint": (network(kind).cuda(), checkpoint_each),
-        "save_recompute_policy": (network(kind).cuda(), in_a_region),
-    }
-    wrong = [way for way, (net, run) in ways.items() if not all(map(torch.equal, plain, steps(net, run)))]
-    assert not wrong
-    assert ac_client.applied(ours).report().recomputed >= 4
+    def prepare(planned: nn.Module) -> None:
+        if kind == "own noise":  # the forward that is profiled draws numbers that no profile can restore
+            loss_of(planned(batch().cuda().requires_grad_())).backward()
+
+    recomputed = compare_four_ways(
+        lambda: network(kind).cuda(), lambda _: batch().cuda().requires_grad_(), prepare
+    )
+    assert recomputed >= 4
 
 
 @pytest.mark.parametrize("kind", ["rms norm", "swiglu", "rope unmarked", "attention", "cross entropy"])
@@ -81,7 +45,7 @@ def test_autocast_has_the_plain_gradients(gpu: ModuleType, kind: str) -> None:
 
     plain = steps(network(kind).cuda(), cast(plainly))
     pinned = planned(network(kind).cuda())
-    for net, run in ((pinned, plainly), (network(kind).cuda(), checkpoint_each)):
+    for net, run in ((pinned, plainly), (network(kind).cuda(), in_checkpoints)):
         assert all(map(torch.equal, plain, steps(net, cast(run))))
 
 
@@ -111,6 +75,6 @@ def test_kernel_on_a_side_stream_has_the_plain_gradients(gpu: ModuleType, way: s
         torch.manual_seed(0)
         return nn.Sequential(OnSideStream(), OnSideStream()).cuda()
 
-    run = {"apply": plainly, "checkpoint": checkpoint_each, "save_recompute_policy": in_a_region}[way]
+    run = {"apply": plainly, "checkpoint": in_checkpoints, "save_recompute_policy": in_a_region}[way]
     ours = planned(net()) if way == "apply" else net()
     assert all(map(torch.equal, steps(net(), plainly), steps(ours, run)))

@@ -10,8 +10,9 @@ from standin.library import library
 if __name__ == "__main__":
     device = cuda.load(library())
 
-    from benchmarks import below_minimum, stream_programs
-    from benchmarks.fuzzers import moved_programs
+    from fuzzers import moved_programs, stream_programs
+
+    from benchmarks import below_minimum
 
     which = {"moves": moved_programs, "below-minimum": below_minimum}.get(sys.argv[1] if sys.argv[1:] else "")
     if which is not None:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ac_client.planning.facts.device_memory import taken_nbytes
 from ac_client.planning.facts.forwards_in_flight import ForwardsInFlight
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.loaded_policy import PlannedBucket
@@ -110,7 +109,7 @@ class ModelOnDevice:
                 None before the first planned step: the workspaces are then freed.
         """
         model = self._model()
-        if model is None or is_capturing():
+        if model is None or device_of(model).type != "cuda" or is_capturing():
             return
         device = device_of(model)
         present = self._optimizers.state_nbytes(device)
@@ -125,8 +124,8 @@ class ModelOnDevice:
             training = set(self._others())
             idle = (o for o in list(_all) if o is not self and o not in training and o.device() == device)
             self._idle = weakref.WeakKeyDictionary({other: other.standing_nbytes() for other in idle})
-            by_models = sum(other._taken_nbytes(device) for other in training) + sum(self._idle.values())
-            return max(0, taken_nbytes(device) - held - by_models - workspaces)
+            by_models = sum(other._held_nbytes() for other in training) + sum(self._idle.values())
+            return max(0, torch.cuda.memory_allocated(device) - held - by_models - workspaces)
 
         before, self._uncounted = self._uncounted, more_than_held()
         if self._idle or self._uncounted > before:
@@ -196,10 +195,6 @@ class ModelOnDevice:
         if waiting := self._in_flight.waiting():
             held += waiting * bucket.loaded.waiting_nbytes // len(bucket.loaded.forwards)
         return held
-
-    def _taken_nbytes(self, device: torch.device) -> int:
-        """Return how much of `taken_nbytes(device)` is the model's."""
-        return self._held_nbytes() if device.type == "cuda" else self.standing_nbytes()
 
     def _warn_if_lacking_room(self) -> None:
         """Warn if the running step goes over the budget because of the bytes that the neighbors hold."""

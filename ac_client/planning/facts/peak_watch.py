@@ -79,10 +79,7 @@ class PeakWatch:
             call: of the model, on the batch.
             compares: backward compares contents in this step, for which it allocates up to 2 MiB more.
         """
-        if bucket.statistics.compared >= WATCHED_STEPS:
-            return
-        if self.allocator is None:
-            bucket.statistics.compared += 1  # what other tensors take is
+        if self.allocator is None or bucket.statistics.compared >= WATCHED_STEPS:
             return
         before, self._reserved = self._reserved, self.allocator.reserved()
         self._reserved_outside += max(0, self._reserved - before)

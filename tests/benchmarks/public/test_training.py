@@ -14,7 +14,7 @@ from benchmarks.models.batches import tokens
 from benchmarks.models.gpt2 import gpt2
 from benchmarks.public import training
 from benchmarks.public.torch_ways import TrainingCase, ways
-from benchmarks.public.training import Cpu, Trainee, leave_plain, measure_case, render
+from benchmarks.public.training import Trainee, leave_plain, measure_case, peak_of, render
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*PuLP 4.0:DeprecationWarning")  # torch's own calls
 
@@ -31,14 +31,14 @@ def test_our_step_peaks_as_predicted_within_the_peak_of_each_other_way(monkeypat
     """Without `activation_memory_budget`, which takes long to compile."""
     eager = ("checkpoint", "selective", "xformers-style")
     monkeypatch.setattr(training, "ways", lambda *args: {way: ways(*args)[way] for way in eager})
-    rows = measure_case(CASE, Cpu(), rounds=1)
+    rows = measure_case(CASE, rounds=1)
     assert tuple(row.way for row in rows) == eager
     for row in rows:
         assert row.theirs is not None, row.note
         assert row.ours == row.predicted <= row.theirs, row.note
         assert row.equal
         assert row.theirs_equal
-    assert "3 of 3 peaks as predicted to the byte, 0 over budget" in render(rows, "CPU")
+    assert "3 of 3 peaks as predicted to the byte, 0 over budget" in render(rows)
 
 
 class Counter(TorchDispatchMode):
@@ -62,13 +62,12 @@ def test_the_xformers_style_policy_saves_memory_and_recomputes_less_than_checkpo
     )  # measured times choose other ops each time
     ran = {}
     for way in ("checkpoint", "xformers-style"):
-        trainee = Trainee(CASE, torch.device("cpu"), other_ways[way])
+        trainee = Trainee(CASE, other_ways[way])
         with Counter() as counter:
             trainee.step()
         ran[way] = counter.ran["aten.addmm.default"]
     assert 12 < ran["xformers-style"] < ran["checkpoint"]  # three layers with four products each
     peaks = [
-        Cpu().peak_of(partial(Trainee, CASE, torch.device("cpu"), prepare))
-        for prepare in (other_ways["xformers-style"], leave_plain)
+        peak_of(partial(Trainee, CASE, prepare)) for prepare in (other_ways["xformers-style"], leave_plain)
     ]
     assert peaks[0] < peaks[1]

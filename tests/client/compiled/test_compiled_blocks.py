@@ -216,7 +216,7 @@ def test_compiled_autograd_around_the_profiled_forward(by_configuration: bool) -
 
 
 class Gated(nn.Module):
-    """A block whose layers are modules of torch, for which Dynamo has no code of its own."""
+    """A block whose layers are modules of torch, for which Dynamo has no code of its own up to torch 2.13."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def test_leaves_that_are_compiled_by_themselves(leaf: str, after_apply: bool) ->
         for compiled in leaves if not after_apply else ():
             compiled.compile(backend=BACKEND)
         if planned:
-            ac_client.apply(model, 1.05e6 / 2**30)
+            ac_client.apply(model, 1.28e6 / 2**30)  # since torch 2.14 Dynamo compiles these leaves
         for compiled in leaves if after_apply else ():
             compiled.compile(backend=BACKEND)
         for _ in range(2):

@@ -16,6 +16,7 @@ import ac_client
 from ac_client.planning import ranks as ranks_module
 from ac_client.planning.ranks import Need, meet, planners_of, ranks_of
 from autoac.planner import InfeasibleBudget, InvalidConstraints
+from autoac.tape.torch_facts import private
 
 COMMON = """
 import json
@@ -386,6 +387,35 @@ def test_error_of_the_planner_is_the_same_on_every_rank(error: Exception) -> Non
     assert {**vars(other), "__notes__": 0} == {**vars(error), "__notes__": 0}
 
 
+MISSING = """
+from datetime import timedelta
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import ac_client
+
+store = dist.distributed_c10d._get_default_store()
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+if rank == 0:
+    ac_client.apply(model, 1.0)
+    store.set_timeout(timedelta(seconds=2))
+    try:
+        model(torch.ones(2, 8))
+    except ac_client.RankMissing as error:
+        print(error)
+    store.set("over", "")
+else:
+    store.wait(["over"], timedelta(seconds=60))
+model(torch.ones(2, 8)).sum().backward()
+print(model.module[0].weight.grad is not None)
+"""
+
+
+def test_a_rank_without_a_plan_is_named_and_all_train_on(tmp_path: Path) -> None:
+    first, second = outputs_of_ranks(MISSING, tmp_path / "store")
+    assert "rank 1 did not come to plan with this one within 2 s" in first
+    assert first.splitlines()[-1] == second.strip() == "True"
+
+
 def test_unexpected_error_names_the_rank_and_the_error() -> None:
     other = heard(KeyError("vocabulary"))
     assert isinstance(other, ac_client.RankFailed)
@@ -403,7 +433,7 @@ def test_ranks_communicate_over_the_device_of_their_model(
     talks_over: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over the current one, which is every rank's first GPU if nobody set it, NCCL refuses to."""
-    monkeypatch.setattr(dist.distributed_c10d, "_get_object_coll_device", lambda group: talks_over)
+    monkeypatch.setattr(private, "require", lambda feature: (None, lambda group: talks_over))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda group: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)

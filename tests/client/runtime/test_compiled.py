@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from stepping import needs_compiled_plans
 from torch import Tensor, nn
 
 import ac_client
@@ -68,6 +69,7 @@ def equal(got: list[Tensor | None], want: list[Tensor | None]) -> bool:
     return all(g is not None and w is not None and torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
+@needs_compiled_plans
 @pytest.mark.parametrize("budget_gb", [BUDGET_GB, TIGHT_GB])
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
@@ -102,7 +104,7 @@ def test_evaluation_may_be_compiled() -> None:
     assert torch.allclose(exported.module()(batch()), want)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 @pytest.mark.parametrize("trace", [torch.export.export, torch.jit.trace])
 def test_tracing_a_planned_model_in_training_is_rejected(trace: Callable[..., Any]) -> None:
     model = ac_client.apply(Net(), BUDGET_GB)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import scalar, seeded
+from fuzzers.random_moves import ANY, random_moves
+from stepping import expected_log, scalar, seeded
 from torch import nn
 
 import ac_client
@@ -29,8 +30,6 @@ from autoac.tape.runtime.moves.host_memory import host_memory
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.module_paths import watch_modules
-from benchmarks.fuzzers.expected_log import expected_log
-from benchmarks.fuzzers.random_moves import ANY, random_moves
 from benchmarks.models.modules import ConvNet, Gates, InPlace, Transformer, Views
 
 Make = Callable[[], nn.Module]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import Outcome, SeenOps, assert_same, nothing_left, step
+from stepping import Outcome, SeenOps, assert_same, needs_compiled_plans, nothing_left, step
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -769,6 +769,7 @@ def test_compiled_part_stays_compiled(backend: str) -> None:
     assert ("recompute", "aten.exp.default") in log.events
 
 
+@needs_compiled_plans
 def test_planned_model_with_a_compiled_part() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 

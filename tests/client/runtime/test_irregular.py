@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from stepping import Outcome, assert_same, step, timed_by_flops
+from stepping import Outcome, assert_same, expected_log, step, timed_by_flops
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +19,6 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import profile
-from benchmarks.fuzzers.expected_log import expected_log
 from benchmarks.models.tiny import IRREGULAR, ZooModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")

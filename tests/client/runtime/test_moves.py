@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fuzzers import moved_programs
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoac.planner.formats.policy import THE_END, MovePoints
 from autoac.tape.runtime.cursor import Cursor, Route
 from autoac.tape.runtime.policy_context import save_recompute_policy
-from benchmarks.fuzzers import moved_programs
 
 
 @pytest.mark.parametrize("seed", range(12))

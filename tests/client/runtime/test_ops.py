@@ -54,6 +54,8 @@ EXCEPTIONS = {
     "linalg.pinv": OTHER_ALGORITHM,  # for complex numbers
     "linalg.pinv.singular": OTHER_ALGORITHM,
     "pinverse": OTHER_ALGORITHM,
+    "linalg.polar": OTHER_ALGORITHM,  # for complex numbers; new in torch 2.14, like the next
+    "linalg.matrix_sqrth": OTHER_ALGORITHM,
 }
 
 

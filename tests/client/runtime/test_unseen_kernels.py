@@ -5,50 +5,30 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from checkpoints import checkpoint_each
 from torch import Tensor, nn
+from unseen_kernels.layers import FUNCTIONS, KINDS, batch, network
+from unseen_kernels.steps import STEPS, Run, in_a_region, in_checkpoints, loss_of, plainly
+from unseen_kernels.steps import steps as taken
 
 import ac_client
 from autoac.planner import ConflictingPins, InfeasibleBudget, find_minimum_peak
 from autoac.profiler import profile
-from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
-from benchmarks.unseen_kernels.layers import FUNCTIONS, KINDS, batch, network
-from benchmarks.unseen_kernels.library import seed_noise
 
 pytestmark = pytest.mark.usefixtures("unseen_kernels")
 
-STEPS = 3
 ROOT = Path(__file__).parents[3]
-
-Run = Callable[[nn.Module, Tensor], Tensor]
-
-
-def loss_of(y: Tensor) -> Tensor:
-    return (y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum()
 
 
 def steps(model: nn.Module, run: Run) -> list[Tensor]:
-    """Return the outputs and gradients of `STEPS` training steps."""
-    found: list[Tensor] = []
-    for number in range(STEPS):
-        model.zero_grad()
-        torch.default_generator.manual_seed(number)
-        seed_noise(number)
-        x = (batch() + 0.1 * number).requires_grad_()
-        y = run(model, x)
-        loss_of(y).backward()
-        gradients = [p.grad for p in (x, *model.parameters()) if p.grad is not None]
-        found += [y.detach().clone(), *(g.clone() for g in gradients)]
-    return found
+    return taken(model, run, lambda number: (batch() + 0.1 * number).requires_grad_())
 
 
 def examined_before(kind: str, net: nn.Module, run: Run) -> nn.Module:
@@ -61,7 +41,7 @@ def examined_before(kind: str, net: nn.Module, run: Run) -> nn.Module:
 
 @cache
 def plain_steps(kind: str) -> list[Tensor]:
-    return steps(network(kind), lambda net, x: net(x))
+    return steps(network(kind), plainly)
 
 
 def assert_plain(kind: str, model: nn.Module, run: Run) -> None:
@@ -77,7 +57,7 @@ def test_plan_that_recomputes_all_it_may_has_the_plain_gradients(kind: str) -> N
     net = network(kind)
     ac_client.pin(net, "must_recompute")
     ac_client.apply(net, budget_gb=1.0, loss=loss_of)
-    assert_plain(kind, net, lambda net, x: net(x))
+    assert_plain(kind, net, plainly)
     report = ac_client.applied(net).report()
     assert report.recomputed >= 4, "the visible layers can be recomputed"
     assert not report.off_path, "the model does not run the copies that the runtime makes"
@@ -109,7 +89,7 @@ def test_pinned_unseen_layer_has_the_plain_gradients_or_is_refused(kind: str) ->
     ac_client.pin(net[1], "must_recompute")
     ac_client.apply(net, budget_gb=1.0, loss=loss_of)
     try:
-        assert_plain(kind, net, lambda net, x: net(x))
+        assert_plain(kind, net, plainly)
     except ConflictingPins:
         pass
 
@@ -133,7 +113,7 @@ def test_budgets_have_the_plain_gradients(kind: str, share: float) -> None:
     budget = smallest + share * (largest - smallest)
     ac_client.apply(net, budget_gb=budget / 2**30, loss=loss_of)
     try:
-        assert_plain(kind, net, lambda net, x: net(x))
+        assert_plain(kind, net, plainly)
     except InfeasibleBudget:
         assert share == 0.0, "the first profile has another minimum"
     except ac_client.ContentsDiffer:
@@ -143,9 +123,7 @@ def test_budgets_have_the_plain_gradients(kind: str, share: float) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoint_per_block_has_the_plain_gradients(kind: str) -> None:
     log = EventLog()
-    logging = partial(save_recompute_policy, log=log)
-    with mock.patch("autoac.tape.runtime.checkpoint.save_recompute_policy", logging):
-        assert_plain(kind, network(kind), checkpoint_each)
+    assert_plain(kind, network(kind), partial(in_checkpoints, log=log))
     recomputed = [name for event, name in log.events if event == "recompute"]
     assert len(recomputed) >= 2 * STEPS, "the visible layers are recomputed"
 
@@ -161,13 +139,8 @@ def test_checkpoint_of_the_model_has_the_plain_gradients(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_region_that_recomputes_all_has_the_plain_gradients(kind: str) -> None:
-    def run(net: nn.Module, x: Tensor, log: EventLog) -> Tensor:
-        with save_recompute_policy("recompute_all", log=log):
-            y: Tensor = net(x)
-        return y
-
     log = EventLog()
-    assert_plain(kind, network(kind), partial(run, log=log))
+    assert_plain(kind, network(kind), partial(in_a_region, log=log))
     recomputed = [name for event, name in log.events if event == "recompute"]
     assert len(recomputed) >= 2 * STEPS, "the visible layers are recomputed"
 
@@ -178,11 +151,11 @@ def test_autocast_in_bfloat16_has_the_plain_gradients(kind: str) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return how(net, x)
 
-    plain = steps(network(kind), partial(cast, how=lambda net, x: net(x)))
+    plain = steps(network(kind), partial(cast, how=plainly))
     pinned = network(kind)
     ac_client.pin(pinned, "must_recompute")
     ac_client.apply(pinned, budget_gb=1.0, loss=loss_of)
-    for model, how in ((network(kind), checkpoint_each), (pinned, lambda net, x: net(x))):
+    for model, how in ((network(kind), checkpoint_each), (pinned, plainly)):
         assert all(map(torch.equal, plain, steps(model, partial(cast, how=how))))
 
 
@@ -195,7 +168,7 @@ def test_function_is_one_op_of_the_plan(kind: str) -> None:
     net = network(kind)
     ac_client.pin(net, "must_recompute")
     ac_client.apply(net, budget_gb=1.0, loss=loss_of)
-    steps(net, lambda net, x: net(x))
+    steps(net, plainly)
     decisions = ac_client.applied(net).policy.decisions
     inside = {key for key in decisions if key.startswith("1/") and "aten" not in key}
     assert inside, f"no Function among {sorted(decisions)}"
@@ -206,7 +179,7 @@ def test_real_triton_kernels_have_the_plain_gradients(library: str) -> None:
     if find_spec(library) is None or find_spec("triton") is None:
         pytest.skip(f"{library} is not installed")
     child = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"unseen_kernels_children.{library}_layers"],
+        [sys.executable, "-W", "ignore", "-m", f"unseen_kernels.{library}_layers"],
         capture_output=True,
         text=True,
         timeout=300,

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from programs import Program, gradients
-from stepping import scalar
+from fuzzers.use_groups import steps, tried, tried_network
+from programs import Program, gradients, same
+from stepping import expected_log, scalar
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
@@ -31,8 +32,6 @@ from autoac.profiler import profile
 from autoac.tape.runtime.cursor import Cursor, Route
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
-from benchmarks.fuzzers.expected_log import expected_log
-from benchmarks.fuzzers.use_groups import same, steps, tried, tried_network
 from benchmarks.models.modules import Block
 
 PROGRAMS = int(os.environ.get("AUTOAC_PROGRAMS", "60"))  # the nightly target runs more
@@ -70,7 +69,9 @@ def images() -> torch.Tensor:
     return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
-def test_unet_trains_below_the_smallest_peak_that_it_has_without_use_groups(images: torch.Tensor) -> None:
+def test_unet_trains_below_the_smallest_peak_that_it_has_without_use_groups(
+    images: torch.Tensor, one_thread: None
+) -> None:
     found = profile(unet(), images)
     once = SearchProblem(build(found), Options(use_groups=False))
     least_once = search_minimum_peak(once, Allowance(WORK_LIMIT, Stopwatch(60.0, None), None))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import Outcome, assert_same, step, timed_by_flops
+from stepping import Outcome, assert_same, expected_log, step, timed_by_flops
 from torch import nn
 
 from autoac.planner import Graph, Policy, bounds, build, find_minimum_peak, plan
@@ -21,7 +21,6 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import profile
-from benchmarks.fuzzers.expected_log import expected_log
 from benchmarks.models.tiny import ZOO, ZooModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")

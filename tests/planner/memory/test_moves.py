@@ -8,13 +8,13 @@ from dataclasses import replace
 import graphs
 import moves_reference
 import pytest
+from fuzzers.random_moves import random_moves
 
 from autoac.planner import Graph, build
 from autoac.planner.memory.clocks import timing
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.moves import Link, Move, with_moves
-from benchmarks.fuzzers.random_moves import random_moves
 
 
 def random_link(rng: random.Random) -> Link:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import bounds, build, plan
+from autoac.planner.units import GIB
 from autoac.profiler import DATASHEETS, CannotProfile, ShardsInUse, observe, profile
 from autoac.tape.distributed.ddp import buckets_of
 from autoac.tape.torch_facts.rng import generators_restored
@@ -120,6 +121,25 @@ def test_planned_model_trains_in_its_wrapper() -> None:
         assert a.grad is not None
         assert b.grad is not None
         assert torch.equal(a.grad, b.grad)
+
+
+def test_what_a_wrapper_does_after_its_model_is_no_departure() -> None:
+    """With find_unused_parameters it copies the outputs, which the loss outside then reads."""
+
+    def train(budget_gb: float) -> nn.Module:
+        planned = DistributedDataParallel(seeded(ConvNet), find_unused_parameters=True)
+        ac_client.apply(planned, budget_gb)
+        for _ in range(3):
+            scores = planned(batch().repeat(64, 1, 1, 1))
+            nn.functional.cross_entropy(scores, torch.zeros(1024).long()).backward()
+        return planned
+
+    with pytest.raises(ac_client.InfeasibleBudget) as raised:
+        train(1e-6)
+    assert raised.value.smallest_found is not None
+    report = ac_client.applied(train(1.02 * raised.value.smallest_found / GIB)).report()
+    assert report.recomputed
+    assert report.off_path == ""
 
 
 def layers() -> nn.Sequential:
@@ -302,7 +322,7 @@ def test_gradients_that_are_not_reduced_forbid_a_profile() -> None:
 
 
 def test_fake_step_of_a_sharded_model_is_refused() -> None:
-    with pytest.raises(CannotProfile, match="fake tensors cannot be gathered"):
+    with pytest.raises(CannotProfile, match="a fake step runs on a copy"):
         profile(sharded(), torch.ones(1, 4), on=DATASHEETS["h100"])
 
 

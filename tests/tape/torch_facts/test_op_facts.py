@@ -33,8 +33,9 @@ def test_every_c10d_op_writes_its_first_argument_or_nothing() -> None:
 
 
 def test_functional_receive_writes_the_tensor_that_it_returns() -> None:
-    assert facts_of(overload("_c10d_functional::irecv")).writes == (0,)
-    assert facts_of(overload("_c10d_functional::batch_p2p_ops")).writes == (3,)
+    if hasattr(torch.ops._c10d_functional, "irecv"):  # since torch 2.12
+        assert facts_of(overload("_c10d_functional::irecv")).writes == (0,)
+        assert facts_of(overload("_c10d_functional::batch_p2p_ops")).writes == (3,)
     assert not facts_of(overload("_c10d_functional::all_reduce")).mutates
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import ac_client
 import autoac.profiler
+import autoac.tape
 from autoac.profiler.compiler import private_compiler
 from autoac.tape.torch_facts import private
 
@@ -20,7 +21,7 @@ _PRIVATE_PART = re.compile(r"\._(?!_)")
 PRIVATE = [Path(inspect.getfile(module)) for module in (private, private_compiler)]
 SOURCES = [
     path
-    for package in (autoac.profiler, ac_client)
+    for package in (autoac.tape, autoac.profiler, ac_client)
     for path in sorted(Path(inspect.getfile(package)).parent.rglob("*.py"))
     if path not in PRIVATE
 ]

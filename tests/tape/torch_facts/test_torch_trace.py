@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from stepping import SeenOps
 
 from autoac.profiler import ProfilerBusy
+from autoac.tape.capture.allocations import AllocationRecord, allocated_between
 from autoac.tape.torch_facts.torch_trace import AllocationEvent, MarkEvent, OpEvent, TorchTrace
 
 CPU = torch.device("cpu")
@@ -94,3 +96,17 @@ def test_trace_has_what_the_allocator_of_a_device_reports(kind: str, device: CDe
         report(0x1000, -4096, 0, 0, device)
     found = [event for event in recording.events() if isinstance(event, AllocationEvent)]
     assert [(e.device.type, e.nbytes) for e in found] == [(kind, 4096), (kind, -4096)]
+
+
+def test_record_can_be_read_after_the_next_one_has_run() -> None:
+    first, second = AllocationRecord(CPU), AllocationRecord(CPU)
+    for record, length in ((first, 500), (second, 700)):
+        with contextlib.closing(record.__enter__()):
+            record.mark()
+            x = torch.empty(length)
+            record.mark()
+        assert not record.changes
+        del x
+    for record, nbytes in ((second, 2800), (first, 2000)):
+        record.read()
+        assert [block.nbytes for block in allocated_between(record, 0, 1)] == [nbytes]

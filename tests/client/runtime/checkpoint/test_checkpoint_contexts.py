@@ -21,6 +21,7 @@ import ac_client
 from ac_client import PolicyConflict, checkpoint, save_recompute_policy
 from autoac.tape.runtime import nested_policies
 from autoac.tape.runtime.policy_context import active
+from autoac.tape.torch_facts import minor_version
 
 
 def test_selective_checkpoint_releases_saved_tensors_that_only_recomputes_read(w: Tensor) -> None:
@@ -89,6 +90,7 @@ def test_selective_policy_saves_the_ops_that_it_names(x: Tensor, w: Tensor, poli
         assert same(got, want)
 
 
+@pytest.mark.skipif(minor_version() < (2, 13), reason="contexts have no op_output yet")
 def test_selective_policy_sees_the_op_its_arguments_and_its_output(x: Tensor, w: Tensor) -> None:
     def asked(how: Callable[..., Tensor]) -> list[Any]:
         seen: list[Any] = []

@@ -19,16 +19,19 @@ class TriedProgram(Protocol):
 T = TypeVar("T", bound=TriedProgram)
 
 
-def run_programs(doc: str | None, tried: Callable[[int], T], summary: Callable[[Sequence[T]], str]) -> None:
+def run_programs(
+    doc: str | None, tried: Callable[[int], T], summary: Callable[[Sequence[T]], str], programs: int = 1000
+) -> None:
     """Run the programs that the command line asks for, and exit with 1 if one of them failed.
 
     Args:
         doc: of the command.
         tried: runs the program of a seed.
         summary: what ran, as text.
+        programs: the default count.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--programs", type=int, default=programs)
     parser.add_argument("--first", type=int, default=0, help="seed of the first program")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -11,15 +11,15 @@ Ops whose results decide are left out: ours saves them, and torch runs them agai
 
 from __future__ import annotations
 
-import argparse
 import functools
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from programs import same
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import checkpoint as torchs
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from benchmarks.models.modules import Block
+from fuzzers.random_programs import run_programs
 
 BATCH, LENGTH, WIDTH, DEPTH = 2, 32, 32, 4
 
@@ -193,15 +194,16 @@ class Compared:
     seed: int
     depth: int
     selective: bool
-    plain_bytes: int
     torch_bytes: int
     our_bytes: int
     refused: str  # torch's error, if it raises one
     same_gradients: bool
 
     @property
-    def passes(self) -> bool:
-        return bool(self.refused) or (self.same_gradients and self.our_bytes <= self.torch_bytes)
+    def differs(self) -> str:
+        if self.refused or (self.same_gradients and self.our_bytes <= self.torch_bytes):
+            return ""
+        return "peak" if self.same_gradients else "gradients"
 
 
 def has_selective(parts: tuple[Call | Layer, ...]) -> bool:
@@ -218,43 +220,32 @@ def compare(seed: int) -> Compared:
     def plainly(function: Callable[..., Any], *args: Any, context_fn: Any = None) -> Any:
         return function(*args)
 
-    want, plain_bytes = step(parts, plainly)
+    want, _ = step(parts, plainly)
     refused, torch_bytes = "", 0
     try:
         _, torch_bytes = step(parts, theirs)
     except RuntimeError as error:
         refused = str(error).splitlines()[0]
     got, our_bytes = step(parts, ac_client.checkpoint)
-    same = len(got) == len(want) and all(
-        torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) for a, b in zip(got, want, strict=True)
-    )
-    return Compared(
-        seed, depth_of(parts), has_selective(parts), plain_bytes, torch_bytes, our_bytes, refused, same
-    )
+    equal = len(got) == len(want) and all(map(same, got, want))
+    return Compared(seed, depth_of(parts), has_selective(parts), torch_bytes, our_bytes, refused, equal)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--nestings", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first nesting")
-    options = parser.parse_args()
-    found = [compare(seed) for seed in range(options.first, options.first + options.nestings)]
+def summary(found: Sequence[Compared]) -> str:
+    """Return the ratios of peaks, and what torch refuses, as text."""
     ran = [one for one in found if not one.refused]
+    lines = []
     for depth in range(1, DEPTH + 1):
         ratios = [one.our_bytes / one.torch_bytes for one in ran if one.depth == depth]
         if ratios:
-            print(
-                f"depth {depth}: {len(ratios)} nestings, our peak / torch's: median "
-                f"{statistics.median(ratios):.3f}, largest {max(ratios):.3f}"
+            median, most = statistics.median(ratios), max(ratios)
+            lines.append(
+                f"depth {depth}: {len(ratios)}, our peak / torch's: median {median:.3f}, most {most:.3f}"
             )
-    print(f"{sum(one.selective for one in ran)} of {len(ran)} have selective checkpoints;", end=" ")
-    print(f"{len(found) - len(ran)} more are refused by torch: {sorted({o.refused for o in found} - {''})}")
-    failures = [one for one in found if not one.passes]
-    print(f"{len(failures)} failures", *failures, sep="\n")
-    raise SystemExit(bool(failures))
+    refused = sorted({one.refused for one in found} - {""})
+    lines.append(f"{sum(one.selective for one in ran)} of {len(ran)} have selective checkpoints")
+    return "\n".join([*lines, f"{len(found) - len(ran)} more are refused by torch: {refused}"])
 
 
 if __name__ == "__main__":
-    main()
+    run_programs(__doc__, compare, summary)

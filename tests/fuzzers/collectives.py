@@ -350,9 +350,6 @@ class Communicate(torch.autograd.Function):
         return grad, None
 
 
-_communicate: Callable[..., Tensor] = Communicate.apply
-
-
 class Network(nn.Module):
     """Ops that read the activations before and after a collective, which may write them in place.
 
@@ -375,7 +372,7 @@ class Network(nn.Module):
         """Return activations of which the collective made a part."""
         y = torch.sigmoid(self.before(x))
         early = y.sin() + (y * 1.5).exp()
-        z = _communicate(y, self.collective) if self.inside else self.collective(y.detach())
+        z = Communicate.apply(y, self.collective) if self.inside else self.collective(y.detach())
         out: Tensor = self.after((early * z.exp()).tanh()) * z.cos() + y.square().tanh()
         return out
 
@@ -475,9 +472,6 @@ class Exchange(torch.autograd.Function):
         return out, None, None
 
 
-_exchanged: Callable[..., Tensor] = Exchange.apply
-
-
 class Experts(nn.Module):
     """A mixture of experts, of which each rank has some."""
 
@@ -499,12 +493,12 @@ class Experts(nn.Module):
         dist.all_to_all_single(received, sent)
         to_each = sent.view(_size(), -1).sum(1).tolist()
         from_each = received.view(_size(), -1).sum(1).tolist()
-        tokens = _exchanged(h[order], to_each, from_each)
+        tokens = Exchange.apply(h[order], to_each, from_each)
         made = []
         for i, part in enumerate(tokens.split(received.tolist())):
             expert_of_part = i % self.n_local
             made.append(F.silu(part @ self.up[expert_of_part]) @ self.down[expert_of_part])
-        back = _exchanged(torch.cat(made), from_each, to_each)
+        back = Exchange.apply(torch.cat(made), from_each, to_each)
         out: Tensor = x + torch.zeros_like(h).index_copy(0, order, back) * weight[:, None]
         return out
 

@@ -3,7 +3,7 @@
     make bench-streams
 
 runs 1,000 of them on the stand-in device of tests/standin, at the worst timing that their events allow. On a
-machine with a GPU, `python -m benchmarks.stream_programs` runs them there, at whatever timing it has.
+machine with a GPU, `PYTHONPATH=tests python -m fuzzers.stream_programs` runs them there, at whatever timing.
 
 A program draws ops, views, in-place writes and random numbers on the current stream and two side streams. It
 waits for what it reads and tells the allocator of each reader, as torch's notes on CUDA ask.
@@ -11,13 +11,13 @@ waits for what it reads and tells the allocator of each reader, as torch's notes
 
 from __future__ import annotations
 
-import argparse
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+from programs import KINDS, WRITES, run_instruction, same
 from torch import Tensor, nn
 
 import ac_client
@@ -26,9 +26,11 @@ from autoac.planner.units import GIB
 from autoac.profiler import profile
 from autoac.tape.capture.op_recorder import CROSSES_STREAMS
 from autoac.tape.runtime.policy_context import save_recompute_policy
+from fuzzers.random_programs import run_programs
 
 SIZE = 8
 SIDES = 2
+DRAWN = [*range(KINDS), *set(range(KINDS)).difference(WRITES)]  # half as many writes as elsewhere
 PLANNED_EVERY = 5  # programs, of which one is also profiled and planned
 
 
@@ -98,62 +100,17 @@ class StreamProgram(nn.Module):
 
 def _instruction(chance: random.Random, streams: Streams, stream: torch.cuda.Stream) -> None:
     """Run one random op on `stream`."""
-    a, b = chance.choice(streams.values), chance.choice(streams.values)
-    kind = chance.randrange(22) % 16
-    inner = a.tensor.requires_grad and not a.tensor.is_leaf
+    a, b, kind = chance.choice(streams.values), chance.choice(streams.values), chance.choice(DRAWN)
     with torch.cuda.stream(stream):
-        if kind >= 13:
-            if not inner:
-                return
-            with streams.alone(stream):
-                a.tensor.record_stream(stream)
-                b.tensor.record_stream(stream)
-                _write(kind, a.tensor, b.tensor.detach())
+        if kind not in WRITES:
+            made = run_instruction(kind, streams.read(a, stream), streams.read(b, stream))
+            assert made is not None
+            streams.add(made, stream)
             return
-        x, y = streams.read(a, stream), streams.read(b, stream)
-        streams.add(_op(kind, x, y), stream)
-
-
-def _op(kind: int, x: Tensor, y: Tensor) -> Tensor:
-    match kind:
-        case 0:
-            return x.sin()
-        case 1:
-            return x.tanh() * y
-        case 2:
-            return x + y
-        case 3:
-            return x.exp().clamp(max=3.0)
-        case 4:
-            return nn.functional.dropout(x, 0.4)
-        case 5:
-            return x * torch.rand_like(x)
-        case 6:
-            return x.t()
-        case 7:
-            return (x @ y).tanh()
-        case 8:
-            return nn.functional.layer_norm(x, [SIZE])
-        case 9:
-            return torch.cat([x[:4], y[4:]])
-        case 10:
-            return x.softmax(-1).cumsum(0)
-        case 11:
-            return torch.relu_(x * y)
-        case _:
-            buffer = torch.zeros_like(x)
-            buffer[:4].copy_(y[:4])
-            return buffer * x
-
-
-def _write(kind: int, x: Tensor, y: Tensor) -> None:
-    match kind:
-        case 13:
-            x.mul_(1.5)
-        case 14:
-            x[:2].add_(y[:2])
-        case _:
-            x[..., ::2].sigmoid_()
+        with streams.alone(stream):
+            a.tensor.record_stream(stream)
+            b.tensor.record_stream(stream)
+            run_instruction(kind, a.tensor, b.tensor.detach())
 
 
 Results = list[Tensor | None] | str
@@ -185,14 +142,11 @@ def results_of(program: StreamProgram, x: Tensor, policy: object = None) -> Resu
     return [loss.detach().cpu(), *gradients, torch.cuda.get_rng_state()]
 
 
-def same(one: Results, other: Results) -> bool:
+def equal(one: Results, other: Results) -> bool:
     """Return True if both are equal, bit for bit."""
     if isinstance(one, str) or isinstance(other, str):
         return one == other
-    return all(
-        a is b is None or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in zip(one, other, strict=True)
-    )
+    return all(map(same, one, other))
 
 
 @dataclass
@@ -212,6 +166,13 @@ class Comparison:
     recomputed: int = 0
     crossing: int = 0
 
+    @property
+    def differs(self) -> str:
+        return "; ".join(self.mismatches)
+
+    def __str__(self) -> str:
+        return self.differs
+
 
 def compare(seed: int, *, planned: bool, take_races: Callable[[], list[str]] = list) -> Comparison:
     """Run one program plainly, in two regions, and, with `planned`, under a plan.
@@ -230,7 +191,7 @@ def compare(seed: int, *, planned: bool, take_races: Callable[[], list[str]] = l
 
     def check(name: str, results: Results) -> None:
         found.mismatches += [f"program {seed}, {name}: {race}" for race in take_races()]
-        if not same(plain, results):
+        if not equal(plain, results):
             found.mismatches.append(f"program {seed}, {name}: not the plain results")
 
     coin = random.Random(seed)
@@ -257,28 +218,23 @@ def compare(seed: int, *, planned: bool, take_races: Callable[[], list[str]] = l
     return found
 
 
-def main(take_races: Callable[[], list[str]] = list) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--programs", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first program")
-    options = parser.parse_args()
-    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    found = [
-        compare(seed, planned=seed % PLANNED_EVERY == 0, take_races=take_races)
-        for seed in range(options.first, options.first + options.programs)
-    ]
+def summary(found: Sequence[Comparison]) -> str:
+    """Return what ran, as text."""
     ran = [one for one in found if not one.skipped]
     plans = [one for one in ran if one.planned]
-    mismatches = [line for one in ran for line in one.mismatches]
-    print(f"{len(ran)} programs ran in three ways, {len(plans)} of them also under a plan")
-    for reason in ("refused", "racing"):
-        print(f"{sum(one.skipped == reason for one in found)} more are {reason} without a policy")
-    print(f"{sum(p.recomputed for p in plans)} ops recomputed, ", end="")
-    print(f"{sum(p.crossing for p in plans)} saved because another stream reads them")
-    print(f"{len(mismatches)} mismatches", *mismatches, sep="\n")
-    raise SystemExit(bool(mismatches))
+    skipped = (f"{sum(one.skipped == why for one in found)} are {why}" for why in ("refused", "racing"))
+    return (
+        f"{len(ran)} programs ran in three ways, {len(plans)} of them also under a plan; without a policy "
+        f"{', '.join(skipped)}\n{sum(p.recomputed for p in plans)} ops recomputed, "
+        f"{sum(p.crossing for p in plans)} saved because another stream reads them"
+    )
+
+
+def main(take_races: Callable[[], list[str]] = list) -> None:
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    run_programs(
+        __doc__, lambda seed: compare(seed, planned=seed % PLANNED_EVERY == 0, take_races=take_races), summary
+    )
 
 
 if __name__ == "__main__":

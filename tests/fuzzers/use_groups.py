@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
+from programs import same
+from stepping import expected_log
 from torch import Tensor, nn
 
 import ac_client
@@ -34,9 +36,8 @@ from autoac.planner.solver.variables import Options
 from autoac.profiler import profile
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
-from benchmarks.fuzzers.expected_log import expected_log
-from benchmarks.fuzzers.nested_checkpoints import BATCH, LENGTH, WIDTH, Layer
-from benchmarks.fuzzers.random_programs import run_programs
+from fuzzers.nested_checkpoints import BATCH, LENGTH, WIDTH, Layer
+from fuzzers.random_programs import run_programs
 
 STEPS = 3  # the second runs modules without the mode of which everything is saved
 AS_IT_IS = Options(use_groups=False)  # the graph has what it needs
@@ -172,21 +173,14 @@ def tried_network(seed: int) -> Tried:
     return tried(functools.partial(SkipNetwork, seed), batch, seed)
 
 
-def same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return True if both are None, or equal bit for bit."""
-    return a is b if a is None or b is None else torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
-
-
-def main() -> None:
-    def summary(found: Sequence[Tried]) -> str:
-        running, runs = sum(bool(one.again) for one in found), sum(one.again for one in found)
-        return (
-            f"{running} of {len(found)} networks run an op again more than once: "
-            f"{runs} second and third runs, {STEPS} steps each"
-        )
-
-    run_programs(__doc__, tried_network, summary)
+def summary(found: Sequence[Tried]) -> str:
+    """Return what ran, as text."""
+    running, runs = sum(bool(one.again) for one in found), sum(one.again for one in found)
+    return (
+        f"{running} of {len(found)} networks run an op again more than once: "
+        f"{runs} second and third runs, {STEPS} steps each"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_programs(__doc__, tried_network, summary)

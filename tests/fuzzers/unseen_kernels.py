@@ -1,44 +1,37 @@
 """Train random networks with unseen kernels in all our ways; compare with plain and torch's checkpoint.
 
     make bench-unseen
-    python -m benchmarks.fuzzers.unseen_kernels --programs 100 --seed 7 [--without-fingerprints]
 
 A network is a sequence of blocks of linear layers, activations, norms, dropouts, views, in-place writes, and
-layers whose kernels PyTorch does not dispatch, in Functions and outside of them. Two steps run in each way:
+layers whose kernels PyTorch does not dispatch, in Functions and outside of them. Three steps run in each way:
 `apply` with pins and within budgets, `checkpoint` around each block, and `save_recompute_policy`. One network
 in eight has compiled blocks. A way passes if outputs and gradients are the plain ones bit for bit, or if
 it is refused by an error of ours, unless torch's checkpoint has the plain gradients in the place of ours.
-
-`--without-fingerprints` switches the comparison of contents off, to show that the networks need it.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
+from unseen_kernels.layers import KINDS, WIDTH, Unseen
+from unseen_kernels.steps import Run, equal, in_a_region, in_checkpoints, loss_of, plainly, steps
 
 import ac_client
 from ac_client.planning import plan_batch
 from autoac.planner import PlannerError, find_minimum_peak, plan
 from autoac.profiler import ProfilerError, profile
-from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
-from benchmarks.unseen_kernels.layers import KINDS, WIDTH, Unseen
-from benchmarks.unseen_kernels.library import seed_noise
+from fuzzers.random_programs import run_programs
 
-STEPS = 3  # under `apply`, the first is observed
 CHANCE_UNSEEN = 0.45
 COMPILED_OF = 8  # one network in so many has compiled blocks
 OURS = (
@@ -61,9 +54,6 @@ VISIBLE = (
     "softmax",
     "buffer",
 )
-
-Run = Callable[[nn.Module, Tensor], Tensor]
-Result = list[Tensor] | str  # of all steps, or the name of an error of ours
 
 
 class Visible(nn.Module):
@@ -161,58 +151,6 @@ def network(seed: int) -> Network:
     return Network(seed, chance.choice((16, 16, 16, 12, 64)), blocks, compiled, chance.random() < 0.15)
 
 
-def loss_of(y: Tensor) -> Tensor:
-    return (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum()
-
-
-def steps(program: Network, model: nn.Module, run: Run) -> list[Tensor]:
-    """Return outputs and gradients of each step."""
-    found: list[Tensor] = []
-    for number in range(STEPS):
-        model.zero_grad()
-        torch.default_generator.manual_seed(number)
-        seed_noise(number)
-        x = program.batch(number)
-        y = run(model, x)
-        loss_of(y).backward()
-        found += [
-            y.detach().clone(),
-            *(p.grad.clone() for p in (x, *model.parameters()) if p.grad is not None),
-        ]
-    return found
-
-
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Return True if both lists hold the same tensors, bit for bit."""
-    return len(a) == len(b) and all(
-        x.dtype == y.dtype and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))
-        for x, y in zip(a, b, strict=True)
-    )
-
-
-def plainly(net: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = net(x)
-    return y
-
-
-def in_checkpoints(net: nn.Module, x: Tensor, how: Callable[..., Tensor]) -> Tensor:
-    assert isinstance(net, nn.Sequential)
-    for block in net:
-        x = how(block, x, use_reentrant=False)
-    return x
-
-
-def in_our_checkpoints(net: nn.Module, x: Tensor, log: EventLog) -> Tensor:
-    logging = partial(save_recompute_policy, log=log)
-    with mock.patch("autoac.tape.runtime.checkpoint.save_recompute_policy", logging):
-        return in_checkpoints(net, x, ac_client.checkpoint)
-
-
-def in_a_region(net: nn.Module, x: Tensor, log: EventLog) -> Tensor:
-    with save_recompute_policy("recompute_all", log=log):
-        return plainly(net, x)
-
-
 @dataclass(slots=True)
 class Outcome:
     """One network, run in one way."""
@@ -228,7 +166,7 @@ def tried(program: Network, plain: list[Tensor], way: str, torch_is_equal: bool)
     log = EventLog()
     try:
         model, run, recomputed = _prepared(program, way, log)
-        ours = steps(program, model, run)
+        ours = steps(model, run, program.batch)
     except OURS as error:
         # A plan has other choices than to refuse where torch is right; checkpoint has none.
         state = "wrong" if torch_is_equal and way == "checkpoint" else "refused"
@@ -257,7 +195,7 @@ def _prepared(program: Network, way: str, log: EventLog) -> tuple[nn.Module, Run
     model = program.make()
     match way:
         case "checkpoint":
-            return model, partial(in_our_checkpoints, log=log), logged
+            return model, partial(in_checkpoints, log=log), logged
         case "region":
             return model, partial(in_a_region, log=log), logged
         case "apply, all pinned":
@@ -282,6 +220,12 @@ def ways(seed: int) -> tuple[str, ...]:
     return "checkpoint", "region", "apply, all pinned", "apply, a block pinned", f"apply at {share}"
 
 
+def in_torchs_checkpoints(net: nn.Module, x: Tensor) -> Tensor:
+    for block in net:
+        x = torchs_checkpoint(block, x, use_reentrant=False)
+    return x
+
+
 @dataclass(slots=True)
 class Tried:
     """One network in all ways."""
@@ -290,14 +234,22 @@ class Tried:
     torch_is_equal: bool
     outcomes: list[Outcome]
 
+    @property
+    def differs(self) -> str:
+        bad = [o for o in self.outcomes if o.state in ("wrong", "crashed")]
+        return "; ".join(f"{o.way}: {o.state}: {o.detail}" for o in bad)
+
+    def __str__(self) -> str:
+        return f"{self.program}: {self.differs}"
+
 
 def tried_network(seed: int) -> Tried:
     """Run the network of `seed` plainly, under torch's checkpoint, and in all our ways."""
     torch.compiler.reset()
     program = network(seed)
-    plain = steps(program, program.make(), plainly)
+    plain = steps(program.make(), plainly, program.batch)
     try:
-        theirs = steps(program, program.make(), partial(in_checkpoints, how=torchs_checkpoint))
+        theirs = steps(program.make(), in_torchs_checkpoints, program.batch)
         torch_is_equal = equal(plain, theirs)
     except RuntimeError:
         torch_is_equal = False
@@ -305,83 +257,20 @@ def tried_network(seed: int) -> Tried:
     return Tried(program, torch_is_equal, outcomes)
 
 
-def minimal(program: Network, way: str) -> Network:
-    """Return a smaller network that is wrong in the same way: without whole blocks, then without layers."""
-
-    def fails(candidate: Network) -> bool:
-        try:
-            plain = steps(candidate, candidate.make(), plainly)
-            return tried(candidate, plain, way, torch_is_equal=False).state == "wrong"
-        except Exception:  # noqa: BLE001 - a candidate that does not run plainly is not a smaller failure
-            return False
-
-    def without(blocks: tuple[tuple[str, ...], ...]) -> Network:
-        kept = tuple(kinds for kinds in blocks if kinds)
-        return Network(program.seed, program.rows, kept, frozenset(), program.double)
-
-    smaller, shrinks = program, True
-    while shrinks:
-        shrinks = False
-        for i, kinds in enumerate(smaller.blocks):
-            for j in range(len(kinds)):
-                left = (*kinds[:j], *kinds[j + 1 :])
-                candidate = without((*smaller.blocks[:i], left, *smaller.blocks[i + 1 :]))
-                if candidate.blocks and fails(candidate):
-                    smaller, shrinks = candidate, True
-                    break
-            if shrinks:
-                break
-    return smaller
-
-
-def switch_fingerprints_off() -> None:
-    """Switch the comparison of contents off: the one place that knows its switch."""
-    module = importlib.import_module("autoac.tape.unseen.fingerprints")
-    module.Comparison.enabled = False
+def summary(found: Sequence[Tried]) -> str:
+    """Return how often each way was equal, refused, wrong or crashed."""
+    outcomes = [outcome for one in found for outcome in one.outcomes]
+    counts = Counter((" ".join(o.way.split()[:2]), o.state) for o in outcomes)
+    lines = [f"{way}: {n} {state}" for (way, state), n in sorted(counts.items())]
+    lines.append(f"{sum(o.recomputed > 0 for o in outcomes)} of {len(outcomes)} recomputed something")
+    lines.append(f"torch's checkpoint is equal to plain on {sum(one.torch_is_equal for one in found)}")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--programs", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first program")
-    parser.add_argument("--without-fingerprints", action="store_true")
-    parser.add_argument("--shrink", action="store_true", help="print a smaller network for each wrong one")
-    parser.add_argument("--print", type=int, default=40, help="most failures to print")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
     torch._dynamo.config.suppress_errors = False
     plan_batch.plan = partial(plan, gap=0.5, work_limit=1)
-    if options.without_fingerprints:
-        switch_fingerprints_off()
-    counts: Counter[tuple[str, str]] = Counter()
-    networks, wrong, disagreeing, torch_equal, recomputed = 0, 0, 0, 0, Counter[str]()
-    for seed in range(options.seed, options.seed + options.programs):
-        one = tried_network(seed)
-        networks += 1
-        torch_equal += one.torch_is_equal
-        bad = [o for o in one.outcomes if o.state in ("wrong", "crashed")]
-        wrong += bool(bad)
-        disagreeing += one.torch_is_equal and any(o.way == "checkpoint" and o.state != "equal" for o in bad)
-        for outcome in one.outcomes:
-            way = "apply at a budget" if outcome.way.startswith("apply at") else outcome.way
-            counts[way, outcome.state] += 1
-            recomputed[way] += outcome.recomputed > 0
-        if bad and wrong <= options.print:
-            print(one.program, flush=True)
-            for outcome in bad:
-                print(f"    {outcome.way}: {outcome.state}: {outcome.detail}", flush=True)
-            if options.shrink and bad[0].state == "wrong":
-                print(f"    smaller: {minimal(one.program, bad[0].way)}", flush=True)
-    states = ("equal", "refused", "wrong", "crashed")
-    for way in dict.fromkeys(way for way, _ in counts):
-        figures = ", ".join(f"{counts[way, state]} {state}" for state in states)
-        print(f"{way}: {figures}; recomputed something: {recomputed[way]}")
-    print(f"{networks} networks; torch's checkpoint is equal to plain on {torch_equal}, ours differs on "
-          f"{disagreeing} of these")  # fmt: skip
-    print(f"{wrong} networks fail")
-    raise SystemExit(bool(wrong))
+    run_programs(__doc__, tried_network, summary, programs=2000)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.unseen_kernels import functions
-from benchmarks.unseen_kernels.library import launch
+from unseen_kernels import functions
+from unseen_kernels.library import launch
 
 WIDTH = 8
 

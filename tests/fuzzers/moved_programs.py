@@ -3,8 +3,8 @@
     make bench-moves
 
 runs 1,000 of them on the stand-in device of tests/standin, at the worst timing that events allow: what a
-stream has not waited for is NaN, and so is freed memory. `python -m benchmarks.fuzzers.moved_programs` runs
-them on a GPU if there is one, else between two arenas of a CPU.
+stream has not waited for is NaN, and so is freed memory. `PYTHONPATH=tests python -m
+fuzzers.moved_programs` runs them on a GPU if there is one, else between two arenas of a CPU.
 
 Each program is profiled once, every third with two forwards before one backward, and moves are drawn at
 random. It then runs in several ways: as profiled, with the graph kept and run a second time, for the
@@ -20,10 +20,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from stepping import expected_log
+from torch import Tensor
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Graph, build
@@ -38,78 +39,13 @@ from autoac.tape.runtime.moves.host_memory import host_memory
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.module_paths import watch_modules
-from benchmarks.fuzzers.expected_log import expected_log
-from benchmarks.fuzzers.random_moves import ANY, random_moves
-from benchmarks.fuzzers.random_programs import run_programs
+from fuzzers.nested_checkpoints import BATCH, LENGTH, WIDTH
+from fuzzers.random_moves import ANY, random_moves
+from fuzzers.random_programs import run_programs
+from fuzzers.use_groups import SkipNetwork
 
-ROWS, WIDTH = 64, 32
 DRAWS = 2  # of moves for each program
 ON_CPU = 8 + 5056  # a number that becomes a tensor, and the state of the generator: no bytes of a device
-
-
-class Part(nn.Module):
-    """A few random ops on what earlier parts returned."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.seed = seed
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, pool: list[Tensor]) -> Tensor:
-        chance = random.Random(self.seed)
-        y = chance.choice(pool) @ self.weight
-        for _ in range(chance.randint(1, 5)):
-            y = self._op(chance, y, pool)
-        return y
-
-    def _op(self, chance: random.Random, y: Tensor, pool: Sequence[Tensor]) -> Tensor:
-        other = chance.choice(pool)
-        match chance.randrange(12):
-            case 0:
-                return torch.tanh(y)
-            case 1:
-                return F.gelu(y)
-            case 2:
-                return torch.softmax(y, -1)
-            case 3:
-                return F.dropout(y, 0.2)
-            case 4:
-                return F.layer_norm(y, (WIDTH,), self.scale)
-            case 5:
-                return y * other
-            case 6:
-                return y.sin().add_(other)
-            case 7:
-                return (y.view(8, ROWS // 8, WIDTH).transpose(1, 2) * 2).transpose(1, 2).reshape(ROWS, WIDTH)
-            case 8:
-                a, b = y.chunk(2, 1)
-                return torch.cat((a.sigmoid() * b, a + b.cos()), 1)
-            case 9:
-                return F.relu(y * self.scale, inplace=True)
-            case 10:
-                return torch.exp(-(y**2)) + other
-            case _:
-                return F.linear(F.silu(y), self.weight)
-
-
-class Program(nn.Module):
-    """A model of random parts."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        chance = random.Random(seed)
-        self.parts = nn.ModuleList(Part(chance.randrange(1 << 30)) for _ in range(chance.randint(2, 6)))
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        pool = [x]
-        for i, part in enumerate(self.parts):
-            if self.fails and i == len(self.parts) - 1:
-                raise InterruptedError
-            pool.append(part(pool))
-        return pool[-1]
 
 
 @dataclass(frozen=True)
@@ -134,8 +70,10 @@ def tried(seed: int) -> Tried:
     """Run the program of `seed`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chance, made = random.Random(seed), torch.Generator().manual_seed(seed)
-    batches = [torch.randn(ROWS, WIDTH, generator=made).to(device) for _ in range(2 if seed % 3 == 0 else 1)]
-    model = Program(seed).to(device)
+    batches = [
+        torch.randn(BATCH, LENGTH, WIDTH, generator=made).to(device) for _ in range(2 if seed % 3 == 0 else 1)
+    ]
+    model = SkipNetwork(seed).to(device)
     found = observe(model, (batches[0],), {}, loss=loss_of, loop=Loop(forwards=len(batches)))
     graph, n_moves, moved_bytes = build(found), 0, 0
     expected = _gradients(seed, batches, None)
@@ -183,8 +121,8 @@ def _as_predicted(
         loss.backward()
         del held
     if timeline is not None:
-        parameters = sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
-        peak = timeline.peak_since("step") + graph.static_bytes - parameters
+        static = sum(one.untyped_storage().nbytes() for one in (*model.parameters(), *model.buffers()))
+        peak = timeline.peak_since("step") + graph.static_bytes - static
     else:
         peak = torch.cuda.max_memory_allocated() + graph.static_bytes - before
     wanted = peak_bytes(moving, save_set)
@@ -233,7 +171,8 @@ def _gradients(
 ) -> list[Tensor]:
     model = _model(seed, batches[0].device)
     parameters = list(model.parameters())
-    model.fails = way == "fails"
+    if way == "fails":
+        model.layers[-1].register_forward_pre_hook(interrupted)
     try:
         _, loss = _forward(model, batches, routes)
     except InterruptedError:
@@ -248,14 +187,18 @@ def _gradients(
     return [gradient.clone() for gradient in found]
 
 
-def _model(seed: int, device: torch.device) -> Program:
-    model = Program(seed).to(device)
+def interrupted(*_: Any) -> None:
+    raise InterruptedError
+
+
+def _model(seed: int, device: torch.device) -> SkipNetwork:
+    model = SkipNetwork(seed).to(device)
     torch.manual_seed(seed)
     return model
 
 
 def _forward(
-    model: Program, batches: Sequence[Tensor], routes: Sequence[Route] | None, log: EventLog | None = None
+    model: SkipNetwork, batches: Sequence[Tensor], routes: Sequence[Route] | None, log: EventLog | None = None
 ) -> tuple[list[Tensor], Tensor]:
     """Return the outputs and the loss."""
     if routes is None:

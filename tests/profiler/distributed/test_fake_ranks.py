@@ -1,0 +1,206 @@
+"""Test that one rank of many is profiled without memory, and without the others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from stepping import seeded
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from autoac.planner import Profile, bounds, build
+from autoac.profiler import DATASHEETS, CannotFake, CannotProfile, fake_ranks, observe, profile
+from autoac.tape.distributed.fsdp import watch_sharding
+
+RANKS = 8
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Words(nn.Module):
+    def __init__(self, width: int = 64, layers: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def sharded(
+    sizes: tuple[int, ...] = (RANKS,), names: tuple[str, ...] = ("shards",), **settings: object
+) -> Words:
+    model, mesh = seeded(Words), init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **settings)  # type: ignore[call-overload]
+    return fully_shard(model, mesh=mesh, **settings)  # type: ignore[call-overload]
+
+
+def tensor_parallel(*, sequence: bool, also_sharded: bool = False) -> Words:
+    mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("data", "tensor"))
+    model, between = seeded(Words), Shard(1) if sequence else Replicate()
+    for block in model.blocks:
+        ways = {
+            "up": ColwiseParallel(input_layouts=between),
+            "down": RowwiseParallel(output_layouts=between),
+        }
+        parallelize_module(
+            block, mesh["tensor"], {**ways, **({"norm": SequenceParallel()} if sequence else {})}
+        )
+    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+    head = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+    parallelize_module(model, mesh["tensor"], {"embedding": embedding, "head": head})
+    if also_sharded:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+WAYS: dict[str, Callable[[], nn.Module]] = {
+    "fully sharded": sharded,
+    "kept gathered": lambda: sharded(reshard_after_forward=False),
+    "in another precision": lambda: sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64)),
+    "replicas of shards": lambda: sharded((2, RANKS // 2), ("replicas", "shards")),
+    "tensor parallel": lambda: tensor_parallel(sequence=False),
+    "sequence parallel": lambda: tensor_parallel(sequence=True),
+    "sharded and sequence parallel": lambda: tensor_parallel(sequence=True, also_sharded=True),
+}
+
+
+@contextmanager
+def ranks_that_send_nothing() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def profiled(build_model: Callable[[], nn.Module], on: torch.device | None = None) -> Profile:
+    model = build_model()
+    watch_sharding()
+    optimizer = torch.optim.AdamW(model.parameters())
+    return observe(model, (torch.ones(4, 32, dtype=torch.long),), {}, optimizer=optimizer, on=on)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fake_rank_holds_what_a_real_one_does(way: str, one_thread: None) -> None:
+    with ranks_that_send_nothing():
+        real = profiled(WAYS[way])
+    with fake_ranks(RANKS):
+        fake = profiled(WAYS[way], torch.device("cpu"))
+    assert fake.keys() == real.keys()
+    assert fake.static == real.static
+    assert (fake.gradient_nbytes, fake.kept_nbytes) == (real.gradient_nbytes, real.kept_nbytes)
+    assert fake.storages == real.storages
+    assert fake.saved == real.saved
+    assert fake.backward.name == real.backward.name
+    assert bounds(build(fake)) == bounds(build(real))  # the least peak, and that of saving everything
+
+
+def test_a_fake_rank_takes_no_memory_and_leaves_nothing() -> None:
+    def large() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(2**17, 2**17, bias=False) for _ in range(4)))  # 64 GiB each
+        for layer in model:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    with fake_ranks(512, rank=511):
+        model = large()
+        found = profile(model, torch.ones(1, 2**17), loss=torch.sum, on=DATASHEETS["h100"])
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert found.static.parameters == 4 * 2**36 // 512
+    assert not dist.is_initialized()
+    assert "resize_" not in vars(torch.UntypedStorage)
+    assert torch.ones(2).tolist() == [1, 1]
+
+
+def test_values_that_a_model_looks_at_are_known_while_it_is_built() -> None:
+    with fake_ranks(2):
+        assert torch.arange(3).tolist() == [0, 1, 2]
+        with pytest.raises(CannotFake):
+            torch.ones(3).tolist()
+
+
+def test_a_rank_must_be_one_of_the_ranks_and_alone() -> None:
+    with (
+        pytest.raises(ValueError, match="rank must be at least 0 and below world_size=4, got 4"),
+        fake_ranks(4, 4),
+    ):
+        pass
+    with (
+        ranks_that_send_nothing(),
+        pytest.raises(RuntimeError, match="a process group of 8 ranks exists"),
+        fake_ranks(4),
+    ):
+        pass
+
+
+def test_a_sharded_model_with_memory_is_not_copied(one_thread: None) -> None:
+    with ranks_that_send_nothing(), pytest.raises(CannotProfile, match="fake_ranks"):
+        profile(sharded(), torch.ones(1, 4, dtype=torch.long), on=DATASHEETS["h100"])
+
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+
+def build():
+    print("rank", dist.get_rank(), "of", dist.get_world_size())
+    model = fully_shard(nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()))
+    return {"model": model, "args": (torch.ones(8, 1024),), "loss": torch.sum}
+"""
+
+
+def test_the_command_profiles_one_rank_of_many(tmp_path: Path) -> None:
+    (tmp_path / "cluster.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "ac_client.cli.main", "profile", "cluster:build", "--on", "h100"]
+    done = subprocess.run(
+        [*command, "--ranks", "64", "--rank", "3", "-o", "p.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "rank 3 of 64" in done.stdout
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert found["static"]["parameters"] == 4 * 1024 * 1024 // 64 + 512
+    refused = subprocess.run(
+        [*command[:-2], "--ranks", "64"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert refused.returncode == 2
+    assert "must be left out without --on" in refused.stderr
