@@ -346,7 +346,7 @@ def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Count what others hold, if the plan leaves no room for it, or if another planned model asks for room.
 
     If no plan was found that keeps the limit, and the others hold less now, count that, too, but once: what
-    they hold may differ from forward to forward. Loops: two planned models (GAN), and on a GPU a moving average.
+    they hold may differ from forward to forward. Loops: two planned models (GAN); on a GPU a moving average.
     """
     if facts.others_nbytes is None:
         return None
