@@ -1,0 +1,407 @@
+"""Train under a plan in twenty ways to use several ranks, and compare with plain training on each rank.
+
+    PYTHONPATH=tests python -m benchmarks.rank_setups [--only NAME ...] [--out FILE]
+
+Each row trains a small transformer for four steps: plainly; with torch's checkpoint around each block; at a
+budget that no plan fits, whose error names the smallest peak; and 30 % of the way from there to what plain
+training takes. Gradients, parameters and collectives are compared on ranks that communicate over gloo. Peaks,
+in KiB above what stays, are from ranks that send nothing, where that works: gloo frees late. Reported, of the
+worst of the ranks with the longest batch:
+
+- *equal*: gradients of all steps and the parameters, bit for bit;
+- *collectives*: of the last step, ours and plain's;
+- *plain*, *checkpoint*, *smallest*: peaks, of which the last is predicted and proven by a plan;
+- *off*: measured less predicted peak of the planned run, in bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import outputs_of_ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ac_client
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from autoac.planner.units import GIB
+from autoac.tape.distributed.fsdp import unreduced_nbytes
+from benchmarks.results import add_out_argument, markdown_table, write_result
+
+WIDTH, ROWS, LENGTH, WORDS, STEPS = 64, 4, 64, 96, 4
+SHARE = 0.3  # of the way from the smallest peak to plain's
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 16)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(-2))
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 256, bias=False), nn.Linear(256, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
+class Experts(nn.Module):
+    """One expert for each rank: tokens go to their expert and come back, by two exchanges of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed = Feed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.distributed.nn.functional import all_to_all_single
+
+        tokens = x.flatten(0, 1)
+        sent = all_to_all_single(torch.empty_like(tokens), tokens)
+        done = self.feed(sent)
+        return all_to_all_single(torch.empty_like(done), done.contiguous()).view_as(x)
+
+
+class Adapted(nn.Module):
+    """LoRA: a frozen product and two small ones that are trained."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Block(nn.Module):
+    def __init__(self, feed: nn.Module) -> None:
+        super().__init__()
+        self.n1, self.attn, self.n2, self.feed = nn.RMSNorm(WIDTH), Attention(), nn.RMSNorm(WIDTH), feed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.n1(x))
+        return x + self.feed(self.n2(x))
+
+
+class Words(nn.Module):
+    def __init__(
+        self, *, words: int = WORDS, tied: bool = False, experts: bool = False, unused: bool = False
+    ) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(words, WIDTH), nn.RMSNorm(WIDTH)
+        self.blocks = nn.ModuleList(Block(Experts() if experts else Feed()) for _ in range(3))
+        self.head = nn.Linear(WIDTH, words, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+        self.unused = nn.Linear(WIDTH, 1) if unused else None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+Wrap = Callable[[Words], nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One way to use several ranks."""
+
+    wrap: Wrap  # after the blocks have been checkpointed, if they are
+    make: Callable[[], Words] = Words
+    world: int = 2
+    microbatches: int = 1  # all but the last without reduction
+    lengths: tuple[int, ...] = (LENGTH,)  # of the batch, by rank
+    whole_loss: bool = True  # False: a loss over shards of the words
+    split: int = 1  # ranks that share one batch
+
+
+def ddp(**settings: Any) -> Wrap:
+    return lambda model: DistributedDataParallel(model, **settings)
+
+
+def sharded(*sizes: int, last: bool = False, **settings: Any) -> Wrap:
+    def wrap(model: Words) -> nn.Module:
+        shape = sizes or (dist.get_world_size(),)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, **settings)
+        if last:
+            fully_shard([model.norm, model.head], mesh=mesh, **settings)
+        return fully_shard(model, mesh=mesh, **settings)
+
+    return wrap
+
+
+def adapted() -> Words:
+    model = Words()
+    for block in model.blocks:
+        block.attn.q, block.attn.v = Adapted(block.attn.q), Adapted(block.attn.v)
+    return model.requires_grad_(False).apply(_train_adapters)
+
+
+def _train_adapters(module: nn.Module) -> None:
+    if isinstance(module, Adapted):
+        module.down.requires_grad_(True), module.up.requires_grad_(True)
+
+
+def tensor_parallel(*, sequence: bool = False, loss: bool = False, also_sharded: bool = False) -> Wrap:
+    def wrap(model: Words) -> nn.Module:
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+        columns = {f"attn.{name}": ColwiseParallel() for name in "qkv"} | {"feed.up": ColwiseParallel()}
+        out = {"output_layouts": Shard(1)} if sequence else {}
+        rows = {"attn.o": RowwiseParallel(**out), "feed.down": RowwiseParallel(**out)}
+        whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+        norms = {name: SequenceParallel() for name in ("n1", "n2")}
+        inputs = {name: PrepareModuleInput(**whole) for name in ("attn", "feed")}
+        for block in model.blocks:
+            parallelize_module(block, mesh["tensor"], columns | rows | (norms | inputs if sequence else {}))
+        if sequence:
+            outside = {
+                "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+                "norm": SequenceParallel(),
+                "head": ColwiseParallel(
+                    input_layouts=Shard(1),
+                    output_layouts=Shard(-1) if loss else Replicate(),
+                    use_local_output=not loss,
+                ),
+            }
+            parallelize_module(model, mesh["tensor"], outside)
+        if also_sharded:
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh["data"])
+            fully_shard(model, mesh=mesh["data"])
+        return model
+
+    return wrap
+
+
+SETUPS: dict[str, Setup] = {
+    "DDP": Setup(ddp()),
+    "DDP, static graph": Setup(ddp(static_graph=True)),
+    "DDP, unused parameters": Setup(ddp(find_unused_parameters=True), lambda: Words(unused=True)),
+    "DDP, gradients in buckets": Setup(ddp(gradient_as_bucket_view=True)),
+    "DDP, unequal lengths": Setup(ddp(), lengths=(LENGTH, LENGTH // 2)),
+    "FSDP2": Setup(sharded()),
+    "FSDP2, in bf16": Setup(sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))),
+    "FSDP2, kept gathered": Setup(sharded(reshard_after_forward=False)),
+    "FSDP2, resharded to 2": Setup(sharded(reshard_after_forward=2), world=4),
+    "FSDP2, tied": Setup(sharded(), lambda: Words(tied=True)),
+    "FSDP2, LoRA": Setup(sharded(), adapted),
+    "FSDP2, uneven shards": Setup(sharded(), lambda: Words(words=97)),
+    "FSDP2, norm and head in one unit": Setup(sharded(last=True)),
+    "FSDP2, unequal lengths": Setup(sharded(), lengths=(LENGTH, LENGTH // 2)),
+    "FSDP2, accumulation": Setup(sharded(), microbatches=2),
+    "HSDP 2x2": Setup(sharded(2, 2), world=4),
+    "TP": Setup(tensor_parallel(), split=2),
+    "TP, sequence": Setup(tensor_parallel(sequence=True), split=2),
+    "TP, loss": Setup(tensor_parallel(sequence=True, loss=True), whole_loss=False, split=2),
+    "FSDP2 over TP 2x2": Setup(tensor_parallel(sequence=True, also_sharded=True), world=4, split=2),
+    "experts": Setup(ddp(), lambda: Words(experts=True)),
+}
+
+
+class Collectives(TorchDispatchMode):
+    """Count the collectives that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def made(setup: Setup, *, checkpoints: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = setup.make()
+    if checkpoints:
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = checkpoint_wrapper(block)
+    return setup.wrap(model)
+
+
+def local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def gradients(model: nn.Module) -> Iterator[Tensor]:
+    return (local(p.grad).clone() for p in model.parameters() if p.grad is not None)
+
+
+def step(setup: Setup, model: nn.Module, number: int) -> int:
+    """Train one step; return the bytes of gradients that waited for a reduction."""
+    unreduced = 0
+    rank = dist.get_rank()
+    length = setup.lengths[rank % len(setup.lengths)]
+    for micro in range(setup.microbatches):
+        if setup.microbatches > 1:
+            model.set_requires_gradient_sync(micro + 1 == setup.microbatches)  # type: ignore[operator]
+        seed = torch.Generator().manual_seed(100 * number + 10 * micro + rank // setup.split)
+        ids = torch.randint(0, WORDS, (ROWS, length), generator=seed)
+        with nullcontext() if setup.whole_loss else loss_parallel():
+            F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten()).backward()
+        unreduced = max(unreduced, unreduced_nbytes(model))
+    return unreduced
+
+
+def train(setup: Setup, model: nn.Module) -> tuple[list[list[Tensor]], int, int]:
+    """Return the gradients of each step and the parameters, the least peak of two steps, and collectives.
+
+    Gradients that wait for a reduction are static bytes of a plan, so they are not part of the peak.
+    """
+    found, peaks, count = [], [], 0
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        with AllocatorTimeline(base=0) if number else nullcontext() as timeline, Collectives() as collectives:
+            unreduced = step(setup, model, number)
+        if number > 1 and timeline is not None:
+            peaks.append(timeline.peak_bytes - unreduced)
+        count = collectives.count
+        found.append(list(gradients(model)))
+        optimizer.step()
+    found.append([local(p).detach().clone() for p in model.parameters()])
+    return found, min(peaks), count
+
+
+def run(name: str, backend: str) -> dict[str, Any]:
+    """Return the facts of one setup on this rank."""
+    setup = SETUPS[name]
+    group = None if backend == "fake" else "auto"  # ranks that send nothing cannot agree on anything
+    plain, plain_peak, plain_count = train(setup, made(setup))
+    _, checkpoint_peak, _ = train(setup, made(setup, checkpoints=True))
+    tight = made(setup)
+    ac_client.apply(tight, 1e-6, group=group)
+    smallest = 0
+    for number in range(2):
+        tight.zero_grad()
+        try:
+            step(setup, tight, number)
+        except ac_client.InfeasibleBudget as error:
+            smallest = error.smallest_found
+            break
+    planned = made(setup)
+    static = _static_of(tight)
+    budget = torch.tensor([int(smallest + SHARE * max(0, plain_peak + static - smallest))])
+    dist.all_reduce(budget, dist.ReduceOp.MAX)
+    ac_client.apply(planned, int(budget) / GIB, group=group)
+    ours, peak, count = train(setup, planned)
+    applied = ac_client.applied(planned)
+    predicted, report = applied.policy.predicted, applied.report()
+    batch = ROWS * setup.lengths[dist.get_rank() % len(setup.lengths)] * 8 * setup.microbatches
+    return {
+        "equal": all(
+            torch.equal(a, b) for x, y in zip(ours, plain, strict=True) for a, b in zip(x, y, strict=True)
+        ),
+        "collectives": [count, plain_count],
+        "plain": plain_peak,
+        "checkpoint": checkpoint_peak,
+        "smallest": smallest - predicted.static_bytes,
+        "off": peak - predicted.peak_bytes + predicted.static_bytes - batch,
+        "recomputed": report.recomputed,
+        "off path": report.off_path,
+    }
+
+
+def _static_of(model: nn.Module) -> int:
+    return sum(local(p).nbytes for p in model.parameters())
+
+
+HEAD = (
+    "setup",
+    "ranks",
+    "equal",
+    "collectives",
+    "plain",
+    "checkpoint",
+    "smallest",
+    "off",
+    "recomputed",
+    "said",
+)
+SCRIPT = """
+import json
+from benchmarks.rank_setups import run
+print(json.dumps(run({name!r}, backend)))
+"""
+
+
+def row(name: str) -> list[object]:
+    """Return the row of one setup, from the worst of its ranks."""
+    world, by_backend = SETUPS[name].world, {}
+    reduces_itself = name.startswith("DDP") or name == "experts"  # which needs ranks that answer
+    for backend in ("gloo",) if reduces_itself else ("gloo", "fake"):
+        with tempfile.TemporaryDirectory() as folder:
+            outs = outputs_of_ranks(
+                SCRIPT.format(name=name), Path(folder) / "store", world, timeout=300, backend=backend
+            )
+        by_backend[backend] = [json.loads(out.splitlines()[-1]) for out in outs]
+    real = by_backend["gloo"]
+    exact = by_backend.get("fake", real)
+    lengths = SETUPS[name].lengths  # the rank with the longest batch plans
+    exact = [facts for rank, facts in enumerate(exact) if lengths[rank % len(lengths)] == max(lengths)]
+    worst = max(exact, key=lambda facts: facts["smallest"] / facts["checkpoint"])
+    counts = {tuple(facts["collectives"]) for facts in real}
+    return [
+        name,
+        world,
+        "yes" if all(facts["equal"] for facts in real) else "NO",
+        ", ".join(f"{ours} of {plain}" for ours, plain in sorted(counts)),
+        *(f"{worst[kind] / 1024:,.0f}" for kind in ("plain", "checkpoint", "smallest")),
+        max((facts["off"] for facts in exact), key=abs),
+        min(facts["recomputed"] for facts in real),
+        "; ".join(sorted({facts["off path"] for facts in real} - {""})),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(SETUPS), choices=list(SETUPS))
+    add_out_argument(parser)
+    options = parser.parse_args()
+    rows = []
+    for name in options.only:
+        try:
+            rows.append(row(name))
+        except AssertionError as error:  # a rank failed
+            rows.append([name, SETUPS[name].world, str(error).strip().splitlines()[-1], *[""] * 7])
+        print(*rows[-1], sep=" | ", flush=True)
+    write_result(markdown_table(HEAD, rows), options.out)
+
+
+if __name__ == "__main__":
+    main()
