@@ -189,9 +189,9 @@ class Run:
         self.peaks = meter.peaks()
         gc.collect()
 
-    def plan(self, model: Any, optimizer: Any = None) -> None:
+    def plan(self, model: Any) -> None:
         if self._budget is not None:
-            self._apply(model, self._budget / self._gib, optimizer=optimizer)
+            self._apply(model, self._budget / self._gib)  # without hints: of the optimizer, of the loss
 
     def keep(self, *modules: Any) -> None:
         self._kept += modules

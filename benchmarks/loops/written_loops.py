@@ -111,7 +111,7 @@ def planned(env: Env, model: nn.Module) -> AdamW:
     """Move the model to the device and have it planned; return its optimizer."""
     model.to(env.device)
     optimizer = AdamW(model.parameters())
-    env.plan(model, optimizer)
+    env.plan(model)
     env.keep(model)
     return optimizer
 
@@ -153,7 +153,7 @@ def large_vocabulary(env: Env) -> None:
 def logits_in_the_loop(env: Env) -> None:
     model = mlp().to(env.device)
     optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    env.plan(model, optimizer)
+    env.plan(model)
     env.keep(model)
     for i in env.steps():
         with env.step():
@@ -185,7 +185,7 @@ def grad_scaler_and_autocast(env: Env) -> None:
     optimizer = AdamW(model.parameters())
     kind = torch.device(env.device).type
     scaler = torch.amp.GradScaler(kind, init_scale=256.0)
-    env.plan(model, optimizer)
+    env.plan(model)
     env.keep(model)
     for i in env.steps():
         with env.step():
@@ -203,7 +203,7 @@ def clipping_and_schedule(env: Env) -> None:
     model = mlp().to(env.device)
     optimizer = AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    env.plan(model, optimizer)
+    env.plan(model)
     env.keep(model)
     for i in env.steps():
         with env.step():
@@ -220,7 +220,7 @@ def moving_average(env: Env) -> None:
     model = mlp().to(env.device)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = AdamW(model.parameters())
-    env.plan(model, optimizer)
+    env.plan(model)
     env.keep(model, average)
     for i in env.steps():
         with env.step():
@@ -253,7 +253,7 @@ def unfreezing(env: Env) -> None:
     for parameter in model[:2].parameters():
         parameter.requires_grad_(False)
     optimizer = SGD(model.parameters(), lr=1e-2)
-    env.plan(model, optimizer)
+    env.plan(model)
     env.keep(model)
     for i in env.steps():
         if i == 2:
@@ -285,7 +285,7 @@ def low_rank_adapters(env: Env) -> None:
         block.up, block.down = Adapted(block.up), Adapted(block.down)  # type: ignore[arg-type]
     model.to(env.device)
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
-    env.plan(model, optimizer)
+    env.plan(model)
     env.keep(model)
     for i in env.steps():
         with env.step():
@@ -299,8 +299,8 @@ def low_rank_adapters(env: Env) -> None:
 def gan(env: Env) -> None:
     maker, critic = mlp(out=WIDTH).to(env.device), mlp(out=1).to(env.device)
     for_maker, for_critic = AdamW(maker.parameters()), AdamW(critic.parameters())
-    env.plan(maker, for_maker)
-    env.plan(critic, for_critic)
+    env.plan(maker)
+    env.plan(critic)
     env.keep(maker, critic)
     for i in env.steps():
         with env.step():
@@ -355,7 +355,7 @@ def preferences(env: Env) -> None:
     model = LanguageModel().to(env.device)
     reference = copy.deepcopy(model).eval().requires_grad_(False)
     optimizer = AdamW(model.parameters())
-    env.plan(model, optimizer)
+    env.plan(model)
     env.keep(model)
     for i in env.steps():
         with env.step():
@@ -374,7 +374,7 @@ def distillation(env: Env) -> None:
     teacher.to(env.device)
     student.to(env.device)
     optimizer = AdamW(student.parameters())
-    env.plan(student, optimizer)
+    env.plan(student)
     env.keep(student)
     for i in env.steps():
         with env.step():
@@ -391,7 +391,7 @@ def distillation(env: Env) -> None:
 def rollouts(env: Env) -> None:
     policy = mlp(3).to(env.device)
     optimizer = AdamW(policy.parameters())
-    env.plan(policy, optimizer)
+    env.plan(policy)
     env.keep(policy)
     for i in env.steps():
         with env.step():
@@ -409,7 +409,7 @@ def rollouts(env: Env) -> None:
 def clipped_policy_updates(env: Env) -> None:
     policy = mlp(3).to(env.device)
     optimizer = AdamW(policy.parameters())
-    env.plan(policy, optimizer)
+    env.plan(policy)
     env.keep(policy)
     for i in env.steps():
         with env.step():
@@ -430,7 +430,7 @@ def clipped_policy_updates(env: Env) -> None:
 def gradient_penalty(env: Env) -> None:
     critic = mlp(out=1).to(env.device)
     optimizer = AdamW(critic.parameters())
-    env.plan(critic, optimizer)
+    env.plan(critic)
     env.keep(critic)
     for i in env.steps():
         with env.step():
@@ -568,7 +568,7 @@ def batches_of_two_lengths(env: Env) -> None:
 def two_optimizers(env: Env) -> None:
     model = mlp().to(env.device)
     first, second = AdamW(model[:2].parameters()), SGD(model[2:].parameters(), lr=1e-2, momentum=0.9)
-    env.plan(model, first)  # the second is noticed when it steps
+    env.plan(model)
     env.keep(model)
     for i in env.steps():
         with env.step():
@@ -603,7 +603,7 @@ def optimizer_in_backward(env: Env) -> None:
 def sharpness_aware(env: Env) -> None:
     model = mlp().to(env.device)
     optimizer = SGD(model.parameters(), lr=1e-2)
-    env.plan(model, optimizer)
+    env.plan(model)
     env.keep(model)
     for i in env.steps():
         with env.step():
@@ -628,7 +628,7 @@ def sharpness_aware(env: Env) -> None:
 def lbfgs(env: Env) -> None:
     model = mlp(2).to(env.device)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2, history_size=2)
-    env.plan(model, optimizer)
+    env.plan(model)
     env.keep(model)
     for i in env.steps():
         with env.step():
