@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PIN := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast test-torch test-oldest nightly check check-install check-resolve schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-ranks bench-block-bounds bench-random-plans bench-offload bench-clients clean
+.PHONY: setup demo test test-fast test-torch test-oldest nightly check check-install check-resolve schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-ranks bench-placements bench-block-bounds bench-random-plans bench-offload bench-clients clean
 
 setup: $(READY)
 
@@ -151,6 +151,10 @@ bench-use-groups: $(READY)
 # 2,000 random networks with kernels that PyTorch does not dispatch, in all our ways: half an hour.
 bench-unseen: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m fuzzers.unseen_kernels
+
+# 300 random programs over DTensors on one rank, and 100 on two: gradients. A minute.
+bench-placements: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m fuzzers.placements
 
 # Twenty ways to use several ranks: numbers, collectives, and peaks next to checkpoint's. Some minutes.
 bench-ranks: $(READY)
