@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import torch
 from filelock import FileLock
 
 NAME = "standin_cuda"
@@ -31,7 +32,7 @@ def library() -> Path:
     Raises:
         CannotBuild: no C++ compiler or no ninja, or torch is built for a GPU.
     """
-    if torch.version.cuda or torch.version.hip:
+    if _torch_has_a_gpu():
         raise CannotBuild("the stand-in takes the place of CUDA, which this build of torch has")
     version = importlib.metadata.version("torch")
     sources = b"".join(source.read_bytes() for source in (*SOURCES, *HEADERS))
@@ -50,6 +51,15 @@ def library() -> Path:
         if not built.exists():
             _build(folder, built, {**os.environ, "PATH": path})
     return built
+
+
+def _torch_has_a_gpu() -> bool:
+    """Return True if torch is built for one. It must not be imported before the library is loaded."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    versions = (Path(spec.origin).parent / "version.py").read_text()
+    return re.search(r"^(cuda|hip)\b.*= '", versions, re.MULTILINE) is not None
 
 
 def _build(folder: Path, built: Path, environment: dict[str, str]) -> None:
