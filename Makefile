@@ -158,7 +158,7 @@ bench-placements: $(READY)
 
 # Twenty ways to use several ranks: numbers, collectives, and peaks next to checkpoint's. Some minutes.
 bench-ranks: $(READY)
-	PYTHONPATH=tests $(BIN)/python -m benchmarks.rank_setups
+	PYTHONPATH=tests $(BIN)/python -m rank_setups
 
 # Every collective on two and four ranks, recomputed around in every way, and 500 plans of experts: half an hour.
 bench-collectives: $(READY)

@@ -1,6 +1,6 @@
 """Train under a plan in twenty ways to use several ranks, and compare with plain training on each rank.
 
-    PYTHONPATH=tests python -m benchmarks.rank_setups [--only NAME ...] [--out FILE]
+    PYTHONPATH=tests python -m rank_setups [--only NAME ...] [--out FILE]
 
 Each row trains a small transformer for four steps: plainly; with torch's checkpoint around each block; at a
 budget that no plan fits, whose error names the smallest peak; and 30 % of the way from there to what plain
@@ -355,7 +355,7 @@ HEAD = (
 )
 SCRIPT = """
 import json
-from benchmarks.rank_setups import run
+from rank_setups import run
 print(json.dumps(run({name!r}, backend)))
 """
 
