@@ -38,7 +38,7 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
             f"a process group of {dist.get_world_size()} ranks exists: leave init_process_group out, or call "
             "it in another process"
         )
-    store, are_we_tracing = private.require(private.FAKE_RANKS)
+    store, are_we_tracing, _ = private.require(private.FAKE_RANKS)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=store())
     fakes = _FakesOfRank(allow_non_fake_inputs=True)
     before = are_we_tracing.__code__
@@ -62,9 +62,8 @@ class _FakesOfRank(FakeTensorMode):
         if func.name() == "_c10d_functional::wait_tensor":
             return args[0]  # for which torch's fake kernel makes another tensor
         if func.name() == "_c10d_functional::_wrap_tensor_autograd":
-            from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-            return AsyncCollectiveTensor(args[0])
+            _, _, wrapper = private.require(private.FAKE_RANKS)
+            return wrapper(args[0])
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 

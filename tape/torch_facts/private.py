@@ -118,6 +118,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "torch.testing._internal.distributed.fake_pg:FakeStore",  # registers the backend "fake"
         # Functional collectives and DTensor take every fake tensor for a traced one, and then run other ops.
         "torch.distributed._functional_collectives:_are_we_tracing",
+        "torch.distributed._functional_collectives:AsyncCollectiveTensor",
     ),
     GPU: (
         "torch._C:_dispatch_get_registrations_for_dispatch_key",  # lists of autocast

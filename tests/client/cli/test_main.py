@@ -501,6 +501,7 @@ def test_error_is_one_line_on_stderr_and_an_exit_code(argv, code, says, profiled
     run(capsys, "plan", "profile.json", "--budget-gb", "1", "-o", "planned.json")
     (profiled / "list.json").write_text("[]")
     monkeypatch.delenv("AUTOAC_TOKEN", raising=False)
+    monkeypatch.setenv("AUTOAC_DATABASE_URL", f"sqlite:///{profiled}/no-keys.sqlite3")
     found, out, err = run(capsys, *argv)
     line = err.splitlines()[-1]
     assert (found, out) == (code, "")
