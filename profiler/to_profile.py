@@ -154,7 +154,9 @@ def assemble(
             runtime_us=tuple(_runtimes_us(step, [s.begin_mark for s in steps], end_marks)),
             other_nbytes=tuple(other.as_begins(s.begin) for s in steps),
             peak_nbytes=tuple(
-                other.peak(s.work if s.work >= 0 else s.begin, end)
+                other.peak(
+                    min(s.work, end) if s.work >= 0 else s.begin, end
+                )  # CPU and GPU have a thread each
                 for s, end in zip(steps, ends, strict=True)
             ),
         ),

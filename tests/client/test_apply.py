@@ -500,7 +500,7 @@ def test_planning_waits_until_torchs_profiler_is_done(
         gradients(model, BATCH)
         gradients(model, BATCH)
     assert ac_client.applied(model).policy is None
-    assert sum("without a plan now" in message for message in caplog.messages) == 1
+    assert sum("without a plan until" in message for message in caplog.messages) == 1
     gradients(model, BATCH)
     assert ac_client.applied(model).policy is not None
 
