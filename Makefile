@@ -156,7 +156,7 @@ bench-unseen: $(READY)
 bench-placements: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m fuzzers.placements
 
-# Twenty ways to use several ranks: numbers, collectives, and peaks next to checkpoint's. Some minutes.
+# The ways to use several ranks: numbers, collectives, and peaks next to checkpoint's. Some minutes.
 bench-ranks: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m rank_setups
 

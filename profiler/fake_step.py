@@ -68,6 +68,7 @@ def run(
     Raises:
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         CannotFake: an op needs values that are not known, or a kernel that torch has no fake of.
+        CannotProfile: inside of `fake_ranks`, gradients exist before the step.
     """
     original = uncompiled(subject.compiled)
     accumulates = subject.accumulates
@@ -75,6 +76,12 @@ def run(
         accumulates = any(gradient_of(parameter) is not None for parameter in original.parameters())
     is_gpu = device.device_type != "cpu"
     ranks = fakes_with_storages()  # of the model itself, which was built under `fake_ranks`
+    if ranks is not None and accumulates:
+        raise CannotProfile(
+            type(original).__name__,
+            "under fake_ranks no gradient exists before the step",
+            "plan the profile under Constraints(gradients='present')",
+        )
     fakes = ranks or FakeTensorMode(allow_non_fake_inputs=True)
     allocations = FakeAllocations(
         fakes, device.allocator_rounding, (measured or device).runtime_us, GPU_FAKE_KERNELS if is_gpu else {}

@@ -1,4 +1,4 @@
-"""Train under a plan in twenty ways to use several ranks, and compare with plain training on each rank.
+"""Train under a plan in the ways to use several ranks, and compare with plain training on each rank.
 
     PYTHONPATH=tests python -m rank_setups [--only NAME ...] [--out FILE]
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,22 +104,29 @@ class Adapted(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, feed: nn.Module) -> None:
+    def __init__(self, feed: nn.Module, dropout: float) -> None:
         super().__init__()
+        self.drop = nn.Dropout(dropout)
         self.n1, self.attn, self.n2, self.feed = nn.RMSNorm(WIDTH), Attention(), nn.RMSNorm(WIDTH), feed
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.n1(x))
-        return x + self.feed(self.n2(x))
+        x = x + self.drop(self.attn(self.n1(x)))
+        return x + self.drop(self.feed(self.n2(x)))
 
 
 class Words(nn.Module):
     def __init__(
-        self, *, words: int = WORDS, tied: bool = False, experts: bool = False, unused: bool = False
+        self,
+        *,
+        words: int = WORDS,
+        dropout: float = 0.0,
+        tied: bool = False,
+        experts: bool = False,
+        unused: bool = False,
     ) -> None:
         super().__init__()
         self.words, self.norm = nn.Embedding(words, WIDTH), nn.RMSNorm(WIDTH)
-        self.blocks = nn.ModuleList(Block(Experts() if experts else Feed()) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(Experts() if experts else Feed(), dropout) for _ in range(3))
         self.head = nn.Linear(WIDTH, words, bias=False)
         if tied:
             self.head.weight = self.words.weight
@@ -228,6 +235,8 @@ SETUPS: dict[str, Setup] = {
     "TP": Setup(tensor_parallel(), split=2),
     "TP, sequence": Setup(tensor_parallel(sequence=True), split=2),
     "TP, loss": Setup(tensor_parallel(sequence=True, loss=True), whole_loss=False, split=2),
+    "TP, dropout": Setup(tensor_parallel(sequence=True), lambda: Words(dropout=0.1), split=2),
+    "TP, uneven shards": Setup(tensor_parallel(sequence=True), lambda: Words(words=97), split=2),
     "FSDP2 over TP 2x2": Setup(tensor_parallel(sequence=True, also_sharded=True), world=4, split=2),
     "experts": Setup(ddp(), lambda: Words(experts=True)),
 }
@@ -265,6 +274,7 @@ def gradients(model: nn.Module) -> Iterator[Tensor]:
 def step(setup: Setup, model: nn.Module, number: int) -> int:
     """Train one step; return the bytes of gradients that waited for a reduction."""
     unreduced = 0
+    torch.manual_seed(number)
     rank = dist.get_rank()
     length = setup.lengths[rank % len(setup.lengths)]
     for micro in range(setup.microbatches):
@@ -298,7 +308,7 @@ def train(setup: Setup, model: nn.Module) -> tuple[list[list[Tensor]], int, int]
     return found, min(peaks), count
 
 
-def run(name: str, backend: str) -> dict[str, Any]:
+def run(name: str, backend: str) -> Facts:
     """Return the facts of one setup on this rank."""
     setup = SETUPS[name]
     group = None if backend == "fake" else "auto"  # ranks that send nothing cannot agree on anything
@@ -356,8 +366,23 @@ HEAD = (
 SCRIPT = """
 import json
 from rank_setups import run
-print(json.dumps(run({name!r}, backend)))
+print(json.dumps({{name: run(name, backend) for name in {names!r}}}))
 """
+
+Facts = dict[str, Any]
+
+
+def facts_of(names: Sequence[str], store: Path, backend: str) -> dict[str, list[Facts]]:
+    """Return the facts of setups with equally many ranks, by rank.
+
+    Args:
+        store: a file through which the ranks meet; must not exist.
+    """
+    (world,) = {SETUPS[name].world for name in names}
+    script = SCRIPT.format(names=list(names))
+    outs = outputs_of_ranks(script, store, world, timeout=300, backend=backend)
+    ranks = [json.loads(out.splitlines()[-1]) for out in outs]
+    return {name: [rank[name] for rank in ranks] for name in names}
 
 
 def row(name: str) -> list[object]:
@@ -366,10 +391,7 @@ def row(name: str) -> list[object]:
     reduces_itself = name.startswith("DDP") or name == "experts"  # which needs ranks that answer
     for backend in ("gloo",) if reduces_itself else ("gloo", "fake"):
         with tempfile.TemporaryDirectory() as folder:
-            outs = outputs_of_ranks(
-                SCRIPT.format(name=name), Path(folder) / "store", world, timeout=300, backend=backend
-            )
-        by_backend[backend] = [json.loads(out.splitlines()[-1]) for out in outs]
+            by_backend[backend] = facts_of([name], Path(folder) / "store", backend)[name]
     real = by_backend["gloo"]
     exact = by_backend.get("fake", real)
     lengths = SETUPS[name].lengths  # the rank with the longest batch plans
@@ -401,6 +423,7 @@ def main() -> None:
             rows.append([name, SETUPS[name].world, str(error).strip().splitlines()[-1], *[""] * 7])
         print(*rows[-1], sep=" | ", flush=True)
     write_result(markdown_table(HEAD, rows), options.out)
+    raise SystemExit(any(one[2] != "yes" for one in rows))
 
 
 if __name__ == "__main__":

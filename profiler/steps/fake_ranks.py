@@ -21,8 +21,8 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     """Be rank `rank` of `world_size` ranks inside of the with-block, where tensors take no memory.
 
     The block's code builds meshes and shards its model as every rank of a training script does, on the CPU
-    (`init_device_mesh("cpu", (64, 8))`). `profile(..., on=...)` there returns what this rank of the device's
-    cluster would hold, and the run times of its ops. Communication takes no time.
+    (`init_device_mesh("cpu", (64, 8))`). `profile(..., on=...)` there returns what this rank would hold on
+    such a device, and the run times of its ops. Communication takes no time.
 
     Raises:
         RuntimeError: a process group exists already.
@@ -68,4 +68,5 @@ class _FakesOfRank(FakeTensorMode):
 
 
 def _no() -> bool:
+    """Stand for torch's `_are_we_tracing`: these fakes are those of an eager step."""
     return False

@@ -11,10 +11,10 @@ SCRIPT = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 import ac_client
 from autoac.planner import InfeasibleBudget
 from benchmarks.models.tiny import ZOO
+from rank_setups import Collectives
 from benchmarks.step_timing import loss_of
 
 entry = ZOO[1]  # a Llama
@@ -30,15 +30,6 @@ def made(kind):
     for block in model.model.layers:
         fully_shard(block, **how)
     return fully_shard(model, **how)
-
-class Collectives(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.namespace == "c10d"
-        return func(*args, **(kwargs or {}))
 
 def batch_of(step):
     batch = entry.batch()

@@ -1,219 +1,54 @@
-"""Tensor parallelism: the ops below DTensors are recomputed, and the smallest peak is near checkpoint's."""
+"""Tensor parallelism: the ops below DTensors are recomputed, and the smallest peak is below checkpoint's."""
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from ranks import outputs_of_ranks
+from rank_setups import Facts, facts_of
 from stepping import recomputed
 from torch.testing._internal.two_tensor import TwoTensor
 
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 
-SCRIPT = """
-import json
-import torch.nn.functional as F
-from contextlib import nullcontext
-from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, loss_parallel, parallelize_module,
-)
-import ac_client
-from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner.units import GIB
+ON_TWO = ["TP", "TP, sequence", "TP, loss", "TP, dropout", "TP, uneven shards"]
+ON_FOUR = ["FSDP2 over TP 2x2"]
 
-WIDTH, ROWS, LENGTH, WORDS = 64, 4, 64, 96
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-    def forward(self, x):
-        q, k, v = (p(x).unflatten(-1, (-1, 16)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(y.transpose(1, 2).flatten(-2))
-
-class Feed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 256, bias=False), nn.Linear(256, WIDTH, bias=False)
-    def forward(self, x):
-        return self.down(F.silu(self.up(x)))
-
-class Block(nn.Module):
-    def __init__(self, p):
-        super().__init__()
-        self.n1, self.attn, self.n2, self.feed = nn.RMSNorm(WIDTH), Attention(), nn.RMSNorm(WIDTH), Feed()
-        self.drop = nn.Dropout(p)
-    def forward(self, x):
-        x = x + self.drop(self.attn(self.n1(x)))
-        return x + self.drop(self.feed(self.n2(x)))
-
-class Model(nn.Module):
-    def __init__(self, p, words=WORDS):
-        super().__init__()
-        self.words, self.norm = nn.Embedding(words, WIDTH), nn.RMSNorm(WIDTH)
-        self.blocks = nn.ModuleList(Block(p) for _ in range(3))
-        self.head = nn.Linear(WIDTH, words, bias=False)
-    def forward(self, ids):
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-def parallel(model, mesh, sequence, loss):
-    columns = {f"attn.{name}": ColwiseParallel() for name in "qkv"} | {"feed.up": ColwiseParallel()}
-    if not sequence:
-        rows = {"attn.o": RowwiseParallel(), "feed.down": RowwiseParallel()}
-        for block in model.blocks:
-            parallelize_module(block, mesh, columns | rows)
-        return model
-    whole = dict(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    for block in model.blocks:
-        parallelize_module(block, mesh, columns | {
-            "n1": SequenceParallel(), "n2": SequenceParallel(),
-            "attn": PrepareModuleInput(**whole), "feed": PrepareModuleInput(**whole),
-            "attn.o": RowwiseParallel(output_layouts=Shard(1)),
-            "feed.down": RowwiseParallel(output_layouts=Shard(1)),
-        })
-    return parallelize_module(model, mesh, {
-        "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(
-            input_layouts=Shard(1),
-            output_layouts=Shard(-1) if loss else Replicate(),
-            use_local_output=not loss,
-        ),
-    })
-
-mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
-
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-def of(sequence=False, loss=False, p=0.0, sharded=False, words=WORDS):
-    def made(checkpoints=False):
-        torch.manual_seed(0)
-        model = parallel(Model(p, words), mesh["tensor"], sequence, loss)
-        for i, block in enumerate(model.blocks):
-            if checkpoints:
-                block = model.blocks[i] = checkpoint_wrapper(block)
-            if sharded:
-                fully_shard(block, mesh=mesh["data"])
-        return fully_shard(model, mesh=mesh["data"]) if sharded else model
-
-    def step(model, i):
-        ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(i + rank // 2))
-        torch.manual_seed(i)
-        with loss_parallel() if loss else nullcontext():
-            F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten()).backward()
-
-    def train(model):
-        gradients, peaks = [], []
-        for i in range(4):
-            model.zero_grad()
-            with AllocatorTimeline(base=0) if i else nullcontext() as timeline:
-                step(model, i)
-            if i > 1:
-                peaks.append(timeline.peak_bytes)
-            gradients.append([local(p.grad).clone() for p in model.parameters()])
-        return gradients, min(peaks)
-
-    def same(a, b):
-        return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-    plain, plain_peak = train(made())
-    checkpointed, checkpoint_peak = train(made(checkpoints=True))
-    tight = made()
-    group = None if backend == "fake" else "auto"  # fake ranks cannot agree on anything
-    ac_client.apply(tight, 1e-6, group=group)
-    step(tight, 0)
-    tight.zero_grad()
-    try:
-        step(tight, 1)
-    except ac_client.InfeasibleBudget as error:
-        smallest = error.smallest_found
-    planned = made()
-    everyone = torch.tensor([smallest])
-    dist.all_reduce(everyone, dist.ReduceOp.MAX)
-    ac_client.apply(planned, 1.1 * int(everyone) / GIB, group=group)
-    ours, peak = train(planned)
-    report, predicted = ac_client.applied(planned).report(), ac_client.applied(planned).policy.predicted
-    ac_client.applied(planned).remove()
-    return {
-        "equal": [same(a, b) for a, b in zip(ours, plain, strict=True)],
-        "recomputed": report.recomputed,
-        "off path": report.off_path,
-        "smallest of checkpoint": (smallest - predicted.static_bytes) / checkpoint_peak,
-        "of plain": checkpoint_peak / plain_peak,
-        # The batch is among the static bytes of the plan, and is made in each measured step.
-        "beyond the prediction": peak - predicted.peak_bytes + predicted.static_bytes - ROWS * LENGTH * 8,
-    }
-"""
-
-Results = list[dict[str, Any]]
+BySetup = dict[str, list[Facts]]
 
 
-CASES = {
-    "tensor": "",
-    "sequence": "sequence=True",
-    "loss": "sequence=True, loss=True",
-    "dropout": "sequence=True, p=0.1",
-    "uneven": "sequence=True, words=97",
-}
-SHARDED = {"sharded": "sequence=True, sharded=True"}
-
-
-def results_of(store: Path, world: int, backend: str, cases: dict[str, str]) -> dict[str, Results]:
-    calls = ", ".join(f"{name}=of({arguments})" for name, arguments in cases.items())
-    outs = outputs_of_ranks(
-        SCRIPT + f"print(json.dumps(dict({calls})))\n", store, world, timeout=300, backend=backend
-    )
-    ranks = [json.loads(out) for out in outs]
-    return {name: [rank[name] for rank in ranks] for name in cases}
+def facts_on(backend: str, stores: pytest.TempPathFactory) -> BySetup:
+    folder = stores.mktemp(backend)
+    return facts_of(ON_TWO, folder / "2", backend) | facts_of(ON_FOUR, folder / "4", backend)
 
 
 @pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
-    stores = tmp_path_factory.mktemp("gloo")
-    return results_of(stores / "2", 2, "gloo", CASES) | results_of(stores / "4", 4, "gloo", SHARDED)
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> BySetup:
+    return facts_on("gloo", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def on_fake_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
-    """Return results of ranks on which nothing is freed late, as gloo's threads may."""
-    stores = tmp_path_factory.mktemp("fake")
-    return results_of(stores / "2", 2, "fake", CASES) | results_of(stores / "4", 4, "fake", SHARDED)
+def on_fake_ranks(tmp_path_factory: pytest.TempPathFactory) -> BySetup:
+    """Return facts of ranks on which nothing is freed late, as gloo's threads may."""
+    return facts_on("fake", tmp_path_factory)
 
 
-@pytest.mark.parametrize("case", CASES | SHARDED)
-def test_tensor_parallel_model_has_the_gradients_of_the_plain_one(
-    case: str, on_ranks: dict[str, Results]
-) -> None:
-    for result in on_ranks[case]:
-        assert result["equal"] == [True] * 4
-        assert result["recomputed"] > 0
-        assert result["off path"] == ""
+@pytest.mark.parametrize("setup", ON_TWO + ON_FOUR)
+def test_tensor_parallel_model_has_the_gradients_of_the_plain_one(setup: str, on_ranks: BySetup) -> None:
+    for facts in on_ranks[setup]:
+        assert facts["equal"]
+        assert facts["recomputed"] > 0
+        assert facts["off path"] == ""
+        assert facts["collectives"][0] == facts["collectives"][1]
 
 
-@pytest.mark.parametrize("case", CASES | SHARDED)
-def test_tensor_parallel_model_is_recomputed_below_its_dtensors(
-    case: str, on_fake_ranks: dict[str, Results]
-) -> None:
-    for result in on_fake_ranks[case]:
-        assert result["of plain"] < 0.7
-        assert result["smallest of checkpoint"] < 1.1  # which communicates again
-        assert result["beyond the prediction"] == 0
+@pytest.mark.parametrize("setup", ON_TWO + ON_FOUR)
+def test_tensor_parallel_model_is_recomputed_below_its_dtensors(setup: str, on_fake_ranks: BySetup) -> None:
+    for facts in on_fake_ranks[setup]:
+        assert facts["smallest"] < facts["checkpoint"] < 0.7 * facts["plain"]
+        assert facts["off"] == 0
 
 
 def test_wrapper_of_several_tensors_is_recomputed() -> None:

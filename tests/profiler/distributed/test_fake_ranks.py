@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ac_client import fit
 from autoac.planner import Profile, bounds, build
 from autoac.profiler import DATASHEETS, CannotFake, CannotProfile, fake_ranks, observe, profile
 from autoac.tape.distributed.fsdp import watch_sharding
@@ -170,6 +171,27 @@ def test_a_rank_must_be_one_of_the_ranks_and_alone() -> None:
 def test_a_sharded_model_with_memory_is_not_copied(one_thread: None) -> None:
     with ranks_that_send_nothing(), pytest.raises(CannotProfile, match="fake_ranks"):
         profile(sharded(), torch.ones(1, 4, dtype=torch.long), on=DATASHEETS["h100"])
+
+
+def test_gradients_that_exist_before_a_step_of_a_fake_rank_are_left_to_the_plan() -> None:
+    with fake_ranks(RANKS):
+        model, ids = sharded(), torch.ones(4, 32, dtype=torch.long)
+        with pytest.raises(CannotProfile, match=r"Constraints\(gradients='present'\)"):
+            observe(model, (ids,), {}, on=DATASHEETS["h100"], accumulates=True)
+
+
+def test_more_ranks_leave_room_for_a_larger_batch() -> None:
+    def largest(ranks: int) -> int:
+        def sized(batch: int) -> tuple[nn.Module, Tensor]:
+            model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+            for layer in model:
+                fully_shard(layer)
+            return fully_shard(model), torch.empty(batch * 256, 1024)
+
+        with fake_ranks(ranks):
+            return fit(sized, 0.15, on="h100").largest
+
+    assert largest(1) < largest(RANKS)
 
 
 SCRIPT = """
