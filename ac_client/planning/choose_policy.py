@@ -434,7 +434,5 @@ class PolicyChooser:
 
 def _as_shown(observation: Observation, profile: Profile) -> tuple[Loop, Profile]:
     """Return the form of the loop that an observed step has shown, and the profile of a step in that loop."""
-    rows = zip(profile.outputs.position, profile.outputs.released, strict=True)
-    drops = frozenset(position for position, released in rows if released <= len(profile.ops))
-    loop = Loop(observation.forwards, drops & profile.droppable_outputs)
+    loop = Loop(observation.forwards, profile.droppable_outputs)
     return loop, profile.with_dropped_outputs(loop.drops)

@@ -873,6 +873,31 @@ def test_outputs_that_the_loop_drops_are_not_planned_as_held(caplog: pytest.LogC
     assert_gradients_of_the_plain_model(model, Head(), drops)
 
 
+def test_outputs_that_only_the_loss_saves_are_free_when_backward_reaches_the_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A loss outside of the model saves its output, and no name of the loop holds it."""
+
+    def wide() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+
+    def step(model: nn.Module) -> None:
+        torch.manual_seed(2)
+        model(torch.randn(ROWS, 64)).square().mean().backward()
+
+    whole = observe(wide(), [torch.randn(ROWS, 64)], {})
+    nbytes = whole.output_nbytes({0})
+    held = find_minimum_peak(whole, time_limit_s=5)
+    budget = held.proven - nbytes // 4
+    model = ac_client.apply(wide(), budget / GIB)
+    step(model)
+    report = measured(model, step)
+    assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
+    assert not warnings(caplog)
+    assert_gradients_of_the_plain_model(model, wide(), step)
+
+
 def test_outputs_that_autograd_saves_too_do_not_count_as_held(caplog: pytest.LogCaptureFixture) -> None:
     """The cache of a language model: its loop drops it, and attention needs it in backward."""
 
