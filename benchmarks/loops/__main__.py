@@ -128,7 +128,7 @@ class Messages(logging.Handler):
     def said_by(self, step: int) -> bool:
         """Return True if a warning of this step, or an earlier one that lasts, says that it may be over."""
         before = [text for n, texts in self.warnings.items() for text in texts if n < step]
-        lasts = ("cannot be kept", "later steps")
+        lasts = ("cannot be kept", "later steps", "the first steps may go over")
         observed = any("an observed step" in text for text in self.warnings.get(step + 1, ()))
         return (
             observed
