@@ -37,7 +37,7 @@ from autoac.profiler import Loss
 from autoac.profiler.compiler.private_compiler import check_version
 from autoac.profiler.model_device import check_one_device, device_of
 from autoac.tape.checkpoints.own_checkpoints import check_taken_over
-from autoac.tape.distributed.fsdp import watch_sharding
+from autoac.tape.distributed.fsdp import layout_of, watch_sharding
 from autoac.tape.torch_facts.inductor import compiled_parts, is_called_compiled, uncompiled
 from autoac.tape.torch_facts.probes import check_torch
 
@@ -181,7 +181,8 @@ def apply(
         loaded = _named(service, alias, required=require_service or budget_bytes is None)
     if isinstance(loaded, PolicySet) and not loaded.buckets and budget_bytes is None:
         raise InvalidBudget("the policy set has no buckets: pass budget_gb=... to fill it")
-    for difference in dict.fromkeys(other_environment(made, device_of(model)) for made in _policies(loaded)):
+    here = device_of(model), layout_of(model)
+    for difference in dict.fromkeys(other_environment(made, *here) for made in _policies(loaded)):
         if difference:
             where = type(model).__name__, difference
             log.warning("%s: the policy is for %s, so other ops may run, or take other times", *where)
