@@ -52,6 +52,7 @@ WRITES_OUTSIDE: Final = "it writes a tensor that it did not make"
 COMMUNICATES: Final = "it communicates"
 WRAPPED: Final = "its arguments include a tensor without a storage of its own"
 OWN_GENERATOR: Final = "it draws from a generator of its own"
+CAPTURED: Final = "its kernels are a captured graph"
 DIFFERS: Final = "it does not make the same numbers when it runs again"
 BEYOND_DISPATCH: Final = (
     UNSEEN,
@@ -61,6 +62,7 @@ BEYOND_DISPATCH: Final = (
     COMMUNICATES,
     WRAPPED,
     OWN_GENERATOR,
+    CAPTURED,
     DIFFERS,
 )
 CROSSES: Final = "another FSDP unit reads it"

@@ -63,7 +63,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoac.planner.formats.policy import OFFLOAD
-from autoac.planner.formats.profile import CROSSES
+from autoac.planner.formats.profile import CAPTURED, CROSSES
 from autoac.tape.capture.step_tape import StepTape
 from autoac.tape.distributed.fsdp import watch_sharding
 from autoac.tape.distributed.wrapped_tensors import below, note_meshes, wraps_others
@@ -254,6 +254,15 @@ class Region(RecordingMode):
         if self._tape is not None:
             self._tape.recorder.enter_compiled(written)
             self._written = written
+
+    def examines(self, *, captured: bool) -> bool:
+        """Return True if compiled code runs in the first call of its Function."""
+        if self._function is None or recording_off.depth:
+            return False
+        call = self._function.call
+        if captured:
+            call.reason = call.reason or CAPTURED
+        return call.examined
 
     def leave_compiled(self) -> None:
         """Record again after compiled code."""
