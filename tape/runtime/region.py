@@ -63,7 +63,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoac.planner.formats.policy import OFFLOAD
-from autoac.planner.formats.profile import CAPTURED, CROSSES
+from autoac.planner.formats.profile import CROSSES
 from autoac.tape.capture.step_tape import StepTape
 from autoac.tape.distributed.fsdp import watch_sharding
 from autoac.tape.distributed.wrapped_tensors import below, note_meshes, wraps_others
@@ -259,10 +259,9 @@ class Region(RecordingMode):
         """Return True if compiled code runs in the first call of its Function."""
         if self._function is None or recording_off.depth:
             return False
-        call = self._function.call
         if captured:
-            call.reason = call.reason or CAPTURED
-        return call.examined
+            self._function.call.note_captured()
+        return self._function.call.examined and not captured
 
     def leave_compiled(self) -> None:
         """Record again after compiled code."""

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from autoac.planner.formats.profile import (
+    CAPTURED,
     COMMUNICATES,
     DIFFERS,
     OWN_GENERATOR,
@@ -334,6 +335,11 @@ class FunctionCall:
         if over:
             self._conclude()
         return over
+
+    def note_captured(self) -> None:
+        """Note that the compiled code of the call is a CUDA graph, which owns its outputs."""
+        self.reason = self.reason or CAPTURED
+        self._compiled = False
 
     def note_op(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note a visible op inside of the call, which is about to run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from autoac.planner.units import GIB
 from autoac.profiler import profile
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
+from autoac.tape.torch_facts import private
 
 pytestmark = [
     # Warnings of torch itself when Inductor is loaded, and of Dynamo about an input that is not a leaf.
@@ -131,6 +133,21 @@ def test_compiled_function_that_writes_a_buffer_is_saved(backend: str) -> None:
     policy = ac_client.applied(model).policy
     assert policy is not None
     assert "CompiledFunction" not in str(policy.decisions)
+
+
+@pytest.mark.parametrize("backend", [INDUCTOR])
+def test_compiled_function_that_is_a_captured_graph_is_saved(backend: str) -> None:
+    compiled = torch.compile(mixed, backend=backend)
+    want = trained(Net(compiled))
+    for graph in gc.get_objects():
+        if type(graph) is private.compiled_graph_class():
+            graph.cudagraph_info = "of a GPU"  # without which torch captures nothing
+    model = ac_client.apply(Net(compiled), 1.0)
+    assert all(map(torch.equal, trained(model), want))
+    plan = ac_client.applied(model).plan
+    assert plan is not None
+    calls = [op for op in plan.graph.ops if "CompiledFunction" in op.name]
+    assert {op.must_save for op in calls} == {"its kernels are a captured graph"}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
