@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -36,8 +36,8 @@ from autoac.planner.formats.policy_set import SET_FORMAT
 from autoac.profiler import Loss
 from autoac.profiler.compiler.private_compiler import check_version
 from autoac.profiler.model_device import check_one_device, device_of
-from autoac.tape.checkpoints.own_checkpoints import check_taken_over
-from autoac.tape.distributed.fsdp import watch_sharding
+from autoac.tape.checkpoints.own_checkpoints import check_taken_over, pin_by_policies
+from autoac.tape.distributed.fsdp import layout_of, watch_sharding
 from autoac.tape.torch_facts.inductor import compiled_parts, is_called_compiled, uncompiled
 from autoac.tape.torch_facts.probes import check_torch
 
@@ -58,7 +58,7 @@ def apply(
     headroom_gb: float = 0.0,
     budget_of: BudgetOf = "allocated",
     host_budget_gb: float | None = None,
-    constraints: Constraints | None = None,
+    constraints: Constraints | Literal["user"] | None = None,
     strict: bool = False,
     shapes: Shapes = "bucket",
     group: Group = AUTO,
@@ -98,7 +98,8 @@ def apply(
         host_budget_gb: GiB of the host's memory that saved tensors may be moved to, where the link to the
             GPU makes that faster than to recompute them (docs/budget.md). By default none are.
         constraints: what must hold for the plan in addition to the budget: pins by module path or op, FSDP
-            units, a budget for forward, ... (docs/constraints.md).
+            units, a budget for forward, ... (docs/constraints.md). "user": the ops of which the model's own
+            selective checkpoints say MUST_SAVE are pinned.
         strict: raise LeftThePath if the ops that run are not those of the policy, instead of saving what is
             unknown; and ShapeNotPlanned for a batch that no plan covers, instead of observing it. The first
             batch is always observed.
@@ -165,6 +166,8 @@ def apply(
     if budget_gb == "device":
         budget_of = "reserved"
     check_source(budget_gb, policy, alias, service, require_service=require_service)
+    pin_by_policies(model, pins=constraints == "user")
+    constraints = None if constraints == "user" else constraints
     check_constraints(constraints, planned=policy is not None or alias is not None)
     budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, budget_of, model)
     constraints = with_host_budget(constraints, host_budget_gb, budget_bytes)
@@ -181,7 +184,8 @@ def apply(
         loaded = _named(service, alias, required=require_service or budget_bytes is None)
     if isinstance(loaded, PolicySet) and not loaded.buckets and budget_bytes is None:
         raise InvalidBudget("the policy set has no buckets: pass budget_gb=... to fill it")
-    for difference in dict.fromkeys(other_environment(made, device_of(model)) for made in _policies(loaded)):
+    here = device_of(model), layout_of(model)
+    for difference in dict.fromkeys(other_environment(made, *here) for made in _policies(loaded)):
         if difference:
             where = type(model).__name__, difference
             log.warning("%s: the policy is for %s, so other ops may run, or take other times", *where)

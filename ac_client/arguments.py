@@ -188,7 +188,8 @@ def check_constraints(constraints: Any, *, planned: bool) -> None:
         return
     if not isinstance(constraints, Constraints):
         raise TypeError(
-            f"constraints must be ac_client.Constraints(pin_save=..., ...), got {described(constraints)}"
+            f'constraints must be ac_client.Constraints(pin_save=..., ...) or "user", got '
+            f"{described(constraints)}"
         )
     if planned:
         raise InvalidConstraints(

@@ -8,6 +8,7 @@
     ShapeNotPlanned (LookupError)  strict mode: no bucket covers the batch
     RankFailed (RuntimeError)  another rank could not be profiled or planned
     RankMissing (RuntimeError) another rank did not come to plan with this one
+    OtherRanks (ValueError)    a policy was planned for other ranks, and needs more here
     CommandError               a command of `autoac` cannot go on
 
 Also raised: InvalidBudget and InfeasibleBudget of the planner, RemoteError of service_client/,
@@ -24,6 +25,7 @@ from autoac.planner.errors import InvalidConstraints as InvalidConstraints
 from autoac.planner.errors import PickledError
 from autoac.planner.errors import SolverOutOfTime as SolverOutOfTime
 from autoac.planner.formats.policy_set import Shape, shape_in_words
+from autoac.planner.units import format_bytes
 from autoac.tape.errors import PinConflict as PinConflict
 
 
@@ -110,6 +112,18 @@ class RankMissing(PickledError, RuntimeError):
             f"no rank is planned, because rank {', '.join(map(str, ranks))} did not come to plan with this "
             f"one within {waited_s:.0f} s: it has ended, or runs this forward unplanned. Call apply "
             "of ac_client on every rank, with the same arguments, or pass group=None: each then plans alone"
+        )
+
+
+class OtherRanks(PickledError, ValueError):
+    """A policy was planned for other ranks, and the step needs more here than its budget."""
+
+    def __init__(self, planned: str, here: str, needs: int, limit: int) -> None:
+        self.planned, self.here, self.needs, self.limit = planned, here, needs, limit
+        super().__init__(
+            f"the policy must be for the ranks that train, {here}, got one for {planned}: parameters, "
+            f"gradients, optimizer state and batch make its peak {format_bytes(needs)} here, over the limit "
+            f"of {format_bytes(limit)}. Pass budget_gb=... to plan again, or plan on these ranks"
         )
 
 

@@ -11,6 +11,7 @@ from autoac.planner.formats.profile import ESTIMATED, Environment
 from autoac.profiler.static_memory import allocator_rounding
 from autoac.profiler.timing.cache import processor
 from autoac.profiler.timing.roofline import Device
+from autoac.tape.distributed.fsdp import layout_of
 from autoac.tape.torch_facts.libraries import cudnn_of
 
 
@@ -57,6 +58,7 @@ def _environment(model: nn.Module, device_type: str, name: str, rounding: int, t
         autocast=_dtype_name(torch.get_autocast_dtype(device_type)) if autocast else "off",
         allocator_rounding=rounding,
         threads=threads,
+        ranks=layout_of(model),
     )
 
 

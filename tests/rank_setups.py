@@ -17,6 +17,8 @@ worst of the ranks with the longest batch:
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +33,9 @@ import torch.nn.functional as F
 from ranks import outputs_of_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -47,6 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
+from autoac.planner import find_minimum_peak
 from autoac.planner.units import GIB
 from autoac.tape.distributed.fsdp import unreduced_nbytes
 from benchmarks.results import add_out_argument, markdown_table, write_result
@@ -153,6 +157,7 @@ class Setup:
     lengths: tuple[int, ...] = (LENGTH,)  # of the batch, by rank
     whole_loss: bool = True  # False: a loss over shards of the words
     split: int = 1  # ranks that share one batch
+    stages: int = 1  # of a pipeline, whose ranks of one stage are next to each other
 
 
 def ddp(**settings: Any) -> Wrap:
@@ -215,6 +220,93 @@ def tensor_parallel(*, sequence: bool = False, loss: bool = False, also_sharded:
     return wrap
 
 
+class Copied(torch.autograd.Function):
+    """Give each rank of a group the same tensor; backward sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return Summed.apply(grad)
+
+
+class Summed(torch.autograd.Function):
+    """Sum over all ranks; backward gives each the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def by_hand(*, typed: bool = False, also_sharded: bool = False) -> Wrap:
+    """Cut the weights, and communicate by Functions: ours, or with `typed` those of spmd_types."""
+
+    def wrap(model: Words) -> nn.Module:
+        copied = lambda x: Copied.apply(x)  # noqa: E731
+        summed = lambda x: Summed.apply(x)  # noqa: E731
+        if typed:
+            import spmd_types as spmd
+
+            group = dist.group.WORLD
+            copied = lambda x: spmd.convert(x, group, src=spmd.I, dst=spmd.R)  # noqa: E731
+            summed = lambda x: spmd.all_reduce(x, group, src=spmd.P, dst=spmd.I)  # noqa: E731
+        for block in model.blocks:
+            for part, first, last in (
+                (block.attn, (block.attn.q, block.attn.k, block.attn.v), block.attn.o),
+                (block.feed, (block.feed.up,), block.feed.down),
+            ):
+                for linear, dim in *((one, 0) for one in first), (last, 1):
+                    own = linear.weight.detach().chunk(2, dim)[dist.get_rank() % 2].clone()
+                    linear.weight = nn.Parameter(own)
+                part.register_forward_pre_hook(lambda _, args: copied(args[0]))
+                part.register_forward_hook(lambda _, args, out: summed(out))
+        return model
+
+    return wrap
+
+
+@functools.cache
+def data_mesh() -> DeviceMesh:
+    """Return one mesh for all models: spmd_types finds a mesh by its ranks."""
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+
+
+def typed_shards(model: Words) -> nn.Module:
+    """Shard a model whose parameters have spmd_types: plain tensors where it computes."""
+    import spmd_types as spmd
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    mesh = data_mesh()
+    with spmd.set_current_mesh(mesh):
+        for parameter in model.parameters():
+            spmd.assert_type(parameter, {spmd.MeshAxis.of(mesh.get_group("data")): spmd.R})
+    settings = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="data")}
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    return fully_shard(model, **settings)
+
+
+def staged(model: Words) -> nn.Module:
+    """Return this rank's half of the model, sharded over the ranks that have the same."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("stage", "data"))
+    last = mesh["stage"].get_local_rank()
+    model.blocks = model.blocks[2:] if last else model.blocks[:2]
+    for name in ("words",) if last else ("norm", "head"):
+        setattr(model, name, nn.Identity())
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["data"])
+    model.group = mesh["stage"].get_group()
+    return fully_shard(model, mesh=mesh["data"])
+
+
 SETUPS: dict[str, Setup] = {
     "DDP": Setup(ddp()),
     "DDP, static graph": Setup(ddp(static_graph=True)),
@@ -238,8 +330,15 @@ SETUPS: dict[str, Setup] = {
     "TP, dropout": Setup(tensor_parallel(sequence=True), lambda: Words(dropout=0.1), split=2),
     "TP, uneven shards": Setup(tensor_parallel(sequence=True), lambda: Words(words=97), split=2),
     "FSDP2 over TP 2x2": Setup(tensor_parallel(sequence=True, also_sharded=True), world=4, split=2),
+    "TP, functions": Setup(by_hand(), split=2),
     "experts": Setup(ddp(), lambda: Words(experts=True)),
+    "FSDP2, 1F1B": Setup(staged, world=4, microbatches=4, stages=2),
 }
+if importlib.util.find_spec("spmd_types") is not None:
+    SETUPS |= {
+        "TP, spmd types": Setup(by_hand(typed=True), split=2),
+        "FSDP2, spmd types": Setup(typed_shards),
+    }
 
 
 class Collectives(TorchDispatchMode):
@@ -277,6 +376,8 @@ def step(setup: Setup, model: nn.Module, number: int) -> int:
     torch.manual_seed(number)
     rank = dist.get_rank()
     length = setup.lengths[rank % len(setup.lengths)]
+    if setup.stages > 1:
+        return pipelined_step(setup, model, number)
     for micro in range(setup.microbatches):
         if setup.microbatches > 1:
             model.set_requires_gradient_sync(micro + 1 == setup.microbatches)  # type: ignore[operator]
@@ -286,6 +387,30 @@ def step(setup: Setup, model: nn.Module, number: int) -> int:
             F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten()).backward()
         unreduced = max(unreduced, unreduced_nbytes(model))
     return unreduced
+
+
+def pipelined_step(setup: Setup, model: nn.Module, number: int) -> int:
+    """Train one step; return bytes of whole gradients, and of other microbatches' tensors."""
+    rows, group = setup.microbatches * ROWS, model.group
+    seed = torch.Generator().manual_seed(100 * number + dist.get_rank() % (setup.world // setup.stages))
+    ids = torch.randint(0, WORDS, (rows, LENGTH), generator=seed)
+    x = torch.empty(ROWS, LENGTH, WIDTH, device="meta", requires_grad=True)
+    first = dist.get_rank(group) == 0
+    out = x if first else torch.empty(ROWS, LENGTH, WORDS, device="meta", requires_grad=True)
+    stage = PipelineStage(
+        model,
+        dist.get_rank(group),
+        setup.stages,
+        torch.device("cpu"),
+        input_args=ids[:ROWS].to("meta") if first else x,
+        output_args=out,
+        group=group,
+    )
+    loss = lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten())  # noqa: E731
+    schedule = Schedule1F1B(stage, setup.microbatches, loss_fn=loss)
+    schedule.step(*([ids] if first else []), target=None if first else ids.roll(-1, 1))
+    buffers = 0 if first else (setup.microbatches - 1) * (x.nbytes + out.nbytes) + 2 * x.nbytes
+    return buffers + sum(4 * parameter.numel() for parameter in model.parameters())
 
 
 def train(setup: Setup, model: nn.Module) -> tuple[list[list[Tensor]], int, int]:
@@ -315,7 +440,7 @@ def run(name: str, backend: str) -> Facts:
     plain, plain_peak, plain_count = train(setup, made(setup))
     _, checkpoint_peak, _ = train(setup, made(setup, checkpoints=True))
     tight = made(setup)
-    ac_client.apply(tight, 1e-6, group=group)
+    ac_client.apply(tight, 1 if setup.stages > 1 else 1e-6, group=group)
     smallest = 0
     for number in range(2):
         tight.zero_grad()
@@ -326,8 +451,12 @@ def run(name: str, backend: str) -> Facts:
             break
     planned = made(setup)
     static = _static_of(tight)
+    if setup.stages > 1:  # an error would leave the other stages waiting
+        plan = ac_client.applied(tight).plan
+        smallest, static = find_minimum_peak(plan.graph).found, plan.profile.static.total
     budget = torch.tensor([int(smallest + SHARE * max(0, plain_peak + static - smallest))])
-    dist.all_reduce(budget, dist.ReduceOp.MAX)
+    if setup.stages == 1:
+        dist.all_reduce(budget, dist.ReduceOp.MAX)
     ac_client.apply(planned, int(budget) / GIB, group=group)
     ours, peak, count = train(setup, planned)
     applied = ac_client.applied(planned)
@@ -388,8 +517,8 @@ def facts_of(names: Sequence[str], store: Path, backend: str) -> dict[str, list[
 def row(name: str) -> list[object]:
     """Return the row of one setup, from the worst of its ranks."""
     world, by_backend = SETUPS[name].world, {}
-    reduces_itself = name.startswith("DDP") or name == "experts"  # which needs ranks that answer
-    for backend in ("gloo",) if reduces_itself else ("gloo", "fake"):
+    needs_answers = name.startswith("DDP") or name in ("experts", "FSDP2, 1F1B")
+    for backend in ("gloo",) if needs_answers else ("gloo", "fake"):
         with tempfile.TemporaryDirectory() as folder:
             by_backend[backend] = facts_of([name], Path(folder) / "store", backend)[name]
     real = by_backend["gloo"]

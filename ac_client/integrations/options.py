@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 
@@ -25,7 +25,7 @@ class ApplyArguments(TypedDict, total=False):
     headroom_gb: float
     budget_of: BudgetOf
     host_budget_gb: float | None
-    constraints: Constraints | None
+    constraints: Constraints | Literal["user"] | None
     strict: bool
     take_over_checkpoints: bool
     shapes: Shapes

@@ -135,13 +135,13 @@ class ProfiledStep:
     progress: tuple[int, int] = (0, 0)  # of the optimizers, when their state was last counted
 
 
-def other_environment(policy: Policy, device: torch.device) -> str:
-    """Return how the device and the libraries that `policy` was planned for differ from these; "" if not.
+def other_environment(policy: Policy, device: torch.device, ranks: str = "1") -> str:
+    """Return how the device, libraries and ranks that `policy` was planned for differ from these; "" if not.
 
     An estimated policy names its device as the datasheet does, so only the model of the GPU counts.
     """
-    here = {"torch": torch.__version__.partition("+")[0], "device": device_name(device)}
-    libraries = ("torch", "cudnn")
+    here = {"torch": torch.__version__.partition("+")[0], "device": device_name(device), "ranks": ranks}
+    libraries = ("torch", "cudnn", "ranks")
     planned = {name: policy.tools[name].partition("+")[0] for name in libraries if name in policy.tools}
     if device.type != "cuda":
         planned.pop("cudnn", None)

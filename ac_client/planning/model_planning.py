@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ac_client.errors import OtherRanks
 from ac_client.planning.batch_shape import ModelCall, key_of
 from ac_client.planning.choose_policy import PolicyChooser
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts
@@ -41,6 +42,7 @@ from autoac.planner.units import format_bytes
 from autoac.profiler import ProfilerBusy, device_of
 from autoac.profiler.observed_step import BackwardListener, ObservedStep, recorded_step
 from autoac.profiler.static_memory import optimizer_bytes, static_bytes
+from autoac.tape.distributed.fsdp import layout_of
 
 log = logging.getLogger("ac_client")
 
@@ -117,8 +119,9 @@ class ModelPlanning:
             self._plan_again(bucket, action)
         if bucket.profile is not None:
             self.watch.peaks.start(call.model)
-        elif not bucket.statistics.steps:
-            self._compare_static(call, bucket)
+        elif not bucket.statistics.steps and not self._holds_here(call, bucket):
+            self.store.discard(bucket)
+            return self.policy_for(call, waiting)
         self.store.current = bucket
         return bucket
 
@@ -128,21 +131,36 @@ class ModelPlanning:
         if self.store.current is not None and self.store.current.profile is not None:
             self.watch.peaks.start(model)
 
-    def _compare_static(self, call: ModelCall, bucket: PlannedBucket) -> None:
-        """Warn if the model holds more than its policy, which was planned elsewhere, has room for."""
+    def _holds_here(self, call: ModelCall, bucket: PlannedBucket) -> bool:
+        """Return False if the model holds more than its policy, from elsewhere, was planned for: plan again.
+
+        Warn if there is no budget to plan for.
+
+        Raises:
+            OtherRanks: there is none, and the policy is for other ranks.
+        """
         planned, counted = bucket.planned_for, bucket.policy.predicted.static_bytes
         device = device_of(call.model, call.args, call.kwargs)
         state = optimizer_bytes(self.watch.optimizers.all, device).state
         static = static_bytes(call.model, call.args, call.kwargs, state, device).total
         peak = planned.peak + static - counted
-        if static > counted and peak > planned.limit:
+        made_for, here = bucket.policy.tools.get("ranks", ""), layout_of(call.model)
+        is_other = made_for not in ("", here)
+        if static <= counted or (peak <= planned.limit and not is_other):
+            return True
+        budgeted = self.options.budget_bytes is not None
+        if peak > planned.limit and is_other and not budgeted:
+            raise OtherRanks(made_for, here, peak, planned.limit)
+        if peak > planned.limit or budgeted:
             self.planner.warn_once(
                 "static",
                 f"parameters, gradients, optimizer state and batch take {format_bytes(static)}, and the "
                 f"policy was planned for {format_bytes(counted)}, as of more ranks or of another optimizer "
-                f"or batch: the peak may be {format_bytes(peak)}, over the limit of "
-                f"{format_bytes(planned.limit)}. Plan it here: leave policy=... out and pass budget_gb=...",
+                f"or batch: the peak may be {format_bytes(peak)}, where the limit is "
+                f"{format_bytes(planned.limit)}. "
+                + ("It is planned again" if budgeted else "Pass budget_gb=... to have it planned again"),
             )
+        return not budgeted
 
     def forward_ended(self, bucket: PlannedBucket, out: Any) -> None:
         """Watch the forward that returned `out`, until its backward begins."""

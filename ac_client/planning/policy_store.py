@@ -85,6 +85,12 @@ class PolicyStore:
             self.buckets.serve_all(bucket)
         self._log_policy("planned", bucket.policy)
 
+    def discard(self, bucket: PlannedBucket) -> None:
+        """Let `bucket`, which was given, serve no batch any more."""
+        self._given.remove(bucket)
+        for buckets in self._by_trained.values():
+            buckets.discard(bucket)
+
     def _buckets_of_parameters(self) -> ShapeBuckets:
         buckets = self._by_trained.get(self.parameters.key)
         if buckets is None:

@@ -93,6 +93,13 @@ class ShapeBuckets:
         self._alike.clear()
         self.known.clear()
 
+    def discard(self, bucket: PlannedBucket) -> None:
+        """Run no batch under `bucket` any more."""
+        self.all = [other for other in self.all if other is not bucket]
+        self.single_policy = None if self.single_policy is bucket else self.single_policy
+        self._alike.clear()
+        self.known.clear()
+
     def serve_all(self, bucket: PlannedBucket) -> None:
         """Run every batch under `bucket`, in place of another one that did."""
         self.all = [old for old in self.all if old.shape is not None or old is bucket]

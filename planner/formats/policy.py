@@ -71,7 +71,7 @@ class Policy(FrozenModel):
     corrected_by_bytes: Bytes = 0  # taken off the budget when planning again, after measuring a peak
     stopped: Name  # why the solver stopped
     predicted: Predicted
-    tools: dict[str, Name]  # versions of what made it, and of the torch and cuDNN that it was planned for
+    tools: dict[str, Name]  # versions of what made it, and the torch, cuDNN and ranks that it was planned for
     constraints: Constraints | None = None  # of the plan; left out if there are none
     # Several forwards that run before one backward: how many decisions there are up to the end of each.
     forward_ends: tuple[Index, ...] = ()  # left out where there is one forward
@@ -203,9 +203,10 @@ def tool_versions() -> dict[str, str]:
 
 
 def planned_for(environment: Environment) -> dict[str, str]:
-    """Return the versions of the libraries that chose the ops of the profiled step, for `Policy.tools`."""
+    """Return the versions of the libraries that chose the ops of the profiled step, and several ranks."""
     cudnn = {"cudnn": cudnn_text(environment.cudnn)} if environment.cudnn else {}
-    return {"torch": environment.torch} | cudnn
+    ranks = {"ranks": environment.ranks} if environment.ranks != "1" else {}
+    return {"torch": environment.torch} | cudnn | ranks
 
 
 def cudnn_text(version: int) -> str:

@@ -52,6 +52,7 @@ WRITES_OUTSIDE: Final = "it writes a tensor that it did not make"
 COMMUNICATES: Final = "it communicates"
 WRAPPED: Final = "its arguments include a tensor without a storage of its own"
 OWN_GENERATOR: Final = "it draws from a generator of its own"
+CAPTURED: Final = "its kernels are a captured graph"
 DIFFERS: Final = "it does not make the same numbers when it runs again"
 BEYOND_DISPATCH: Final = (
     UNSEEN,
@@ -61,6 +62,7 @@ BEYOND_DISPATCH: Final = (
     COMMUNICATES,
     WRAPPED,
     OWN_GENERATOR,
+    CAPTURED,
     DIFFERS,
 )
 CROSSES: Final = "another FSDP unit reads it"
@@ -137,6 +139,8 @@ class Environment(FrozenModel):
     allocator_rounding: Annotated[int, Field(ge=1, le=1 << 30)]  # sizes are multiples of this
     threads: Count  # intra-op threads; 0 on devices where the number does not matter
     cudnn: Annotated[Count, Field(exclude_if=lambda version: version == 0)] = 0  # 92000 is 9.20.0; 0: none
+    # How many, and the meshes that parameters are on: "4, mesh dp 2 x tp 2".
+    ranks: Annotated[Name, Field(exclude_if=lambda ranks: ranks == "1")] = "1"
 
 
 class LinkRates(FrozenModel):

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from autoac.planner.formats.policy import OFFLOAD, SAVE, Decision
 from autoac.planner.formats.profile import DECIDES
+from autoac.tape.checkpoints.own_checkpoints import context_of_forward
 from autoac.tape.runtime.cursor import Cursor, UseGroup
 from autoac.tape.torch_facts.op_facts import OpFacts
 from autoac.tape.torch_facts.private import OpOverload, OpOverloadPacket
@@ -118,10 +119,9 @@ class TorchFunctionPolicy(FunctionPolicy):
     __slots__ = ()
 
     def decide(self, op: Any, facts: OpFacts, args: Args, kwargs: Kwargs, out: Any) -> CheckpointPolicy:
-        context = SelectiveCheckpointContext(
-            is_recompute=False, **({"op_output": out} if _GETS_OUTPUT else {})
+        return parse_decision(
+            self.function(context_of_forward(out), op, *args, **kwargs), self.description, op
         )
-        return parse_decision(self.function(context, op, *args, **kwargs), self.description, op)
 
 
 def _describe(function: PolicyCallable) -> str:
@@ -129,7 +129,6 @@ def _describe(function: PolicyCallable) -> str:
 
 
 _CONTEXT = SelectiveCheckpointContext(is_recompute=False)
-_GETS_OUTPUT = hasattr(_CONTEXT, "op_output")  # since torch 2.12
 
 
 def parse_decision(decision: Any, policy: str, op: Any) -> CheckpointPolicy:

@@ -255,6 +255,14 @@ class Region(RecordingMode):
             self._tape.recorder.enter_compiled(written)
             self._written = written
 
+    def examines(self, *, captured: bool) -> bool:
+        """Return True if compiled code runs in the first call of its Function."""
+        if self._function is None or recording_off.depth:
+            return False
+        if captured:
+            self._function.call.note_captured()
+        return self._function.call.examined and not captured
+
     def leave_compiled(self) -> None:
         """Record again after compiled code."""
         recording_off.depth -= 1

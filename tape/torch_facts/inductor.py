@@ -213,6 +213,14 @@ class RecordingMode(TorchDispatchMode):
         """Stop recording, before compiled code runs that writes the inputs `written`."""
         raise NotImplementedError
 
+    def examines(self, *, captured: bool) -> bool:
+        """Return True if the ops of compiled code that runs are to be seen: in a Function, the first time.
+
+        Args:
+            captured: the code is a CUDA graph, whose call cannot be made again.
+        """
+        raise NotImplementedError
+
     def leave_compiled(self) -> None:
         """Record again, after compiled code has returned or raised."""
         raise NotImplementedError
@@ -248,7 +256,9 @@ def anything_compiled() -> bool:
 def _wrapped_call(call: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, Sequence[Any]], Any]:
     @wraps(call)
     def hidden_call(graph: Any, inputs: Sequence[Any]) -> Any:
-        if not recording_modes():
+        modes = recording_modes()
+        captured = getattr(graph, "cudagraph_info", None) is not None
+        if not modes or any(mode.examines(captured=captured) for mode in modes):
             return call(graph, inputs)
         with opaque_region([inputs[i] for i in graph.mutated_input_idxs if isinstance(inputs[i], Tensor)]):
             return call(graph, inputs)

@@ -478,6 +478,11 @@ def compiled_graph_class() -> Any:
     return find(COMPILED, "torch._inductor.output_code:CompiledFxGraph")
 
 
+def graph_of_function(cls: Any) -> Any:
+    """Return AOTAutograd's facts about the compiled graph that a Function runs; None for other Functions."""
+    return cls.metadata if hasattr(cls, "_aot_id") else None
+
+
 def process_group_named(name: str) -> Any:
     """Return the process group that functional collectives know by `name`; None if there is none."""
     resolve, _ = require(GROUPS)

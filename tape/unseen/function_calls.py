@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from autoac.planner.formats.profile import (
+    CAPTURED,
     COMMUNICATES,
     DIFFERS,
     OWN_GENERATOR,
@@ -139,7 +140,7 @@ def _check_seen(node: Any) -> None:
     """Refuse a call of a Function that a recording mode does not see, when torch makes its node."""
     cls, seen = type(node)._forward_cls, _calls.seen
     _calls.seen = None
-    if seen is not cls and _recording(cls) is not None:
+    if seen is not cls and private.graph_of_function(cls) is None and _recording(cls) is not None:
         raise RuntimeError(
             f"{cls.__qualname__}.apply was looked up before anything was planned, and torch "
             f"{torch.__version__} shows its calls to nobody: call {cls.__name__}.apply(...) by its name, or "
@@ -148,7 +149,12 @@ def _check_seen(node: Any) -> None:
 
 
 def _is_known(cls: type) -> bool:
-    """Return True for the Functions of torch itself and of this package, whose kernels are all dispatched."""
+    """Return True for the Functions of torch itself and of this package, whose kernels are all dispatched.
+
+    Those of compiled graphs are not known, except where running again would have effects.
+    """
+    if (graph := private.graph_of_function(cls)) is not None:
+        return bool(graph.tokens) or any(info.mutates_data for info in graph.input_info)
     return cls.__module__.partition(".")[0] in ("torch", "autoac")
 
 
@@ -279,13 +285,15 @@ class FunctionCall:
         self._args, self._kwargs = args, kwargs
         self.arguments = CallArguments(args, kwargs)
         self.made: set[int] = set()
+        self._compiled = private.graph_of_function(cls) is not None
         self.reason = WRAPPED if self.arguments.wrapped else ""
-        kind = _kind_of(self.arguments)
+        kind = () if self._compiled else _kind_of(self.arguments)  # each graph has a Function of its own
         known = _known.setdefault(cls, {}).get(kind)
         plain = [tensor for tensor in self.arguments.tensors if has_storage(tensor)]
         if len(plain) < len(self.arguments.tensors):
             self.reason = self.reason or WRAPPED
         storages = list({tensor.untyped_storage()._cdata: tensor for tensor in plain}.values())
+        self._given = {tensor.untyped_storage()._cdata for tensor in plain}
         self.hiding: Callable[[], AbstractContextManager[None]] = nullcontext
         self._examination: _Examination | None = None
         self.written: list[Tensor] = []
@@ -328,13 +336,18 @@ class FunctionCall:
             self._conclude()
         return over
 
+    def note_captured(self) -> None:
+        """Note that the compiled code of the call is a CUDA graph, which owns its outputs."""
+        self.reason = self.reason or CAPTURED
+        self._compiled = False
+
     def note_op(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note a visible op inside of the call, which is about to run."""
         if facts.collective:
             self.reason = self.reason or COMMUNICATES
         if facts.mutates:
             for tensor in written_tensors(facts, args, kwargs):
-                if not has_storage(tensor) or tensor.untyped_storage()._cdata not in self.made:
+                if not self.made_storage(tensor):
                     self.reason = self.reason or WRITES_OUTSIDE
         if facts.random and any(isinstance(arg, torch.Generator) for arg in (*args, *kwargs.values())):
             self.reason = self.reason or OWN_GENERATOR
@@ -347,8 +360,11 @@ class FunctionCall:
                 self.made.add(address)
 
     def made_storage(self, tensor: Tensor) -> bool:
-        """Return True if visible ops inside of the call have made the storage of `tensor`."""
-        return has_storage(tensor) and tensor.untyped_storage()._cdata in self.made
+        """Return True if the call has made the storage of `tensor`: by visible ops, or by compiled code."""
+        if not has_storage(tensor):
+            return False
+        address = tensor.untyped_storage()._cdata
+        return address in self.made or (self._compiled and address not in self._given)
 
     def saved_slot(self, tensor: Tensor) -> int | None:
         """Return the slot of a tensor that the call saves; None for one that it did not make."""
@@ -363,8 +379,9 @@ class FunctionCall:
                 yield slot, tensor
 
     def _slot_of(self, tensor: Tensor, index: int, *, is_saved: bool) -> int | None:
-        if not has_storage(tensor) or (address := tensor.untyped_storage()._cdata) not in self.made:
+        if not self.made_storage(tensor):
             return None
+        address = tensor.untyped_storage()._cdata
         slot = self._slots.get(address)
         if slot is None:
             slot = self._slots[address] = len(self._slots)

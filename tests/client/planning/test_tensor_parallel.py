@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 
-ON_TWO = ["TP", "TP, sequence", "TP, loss", "TP, dropout", "TP, uneven shards"]
+ON_TWO = ["TP", "TP, sequence", "TP, loss", "TP, dropout", "TP, uneven shards", "TP, functions"]
 ON_FOUR = ["FSDP2 over TP 2x2"]
 
 BySetup = dict[str, list[Facts]]
@@ -49,6 +50,15 @@ def test_tensor_parallel_model_is_recomputed_below_its_dtensors(setup: str, on_f
     for facts in on_fake_ranks[setup]:
         assert facts["smallest"] < facts["checkpoint"] < 0.7 * facts["plain"]
         assert facts["off"] == 0
+
+
+def test_sharded_stages_of_a_pipeline_are_planned_for_forwards_in_flight(tmp_path: Path) -> None:
+    for facts in facts_of(["FSDP2, 1F1B"], tmp_path / "store", "gloo")["FSDP2, 1F1B"]:
+        assert facts["equal"]
+        assert facts["recomputed"] > 0
+        assert facts["collectives"][0] == facts["collectives"][1]
+        assert facts["smallest"] < facts["checkpoint"]
+        assert facts["off"] <= 0
 
 
 def test_wrapper_of_several_tensors_is_recomputed() -> None:

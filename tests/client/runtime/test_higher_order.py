@@ -148,8 +148,10 @@ def test_region_changes_no_bit(body: str) -> None:
         recomputed = planned.recomputed()
         assert bool(recomputed) == (policy == "recompute_all")
         assert not any("higher_order" in name for name in recomputed), "what runs inside is not seen"
+        compiled = body.endswith(" compiled")  # one op, with what runs inside
         seen = any("higher_order" in name for _, name in planned.log.events)
-        assert seen == (body not in RUN_THROUGH)
+        assert seen == (body not in RUN_THROUGH and not compiled)
+        assert ("CompiledFunction" in recomputed) == (compiled and policy == "recompute_all")
 
 
 @pytest.mark.usefixtures("flex_attention_on_the_cpu")
