@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -17,13 +18,19 @@ from torch import nn
 import ac_client
 from ac_client.planning import plan_batch
 from ac_client.planning.facts import peak_watch
-from autoac.planner import InfeasibleBudget, find_minimum_peak, plan, plan_offload
+from autoac.planner import InfeasibleBudget, build, find_minimum_peak, plan, plan_offload
+from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.profile import LinkRates
-from autoac.planner.problem.moves import Link
+from autoac.planner.plan import decided
+from autoac.planner.problem.moves import Link, Move, with_moves
 from autoac.planner.units import GIB
 from autoac.profiler import link_of, observe, profile
+from autoac.tape.runtime.cursor import Cursor, Route
 from autoac.tape.runtime.moves import copies
 from autoac.tape.runtime.moves.host_memory import host_memory
+from autoac.tape.runtime.nodes import NodeVersion
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog, Pass
 from autoac.tape.torch_facts.streams import streams_seen
 from benchmarks.models.gpt2 import gpt2
 
@@ -331,3 +338,40 @@ def test_link_is_measured(gpu: ModuleType) -> None:
     assert rates is not None
     assert min(rates.out_bytes_per_us, rates.in_bytes_per_us) > 10
     gpu.take_races()
+
+
+class Product(nn.Module):
+    """Backward unpacks both factors in one step: they are outputs of two ops."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x + 1) * x.neg()).sum()
+
+
+@pytest.mark.parametrize("moved", [0, 1])
+def test_compute_waits_at_the_unpack_and_not_at_the_end_of_the_unpacks_of_a_step(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    x = torch.randn(4096, device="cuda", requires_grad=True)
+    step = observe(Product(), (x,), {})
+    graph = build(step)
+    j = next(step.id for step in graph.steps if len(step.unpacks) == 2)
+    ops = [graph.versions[graph.saved_tensors[h].version].op for h in graph.steps[j].unpacks]
+    moves, saved = [Move(ops[moved], graph.model_end, j)], graph.everything - set(ops)
+    fields = decided(step, with_moves(graph, moves, Link(1.0, 1.0, 0.0, 1 << 60)), saved, moves)
+    cursor, log = Cursor(Route(fields["decisions"], {}, fields["moves"], {})), EventLog()
+    with save_recompute_policy(cursor, log=log):
+        loss = Product()(x)
+
+    def logged(running: Pass, versions: Iterable[NodeVersion]) -> None:
+        for version in versions:
+            if version.serial in running.arriving:
+                log.add("wait", version.node.name)
+        awaits(running, versions)
+
+    awaits = Pass.await_arrival
+    monkeypatch.setattr(Pass, "await_arrival", logged)
+    loss.backward()
+    of_move, other = (OpKey.parse(graph.ops[op].name).op for op in (ops[moved], ops[1 - moved]))
+    unpacked = [("wait", of_move), ("recompute", other)]
+    expected = [("recompute", of_move), *(unpacked if moved == 0 else unpacked[::-1])]
+    assert [event for event in log.events if event[0] != "compute"] == expected
