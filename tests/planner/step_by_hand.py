@@ -16,7 +16,7 @@ from autoac.planner.problem.moves import Link, Move
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step took.
+    """Hold what a step took.
 
     Attributes:
         copied: by moved version: when its copy out was over, and its copy in.
