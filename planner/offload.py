@@ -10,7 +10,8 @@ Source: docs/formulation.md, section 10.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypedDict, Unpack
 
@@ -48,7 +49,7 @@ from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch
 from autoac.planner.solver.variables import options_for
 
-SHARES = (1.0, 1 / (1 + SLACK))  # of the bandwidth that relaxations count on, one after another
+SHARES = (1.0, 1 / (1 + SLACK), 0.8)  # of the bandwidth that relaxations count on, one after another
 WORTH = 0.005  # of the step: what moves must save for the host to be used
 FEW = 40  # if no more ops than this may move, the program decides about them without rounding
 WORK_LIMIT = 10.0  # units of work for all searches of moves, but not more than
@@ -166,7 +167,8 @@ def plan_offload(
         constraints=terms.get("constraints"),
     )
     made = moving(made, best.unmoved, best.graph, best.save_set, best.moves, best.timing)
-    made = replace(made, bound_us=bound_us)
+    gained_us = math.inf if without is None else without.recompute_us - best.extra_us
+    made = replace(made, bound_us=bound_us, gained_us=gained_us)
     return OffloadPlan(made, without, best, bound_us)
 
 
@@ -230,13 +232,15 @@ def _search(
         if moved not in tried:
             tried.add(moved)
             saved = built.save_set(relaxed.values) - moved
-            starts = [saved] if without is None or without[0].graph.runs else [saved, without[1]]
-            found, search = _with(problem, budget, link, moved, starts, goal, allowance)
+            unmoved = frozenset() if without is None or without[0].graph.runs else without[1]
+            found, search = _with(problem, budget, link, moved, saved, unmoved, goal, allowance)
             known |= {moment for moment in search.moments if not isinstance(moment, DuringBurst)}
             if found is None and best is None and without is not None:  # move what was saved: that fits
                 other, save_set = without
                 own = movable(other.graph, link) if other.graph.runs else moved  # with use groups, other ids
-                found, _ = _with(other, budget, link, save_set & set(own), [save_set], goal, allowance)
+                found, _ = _with(
+                    other, budget, link, save_set & set(own), save_set, save_set, goal, allowance
+                )
             if found is not None and (best is None or found.extra_us < best.extra_us):
                 best = found
         good = best is not None and best.extra_us - bound <= max(goal.gap * best.extra_us, goal.tolerance)
@@ -250,23 +254,27 @@ def _with(
     budget: int,
     link: Link,
     moved: frozenset[OpId],
-    starts: Sequence[SaveSet],
+    saved: SaveSet,
+    unmoved: SaveSet,
     goal: Goal,
     allowance: Allowance,
 ) -> tuple[Offload | None, Search]:
     """Return the best of what a search finds with `moved`, and the search.
 
     Args:
-        starts: guesses at what else is saved; the points of the moves are chosen for the first.
+        saved: a guess at what else is saved; the points of the moves are first chosen for it.
+        unmoved: another, which is tried if nothing else fits.
     """
     graph = problem.graph
     fullest = peak_of(graph, graph.everything).moment
-    moves = choose_points(graph, starts[0] - moved, moved, link)
+    moves = choose_points(graph, saved - moved, moved, link)
     moves = tuple(move for move in moves if move.is_absent(graph, fullest))
     moving = SearchProblem(with_moves(graph, moves, link), replace(problem.options, blockwise=False))
     own = allowance.with_work_up_to(SEARCH_WORK)
     had = own.work_left
-    search = Search(moving, budget, goal=goal, allowance=own, start=[saved - moved for saved in starts])
+    search = Search(moving, budget, goal=goal, allowance=own, start=[saved - moved])
+    if search.best.save_set is None:
+        search.best.offer(unmoved - moved)
     if search.best.save_set is None:
         smallest = search_peak_within(search, own)
         if smallest.proven > budget:
