@@ -29,6 +29,7 @@ from ac_client.planning.options import ApplyOptions
 from autoac.planner import Plan, Policy, PolicySet, beyond_dispatch_in_words
 from autoac.profiler import device_of
 from autoac.profiler.compiler.second_stage import forget_code_that_calls
+from autoac.tape.runtime.moves.host_memory import host_memory
 from autoac.tape.runtime.policy_context import active
 from autoac.tape.torch_facts.inductor import uncompiled
 
@@ -234,6 +235,7 @@ class Applied:
         """Remove the plan, so that the model is a plain model again. May be called twice."""
         self._hooks.close()
         self._planning.watch.close()
+        host_memory.release()
         model = self._model()
         if model is not None and _applied.get(model) is self:
             del _applied[model]

@@ -25,7 +25,7 @@ from ac_client.arguments import (
 )
 from ac_client.files import named
 from ac_client.planning.loaded_policy import other_environment
-from ac_client.planning.options import ApplyOptions, Budget, BudgetOf, Shapes
+from ac_client.planning.options import ApplyOptions, Budget, BudgetOf, HostBudgetGb, Shapes
 from ac_client.planning.ranks import AUTO, Group
 from ac_client.service_client.errors import ServiceUnavailable
 from ac_client.service_client.policy_requests import named_policy
@@ -57,7 +57,7 @@ def apply(
     require_service: bool = False,
     headroom_gb: float = 0.0,
     budget_of: BudgetOf = "allocated",
-    host_budget_gb: float | None = None,
+    host_budget_gb: HostBudgetGb = "auto",
     constraints: Constraints | Literal["user"] | None = None,
     strict: bool = False,
     shapes: Shapes = "bucket",
@@ -96,7 +96,8 @@ def apply(
         budget_of: "allocated": the budget is for the bytes that the allocator hands out. "reserved": for
             those that it takes from the GPU, fragments included (docs/budget.md).
         host_budget_gb: GiB of the host's memory that saved tensors may be moved to, where the link to the
-            GPU makes that faster than to recompute them (docs/budget.md). By default none are.
+            GPU makes that faster than to recompute them (docs/budget.md); 0: none are. "auto": on a GPU, a
+            quarter of what the host has free after the first step, where that pays.
         constraints: what must hold for the plan in addition to the budget: pins by module path or op, FSDP
             units, a budget for forward, ... (docs/constraints.md). "user": the ops of which the model's own
             selective checkpoints say MUST_SAVE are pinned.
@@ -170,7 +171,9 @@ def apply(
     constraints = None if constraints == "user" else constraints
     check_constraints(constraints, planned=policy is not None or alias is not None)
     budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, budget_of, model)
-    constraints = with_host_budget(constraints, host_budget_gb, budget_bytes)
+    finds_host_budget = host_budget_gb == "auto" and budget_bytes is not None
+    if host_budget_gb != "auto":
+        constraints = with_host_budget(constraints, host_budget_gb, budget_bytes)
     check_loop(loss, forwards_in_flight, verify)
     check_unplanned(model, may_checkpoint=take_over_checkpoints)
     if take_over_checkpoints:
@@ -199,6 +202,7 @@ def apply(
         headroom_bytes=headroom_bytes,
         budget_of=budget_of,
         constraints=constraints,
+        finds_host_budget=finds_host_budget,
         service=service,
         require_service=require_service,
         strict=strict,

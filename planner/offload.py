@@ -10,6 +10,7 @@ Source: docs/formulation.md, section 10.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypedDict, Unpack
@@ -18,13 +19,13 @@ from autoac.planner.errors import InfeasibleBudget, SolverOutOfTime
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.profile import LinkRates, Profile
 from autoac.planner.memory.clocks import Timing, timing
-from autoac.planner.memory.points import choose_points
-from autoac.planner.memory.schedule import Recompute, schedule
+from autoac.planner.memory.points import SLACK, choose_points, in_time
 from autoac.planner.memory.simulate import fits, peak_of
 from autoac.planner.minimum_peak import search_peak_within
 from autoac.planner.plan import (
     DEFAULT_GAP,
     DEFAULT_TIME_LIMIT_S,
+    DEFAULT_WORK_LIMIT,
     STEP_SHARE,
     Plan,
     moving,
@@ -48,10 +49,11 @@ from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch
 from autoac.planner.solver.variables import options_for
 
-SHARES = (1.0, 0.8, 1.0, 0.8)  # of the bandwidth that relaxations count on, one after another
+SHARES = (1.0, 1 / (1 + SLACK), 0.8)  # of the bandwidth that relaxations count on, one after another
 WORTH = 0.005  # of the step: what moves must save for the host to be used
 FEW = 40  # if no more ops than this may move, the program decides about them without rounding
-WORK_LIMIT = 10.0  # units of work for all searches of moves
+WORK_LIMIT = 10.0  # units of work for all searches of moves, but not more than
+MOVES_SHARE = 0.6  # of the work limit; the plan without moves has the rest
 SEARCH_WORK = 5.0  # units of work for one search
 
 
@@ -101,7 +103,6 @@ def plan_offload(
     *,
     budget_bytes: int,
     link: Link,
-    moves_work_limit: float = WORK_LIMIT,
     **terms: Unpack[PlanTerms],
 ) -> OffloadPlan:
     """Plan a step within a budget, with a link to the host: save, recompute or move.
@@ -114,7 +115,6 @@ def plan_offload(
         profile: one training step, or the Graph of one.
         budget_bytes: that the device may hold at any moment.
         link: of device and host, with the bytes of the host that may be used.
-        moves_work_limit: units of work for the search of moves, in addition to those of `plan`.
         terms: as in `plan`.
 
     Raises:
@@ -127,9 +127,10 @@ def plan_offload(
     limited = constraints.forward_budget_bytes is not None
     may_move = not (limited or graph.waiting_microbatches or shared_calls(graph))
     may_move = may_move and bool(movable(graph, link))
-    without, unplanned = None, None
+    without, unplanned, work_limit = None, None, terms.get("work_limit", DEFAULT_WORK_LIMIT)
+    share = 1.0 - MOVES_SHARE if may_move else 1.0
     try:
-        without = plan(profile, budget_bytes=budget_bytes, **terms)
+        without = plan(profile, budget_bytes=budget_bytes, **terms | {"work_limit": share * work_limit})
     except (InfeasibleBudget, SolverOutOfTime) as error:
         if not may_move:
             raise
@@ -143,7 +144,7 @@ def plan_offload(
     step_us, gap = step_time_us(graph), terms.get("gap", DEFAULT_GAP)
     goal = Goal(gap, STEP_SHARE * gap * step_us)
     stopwatch = Stopwatch(terms.get("time_limit_s", DEFAULT_TIME_LIMIT_S), terms.get("clock"))
-    allowance = Allowance(moves_work_limit, stopwatch, terms.get("progress"))
+    allowance = Allowance(min(WORK_LIMIT, MOVES_SHARE * work_limit), stopwatch, terms.get("progress"))
     known = None if without is None else (SearchProblem(without.graph, options), without.save_set)
     headroom = terms.get("headroom_bytes", 0)
     budget = budget_bytes - headroom
@@ -166,7 +167,8 @@ def plan_offload(
         constraints=terms.get("constraints"),
     )
     made = moving(made, best.unmoved, best.graph, best.save_set, best.moves, best.timing)
-    made = replace(made, bound_us=bound_us)
+    gained_us = math.inf if without is None else without.recompute_us - best.extra_us
+    made = replace(made, bound_us=bound_us, gained_us=gained_us)
     return OffloadPlan(made, without, best, bound_us)
 
 
@@ -230,12 +232,15 @@ def _search(
         if moved not in tried:
             tried.add(moved)
             saved = built.save_set(relaxed.values) - moved
-            found, search = _with(problem, budget, link, moved, saved, goal, allowance)
+            unmoved = frozenset() if without is None or without[0].graph.runs else without[1]
+            found, search = _with(problem, budget, link, moved, saved, unmoved, goal, allowance)
             known |= {moment for moment in search.moments if not isinstance(moment, DuringBurst)}
             if found is None and best is None and without is not None:  # move what was saved: that fits
                 other, save_set = without
                 own = movable(other.graph, link) if other.graph.runs else moved  # with use groups, other ids
-                found, _ = _with(other, budget, link, save_set & set(own), save_set, goal, allowance)
+                found, _ = _with(
+                    other, budget, link, save_set & set(own), save_set, save_set, goal, allowance
+                )
             if found is not None and (best is None or found.extra_us < best.extra_us):
                 best = found
         good = best is not None and best.extra_us - bound <= max(goal.gap * best.extra_us, goal.tolerance)
@@ -250,6 +255,7 @@ def _with(
     link: Link,
     moved: frozenset[OpId],
     saved: SaveSet,
+    unmoved: SaveSet,
     goal: Goal,
     allowance: Allowance,
 ) -> tuple[Offload | None, Search]:
@@ -257,6 +263,7 @@ def _with(
 
     Args:
         saved: a guess at what else is saved; the points of the moves are first chosen for it.
+        unmoved: another, which is tried if nothing else fits.
     """
     graph = problem.graph
     fullest = peak_of(graph, graph.everything).moment
@@ -265,7 +272,9 @@ def _with(
     moving = SearchProblem(with_moves(graph, moves, link), replace(problem.options, blockwise=False))
     own = allowance.with_work_up_to(SEARCH_WORK)
     had = own.work_left
-    search = Search(moving, budget, goal=goal, allowance=own, start=[saved])
+    search = Search(moving, budget, goal=goal, allowance=own, start=[saved - moved])
+    if search.best.save_set is None:
+        search.best.offer(unmoved - moved)
     if search.best.save_set is None:
         smallest = search_peak_within(search, own)
         if smallest.proven > budget:
@@ -288,16 +297,10 @@ def _judged(
     graph: Graph, save_set: SaveSet, moves: tuple[Move, ...], budget: int, link: Link
 ) -> Offload | None:
     """Return the Offload of `moves` under `save_set`; None if over a budget or if a fetch is too late."""
-    moving = with_moves(graph, moves, link)
-    fetches = {(move.op, move.fetch) for move in moves}
-    moved = {move.op for move in moves}
-    late = any(
-        isinstance(event, Recompute) and event.op in moved and (event.op, event.step) not in fetches
-        for event in schedule(moving, save_set)
-    )
-    if late or not fits(moving, save_set, budget):
+    early = in_time(graph, save_set, moves, link)
+    if early is None or not fits(moving := with_moves(graph, early, link), save_set, budget):
         return None
-    times = timing(moving, save_set, moves, link)
+    times = timing(moving, save_set, early, link)
     if times.moved_bytes > link.host_bytes:
         return None
-    return Offload(graph, moving, save_set, moves, times, times.end_us - step_time_us(graph))
+    return Offload(graph, moving, save_set, early, times, times.end_us - step_time_us(graph))

@@ -84,6 +84,7 @@ class Plan:
     timing: Timing | None = None  # with moves: of the step
     unmoved: Graph | None = field(default=None, repr=False)  # with moves: `graph` without them
     why_unmoved: str = ""  # where moves were allowed, and there are none
+    gained_us: float = math.inf  # with moves: the time that they save; infinite if no plan fits without them
 
     @property
     def stall_us(self) -> float:

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 
 import torch
 
-from ac_client.planning.options import BudgetOf, Shapes
+from ac_client.planning.options import BudgetOf, HostBudgetGb, Shapes
 from ac_client.planning.ranks import Group
 from autoac.planner import Constraints, Policy, PolicySet
 from autoac.profiler import Loss
@@ -24,7 +24,7 @@ class ApplyArguments(TypedDict, total=False):
     require_service: bool
     headroom_gb: float
     budget_of: BudgetOf
-    host_budget_gb: float | None
+    host_budget_gb: HostBudgetGb
     constraints: Constraints | Literal["user"] | None
     strict: bool
     take_over_checkpoints: bool

@@ -13,6 +13,7 @@ statistics; `planned_forward.py` keeps what a route has learned.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -308,6 +309,7 @@ class PlannedBucket:
             peak=predicted.peak_bytes,
             step_us=predicted.step_us,
             stall_us=predicted.stall_us,
+            gained_us=loaded.plan.gained_us if loaded.plan is not None else math.inf,
             forward_nbytes=own,
             recomputes=loaded.recomputes,
             elsewhere=profile is None,

@@ -319,6 +319,8 @@ class ModelPlanning:
                     action = replace(action, terms=terms)
                     step = ProfiledStep(shape, found)
                 else:
+                    if not terms.link_share:
+                        self.planner.host.stop(action.reason)
                     step = replace(step, profile=_for_terms(profile, bucket.planned_for, terms))
                 self._load(bucket, step, action, call)
             except (PlannerError, RemoteError) as error:
@@ -392,7 +394,8 @@ def _for_terms(profile: Profile, planned: PlannedFor, terms: PlannedFor) -> Prof
         state, workspace = terms.optimizers.state, terms.optimizers.workspace
         static = profile.static.model_copy(update={"optimizer_state": state})
         profile = profile.model_copy(update={"static": static, "optimizer_workspace_nbytes": workspace})
-    profile = _with_link(profile, terms.link_share / planned.link_share)
+    if planned.link_share:
+        profile = _with_link(profile, terms.link_share / planned.link_share)
     if (more := terms.kept_nbytes - planned.kept_nbytes) > 0:
         profile = profile.with_kept(more)
     return profile
@@ -402,4 +405,4 @@ def _with_link(profile: Profile, share: float) -> Profile:
     """Return `profile` with a link of this share of its rates, if it has one."""
     if profile.link is None or share == 1:
         return profile
-    return profile.model_copy(update={"link": profile.link.slower(share)})
+    return profile.model_copy(update={"link": profile.link.slower(share) if share else None})

@@ -18,6 +18,7 @@ planned again; a warning comes at once if the running step may go over the budge
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -84,6 +85,7 @@ class PlannedFor:
     correction: Correction = Correction()
     step_us: float = 0.0  # predicted, with everything saved
     stall_us: float = 0.0  # predicted: compute waits for copies
+    gained_us: float = math.inf  # predicted, with moves: the time that they save
     link_share: float = 1.0  # of the link's measured rates, which the plan counts on
 
     def fits(self, forwards: int) -> bool:
@@ -113,6 +115,7 @@ class StepFacts(NamedTuple):
     reserved_over: int = 0  # by which the step took what the allocator has reserved over the budget
     of_reserved: bool = False  # the budget is for what the allocator has reserved
     stalled_us: float = 0.0  # that compute waited for copies
+    finds_host_budget: bool = False  # no one has asked for moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +227,15 @@ def _fragments(planned: PlannedFor, facts: StepFacts) -> Action | None:
 def _stalls(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Plan for a link of half the rates. If stalls go on, halve the rates again, until nothing moves.
 
+    If they cost more than moves save, which nobody has asked for, nothing moves from now on.
+
     Loops: those that copy batches to the device over the same link.
     """
     if facts.stalled_us - planned.stall_us <= STALLED * planned.step_us:
         return None
+    lost = facts.finds_host_budget and facts.stalled_us - planned.stall_us > planned.gained_us
     return PlanAgain(
-        replace(planned, link_share=SLOWER * planned.link_share),
+        replace(planned, link_share=0.0 if lost else SLOWER * planned.link_share),
         f"compute waits {format_us(facts.stalled_us)} for copies to and from the host, and the plan foresaw "
         f"{format_us(planned.stall_us)}",
     )

@@ -11,6 +11,7 @@ from autoac.profiler import Loss
 
 Shapes = Literal["bucket", "first"]
 Budget = float | Literal["device"] | None
+HostBudgetGb = float | Literal["auto"] | None
 BudgetOf = Literal["allocated", "reserved"]
 
 
@@ -21,7 +22,8 @@ class ApplyOptions:
     budget_bytes: int | None = None  # None: a policy was given without a budget
     headroom_bytes: int = 0
     budget_of: BudgetOf = "allocated"
-    constraints: Constraints | None = None
+    constraints: Constraints | None = None  # with the host's budget, if it was passed
+    finds_host_budget: bool = False
     service: str | None = None
     require_service: bool = False
     strict: bool = False

@@ -18,6 +18,7 @@ from torch import Tensor
 from ac_client.compiled.policy_file import PolicyFile, is_compiled
 from ac_client.measure.recording_overhead import host_times_of_process, host_us, is_host_bound
 from ac_client.planning.batch_shape import Key, ModelCall
+from ac_client.planning.facts.host_budget import HostBudget
 from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.loaded_policy import (
@@ -46,7 +47,7 @@ from autoac.planner import plan_with_host as plan_profile
 from autoac.planner.formats.policy_set import Shape
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
-from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, link_of, observe
+from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, observe
 from autoac.profiler.model_device import device_of_step
 from autoac.profiler.observed_step import ObservedStep, is_recorded_elsewhere, recorded_step
 from autoac.profiler.static_memory import ONLY_PRESENT_STATE
@@ -120,6 +121,7 @@ class BatchPlanner:
 
     Attributes:
         options: as passed to `apply`.
+        host: what plans may use of the host's memory.
         lock: held while this model is planned; a forward on another thread waits for the plan.
         name: of the model, in messages.
         called: paths of the modules that were called since the last profile began.
@@ -133,6 +135,7 @@ class BatchPlanner:
         self, name: str, options: ApplyOptions, optimizers: ModelOptimizers, on_device: ModelOnDevice
     ) -> None:
         self.options = options
+        self.host = HostBudget(name, options)
         self.lock = threading.RLock()
         self.name = name
         self.called: set[str] = set()
@@ -198,8 +201,7 @@ class BatchPlanner:
                 )
         if self._state_at_first is None:
             self._state_at_first = profile.static.optimizer_state
-        if self.options.constraints is not None and self.options.constraints.host_budget_bytes:
-            link = link_of(device_of(call.model, call.args, call.kwargs))
+        if (link := self.host.link(device_of(call.model, call.args, call.kwargs))) is not None:
             profile = profile.model_copy(update={"link": link})
         if is_compiled(profile):
             return profile  # compiled code records and replays nothing
@@ -328,13 +330,22 @@ class BatchPlanner:
             ServiceUnavailable: the service is away, and is required.
             ServiceRefused: the service refused the request.
         """
+        made = self._plan_within(profile, limit, extra_static, start)
+        if self.host.pins(made[0], self._on_device.device()):
+            return made
+        self._latest = None
+        return self._plan_within(profile, limit, extra_static, start)
+
+    def _plan_within(
+        self, profile: Profile, limit: int, extra_static: int, start: SaveSet | None
+    ) -> tuple[Policy, Plan]:
         latest = self._latest
         if latest is not None and latest[0] is profile and latest[1] == (limit, extra_static):
             return latest[2]
         log.info("%s: planning %d ops for %s", self.name, len(profile.ops), format_bytes(limit))
         headroom, service = self.options.headroom_bytes, self.options.service
         budget = limit + headroom
-        constraints = self.options.constraints
+        constraints = self.host.added_to(self.options.constraints)
         if extra_static:
             constraints = constraints or Constraints()
             total = constraints.extra_static_bytes + extra_static

@@ -18,7 +18,7 @@ from autoac.planner.memory.schedule import (
     held_until,
     schedule,
 )
-from autoac.planner.problem.graph import Graph, OpId, SaveSet, VersionId
+from autoac.planner.problem.graph import Graph, OpId, SavedTensorId, SaveSet, VersionId
 from autoac.planner.problem.moves import Link, Move
 
 
@@ -124,11 +124,12 @@ class _Clocks:
                     begin = max(self.now, self._in_free, self._out[w][1])
                     self._in_free = begin + self._link.in_us(graph.nbytes(w))
                     self._in[w] = begin, self._in_free
-            case Recompute(op):
+            case Recompute(op, _, step, _, h):
+                unpacks = graph.steps[step].unpacks
+                self._unpack(unpacks[: unpacks.index(h)])
                 self._use(graph.ops[op].reads)
             case Backward(step):
-                unpacks = (h for h in graph.steps[step].unpacks if h not in self._fetches)
-                self._use([graph.saved_tensors[h].version for h in unpacks])
+                self._unpack(graph.steps[step].unpacks)
             case _:
                 pass
         self.begins.append(self.now)
@@ -155,6 +156,10 @@ class _Clocks:
             self._out_free = begin + self._link.out_us(nbytes)
             self._made[w], self._out[w] = self.now, (begin, self._out_free)
             self.moved_bytes += nbytes
+
+    def _unpack(self, saved_tensors: Sequence[SavedTensorId]) -> None:
+        unpacked = (h for h in saved_tensors if h not in self._fetches)
+        self._use([self._graph.saved_tensors[h].version for h in unpacked])
 
     def _use(self, versions: Sequence[VersionId]) -> None:
         for v in versions:

@@ -7,10 +7,11 @@ which backward uses them. With slack, the plan still holds if a copy takes longe
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from autoac.planner.memory.clocks import compute_times
-from autoac.planner.memory.schedule import Backward, Compute, Recompute
+from autoac.planner.memory.schedule import Backward, Compute, Recompute, schedule
 from autoac.planner.problem.graph import Graph, Moment, OpId, SaveSet, StepId
 from autoac.planner.problem.moves import Link, Move, code_ends, released, triggers, with_moves
 
@@ -64,18 +65,42 @@ def choose_points(
             continue  # compute would wait for it
         link_free = copied
         free[op] = Moment(min(max(bisect_left(begins, link_free), held_until[op], op + 1), ends[op]))
-    steps_of: dict[tuple[Moment, bool], list[StepId]] = {}  # at which a fetch may begin, by the code
-    for step, of in triggers(graph).items():
-        steps_of.setdefault((ends[of], graph.ops[of].compiled), []).append(step)
-    moves = []
+    steps_of, moves = fetch_steps(graph, first_use), []
     link_free = begins[graph.end]
     for op, (step, used) in sorted(first_use.items(), key=lambda item: (-item[1][1], -item[0])):
         nbytes = sum(graph.nbytes(w) for w in graph.ops[op].writes)
         begin = min(link_free, used) - link.in_us(nbytes) * (1 + slack)
-        unpacking = [other for other in steps_of.get((ends[op], graph.ops[op].compiled), ()) if other <= step]
+        unpacking = [other for other in steps_of[op] if other <= step]
         k = bisect_right(unpacking, begin, key=lambda other: begins[n + other]) - 1
         fetch = unpacking[max(k, 0)] if unpacking else None
         if fetch is not None and free.get(op, graph.end) <= n + fetch:
             link_free = begin
             moves.append(Move(op, free[op], fetch))
     return tuple(sorted(moves, key=lambda move: move.op))
+
+
+def fetch_steps(graph: Graph, ops: Iterable[OpId]) -> dict[OpId, list[StepId]]:
+    """Return for each of `ops` the steps at which its fetch may begin: in the same code, in order."""
+    ends = code_ends(graph)
+    by_code: dict[tuple[Moment, bool], list[StepId]] = {}
+    for step, of in triggers(graph).items():
+        by_code.setdefault((ends[of], graph.ops[of].compiled), []).append(step)
+    return {op: by_code.get((ends[op], graph.ops[op].compiled), []) for op in ops}
+
+
+def in_time(graph: Graph, save_set: SaveSet, moves: Sequence[Move], link: Link) -> tuple[Move, ...] | None:
+    """Return `moves` with fetches no later than `save_set` needs them.
+
+    None if a fetch may not begin so early, or if the outputs are needed again after their last use.
+    """
+    runs: dict[OpId, list[StepId]] = {}
+    for event in schedule(with_moves(graph, moves, link), save_set):
+        if isinstance(event, Recompute):
+            runs.setdefault(event.op, []).append(event.step)
+    steps_of, result = fetch_steps(graph, (move.op for move in moves)), []
+    for move in moves:
+        steps = [s for s in steps_of[move.op] if s <= runs[move.op][0] and move.free <= len(graph.ops) + s]
+        if len(runs[move.op]) > 1 or not steps:
+            return None
+        result.append(replace(move, fetch=steps[-1]))
+    return tuple(result)

@@ -70,7 +70,8 @@ class Recompute:
     op: OpId
     nbytes: int
     step: StepId
-    overwritten: tuple[VersionId, ...] = ()  # as for Compute
+    overwritten: tuple[VersionId, ...]  # as for Compute
+    unpack: SavedTensorId  # whose burst the op is in
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +268,7 @@ class _Replay:
             yield from self._frees(n + step.id)
             for h in step.unpacks:
                 if h not in self.unpacked_now:
-                    yield from self._unpack(
-                        graph.saved_tensors[h].version, step.id, first=h not in self.unpacked_before
-                    )
+                    yield from self._unpack(h, step.id)
                 self.unpacked_now.add(h)
             self.unpacked_before |= self.unpacked_now
             yield Backward(step.id)
@@ -285,7 +284,8 @@ class _Replay:
         for v in self.forward.frees_at.get(moment, ()):
             yield Free(v, self.graph.nbytes(v))
 
-    def _unpack(self, v: VersionId, step: StepId, *, first: bool) -> Iterator[Event]:
+    def _unpack(self, h: SavedTensorId, step: StepId) -> Iterator[Event]:
+        v = self.graph.saved_tensors[h].version
         if self.saved[v] and not self.by_uses[v]:
             return
         if self.cached[v] or self.by_uses[v]:
@@ -293,12 +293,12 @@ class _Replay:
         else:
             burst = self._burst(v)
             if any(self.reads_consumed[op] for op in burst):
-                yield from self._recompute_temporarily(burst, v, step)
+                yield from self._recompute_temporarily(burst, h, step)
                 self.temporary.append(v)
             else:
-                yield from self._recompute(burst, step)
+                yield from self._recompute(burst, h, step)
                 self.in_use.append(v)
-        self.uses_left[v] -= first
+        self.uses_left[v] -= h not in self.unpacked_before
 
     def _end_step(self) -> Iterator[Event]:
         self.unpacked_now.clear()
@@ -327,17 +327,17 @@ class _Replay:
                 stack.extend(graph.ops[op].reads)
         return sorted(burst)
 
-    def _recompute_temporarily(self, burst: list[OpId], target: VersionId, step: StepId) -> Iterator[Event]:
-        """Recompute `target` without consuming uses, and free everything else (rule g)."""
+    def _recompute_temporarily(self, burst: list[OpId], h: SavedTensorId, step: StepId) -> Iterator[Event]:
+        """Recompute the version of `h` without consuming uses, and free everything else (rule g)."""
         graph = self.graph
         outputs = [w for op in burst for w in graph.ops[op].writes]
         for op in burst:
-            yield Recompute(op, sum(graph.nbytes(w) for w in graph.ops[op].writes), step)
+            yield Recompute(op, sum(graph.nbytes(w) for w in graph.ops[op].writes), step, (), h)
         for w in outputs:
-            if w != target:
+            if w != graph.saved_tensors[h].version:
                 yield Free(w, graph.nbytes(w))
 
-    def _recompute(self, burst: list[OpId], step: StepId) -> Iterator[Event]:
+    def _recompute(self, burst: list[OpId], h: SavedTensorId, step: StepId) -> Iterator[Event]:
         graph = self.graph
         for op_id in burst:
             op = graph.ops[op_id]
@@ -349,7 +349,7 @@ class _Replay:
             nbytes = sum(graph.nbytes(w) for w in op.writes if graph.versions[w].previous not in overwritten)
             for p in overwritten:
                 self.cached[p] = False
-            yield Recompute(op.id, nbytes, step, tuple(overwritten))
+            yield Recompute(op.id, nbytes, step, tuple(overwritten), h)
             for w in op.writes:
                 self.cached[w] = True
             if not self.reads_consumed[op_id]:

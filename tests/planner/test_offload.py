@@ -1,4 +1,4 @@
-"""Test plans with moves: they fit by a second simulator, and no brute force beats their bound."""
+"""Test plans with moves: they fit if run by hand, and no brute force beats their bound."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 from dataclasses import replace
 
 import graphs
-import moves_reference
 import pytest
+import step_by_hand
 from fuzzers.random_moves import first_use
 from memory.test_moves import random_link, timed_step
 
@@ -44,16 +44,16 @@ FAST, SLOW = Link(50e3, 50e3, 0.0, 1 << 60), Link(1e3, 1e3, 0.0, 1 << 60)
 
 
 def check(found: OffloadPlan, graph: Graph, budget: int, link: Link) -> None:
-    """Compare the plan with the second simulator."""
+    """Compare the plan with its step run by hand."""
     best = found.best
-    if best is None or best.graph.runs:  # the second simulator knows no use groups
+    if best is None or best.graph.runs:  # no use groups by hand
         return
     save_set = with_forced_saves(best.graph, best.save_set)
-    expected = moves_reference.run(graph, save_set, best.moves, link)
+    expected = step_by_hand.run(graph, save_set, best.moves, link)
     assert expected.peak <= budget
     assert expected.peak == peak_bytes(best.graph, best.save_set)
     assert expected.end_us - step_time_us(graph) == pytest.approx(best.extra_us)
-    assert expected.host_peak == best.timing.moved_bytes <= link.host_bytes
+    assert expected.host_bytes == best.timing.moved_bytes <= link.host_bytes
     if found.without_moves is not None:
         assert best.extra_us <= found.without_moves.recompute_us
 
@@ -66,7 +66,7 @@ def random_chain(rng: random.Random, length: int) -> Graph:
     return replace(graph, steps=steps)
 
 
-def test_plans_fit_by_the_second_simulator() -> None:
+def test_plans_fit_if_run_by_hand() -> None:
     moved = 0
     for seed in range(30):
         rng = random.Random(seed)
@@ -134,7 +134,7 @@ def fastest(graph: Graph, link: Link, budget: int) -> float | None:
 
 
 def all_moves(graph: Graph, save_set: SaveSet, ops: tuple[OpId, ...]) -> itertools.product[tuple[Move, ...]]:
-    """Yield the moves of `ops` at all points."""
+    """Yield the moves of `ops` at all points: forward ends after all copies out."""
     n, rows = len(graph.ops), []
     lazily = [Move(op, Moment(op + 1), None) for op in ops]
     for op in ops:
@@ -145,7 +145,7 @@ def all_moves(graph: Graph, save_set: SaveSet, ops: tuple[OpId, ...]) -> itertoo
             [
                 Move(op, Moment(free), StepId(fetch))
                 for fetch in range(0 if first is None else first + 1)
-                for free in range(earliest, n + fetch + 1)
+                for free in range(earliest, n + 1)
             ]
         )
     return itertools.product(*rows)
@@ -176,7 +176,7 @@ def test_policy_with_moves_is_the_plan_again(forwards: int) -> None:
         n = len(profile.keys())
         profile = profile.model_copy(update={"forward_ends": (n // 2, n)})
     graph = build(profile)
-    budget = peak_bytes(graph, graph.everything) * 6 // 10
+    budget = peak_bytes(graph, graph.everything) * (6 if forwards == 1 else 4) // 10
     planned = plan_offload(profile, budget_bytes=budget, link=FAST).plan
     policy = Policy.from_json(planned.policy().to_json())
     assert policy.version == 4

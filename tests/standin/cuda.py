@@ -141,6 +141,11 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
             device.register_host(address, nbytes)
             return 0
 
+        @staticmethod
+        def cudaHostUnregister(address: int) -> int:
+            device.register_host(address, 0)
+            return 0
+
     cuda.cudart = lambda: Runtime
     cuda._initialized = True
     cuda._exchange_device = torch._C._cuda_exchangeDevice

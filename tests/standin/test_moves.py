@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -15,15 +16,20 @@ from fuzzers import moved_programs
 from torch import nn
 
 import ac_client
-from ac_client.planning import plan_batch
-from ac_client.planning.facts import peak_watch
-from autoac.planner import InfeasibleBudget, find_minimum_peak, plan, plan_offload
+from ac_client.planning.facts import host_budget, peak_watch
+from autoac.planner import InfeasibleBudget, build, find_minimum_peak, plan, plan_offload
+from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.profile import LinkRates
-from autoac.planner.problem.moves import Link
+from autoac.planner.plan import decided
+from autoac.planner.problem.moves import Link, Move, with_moves
 from autoac.planner.units import GIB
 from autoac.profiler import link_of, observe, profile
+from autoac.tape.runtime.cursor import Cursor, Route
 from autoac.tape.runtime.moves import copies
 from autoac.tape.runtime.moves.host_memory import host_memory
+from autoac.tape.runtime.nodes import NodeVersion
+from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.replay import EventLog, Pass
 from autoac.tape.torch_facts.streams import streams_seen
 from benchmarks.models.gpt2 import gpt2
 
@@ -209,7 +215,7 @@ def test_stalls_that_were_not_foreseen_lower_the_rates_that_the_next_plan_counts
     """A link that carries much less than its measurement said: each wait for a copy takes 5 ms."""
     expected, plain, _ = losses_and_peaks(gpu, 7)
     said = LinkRates(out_bytes_per_us=1e6, in_bytes_per_us=1e6, latency_us=0.0)
-    monkeypatch.setattr(plan_batch, "link_of", lambda _: said)
+    monkeypatch.setattr(host_budget, "link_of", lambda _: said)
     wait = "        stream.wait_event(event)\n        stream.record_event(end)\n"
     made = mutated(monkeypatch, (wait, f"        __import__('time').sleep(5e-3)\n{wait}"))
     monkeypatch.setattr(peak_watch, "stalls", made["stalls"])
@@ -331,3 +337,105 @@ def test_link_is_measured(gpu: ModuleType) -> None:
     assert rates is not None
     assert min(rates.out_bytes_per_us, rates.in_bytes_per_us) > 10
     gpu.take_races()
+
+
+class Product(nn.Module):
+    """Backward unpacks both factors in one step: they are outputs of two ops."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x + 1) * x.neg()).sum()
+
+
+@pytest.mark.parametrize("moved", [0, 1])
+def test_compute_waits_at_the_unpack_and_not_at_the_end_of_the_unpacks_of_a_step(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    x = torch.randn(4096, device="cuda", requires_grad=True)
+    step = observe(Product(), (x,), {})
+    graph = build(step)
+    j = next(step.id for step in graph.steps if len(step.unpacks) == 2)
+    ops = [graph.versions[graph.saved_tensors[h].version].op for h in graph.steps[j].unpacks]
+    moves, saved = [Move(ops[moved], graph.model_end, j)], graph.everything - set(ops)
+    fields = decided(step, with_moves(graph, moves, Link(1.0, 1.0, 0.0, 1 << 60)), saved, moves)
+    cursor, log = Cursor(Route(fields["decisions"], {}, fields["moves"], {})), EventLog()
+    with save_recompute_policy(cursor, log=log):
+        loss = Product()(x)
+
+    def logged(running: Pass, versions: Iterable[NodeVersion]) -> None:
+        for version in versions:
+            if version.serial in running.arriving:
+                log.add("wait", version.node.name)
+        awaits(running, versions)
+
+    awaits = Pass.await_arrival
+    monkeypatch.setattr(Pass, "await_arrival", logged)
+    loss.backward()
+    of_move, other = (OpKey.parse(graph.ops[op].name).op for op in (ops[moved], ops[1 - moved]))
+    unpacked = [("wait", of_move), ("recompute", other)]
+    expected = [("recompute", of_move), *(unpacked if moved == 0 else unpacked[::-1])]
+    assert [event for event in log.events if event[0] != "compute"] == expected
+
+
+def budget_of_half(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, gb_s: float
+) -> tuple[list[float], float]:
+    """Return the losses of plain training, and half of its peak in GiB; links carry `gb_s`."""
+    expected, plain, _ = losses_and_peaks(gpu)
+    rates = LinkRates(out_bytes_per_us=1e3 * gb_s, in_bytes_per_us=1e3 * gb_s, latency_us=0.0)
+    monkeypatch.setattr(host_budget, "link_of", lambda _: rates)
+    host_memory.release()
+    return expected, plain[-1] * 0.5 / GIB
+
+
+def test_moves_need_no_argument_and_nothing_stays_pinned_after_remove(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, budget_gb = budget_of_half(gpu, monkeypatch, 1e3)
+    losses, _, model = losses_and_peaks(gpu, budget_gb=budget_gb)
+    handle = ac_client.applied(model)
+    assert losses == expected
+    assert handle.report().moved_bytes > 0
+    assert host_memory.reserved > 0
+    handle.remove()
+    assert (host_memory.used, host_memory.reserved) == (0, 0)
+    losses, _, model = losses_and_peaks(gpu, budget_gb=budget_gb, host_budget_gb=0)
+    assert losses == expected
+    assert (ac_client.applied(model).report().moved_bytes, host_memory.reserved) == (0, 0)
+
+
+def test_moves_stop_by_themselves_where_the_link_is_slow(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, budget_gb = budget_of_half(gpu, monkeypatch, 7.9)
+    with caplog.at_level(logging.INFO, "ac_client"):
+        losses, _, model = losses_and_peaks(gpu, budget_gb=budget_gb)
+    assert losses == expected
+    assert caplog.text.count("nothing moves to the host, since the link") == 1
+    assert (ac_client.applied(model).report().moved_bytes, host_memory.reserved) == (0, 0)
+
+
+def test_moves_stop_by_themselves_where_the_host_pins_nothing(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, budget_gb = budget_of_half(gpu, monkeypatch, 1e3)
+    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *_: 2)
+    with caplog.at_level(logging.INFO, "ac_client"):
+        losses, _, model = losses_and_peaks(gpu, budget_gb=budget_gb)
+    assert losses == expected
+    assert caplog.text.count("nothing moves to the host, since memory of the host cannot be pinned") == 1
+    assert (ac_client.applied(model).report().moved_bytes, host_memory.reserved) == (0, 0)
+
+
+def test_moves_stop_by_themselves_where_they_cost_more_than_they_save(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _, _ = losses_and_peaks(gpu, 7)
+    _, budget_gb = budget_of_half(gpu, monkeypatch, 1e3)
+    wait = "        stream.wait_event(event)\n        stream.record_event(end)\n"
+    made = mutated(monkeypatch, (wait, f"        __import__('time').sleep(50e-3)\n{wait}"))
+    monkeypatch.setattr(peak_watch, "stalls", made["stalls"])
+    with caplog.at_level(logging.INFO, "ac_client"):
+        losses, _, model = losses_and_peaks(gpu, 7, budget_gb=budget_gb)
+    assert losses == expected
+    assert caplog.text.count("nothing moves to the host, since compute waits") == 1
+    assert ac_client.applied(model).report().moved_bytes == 0

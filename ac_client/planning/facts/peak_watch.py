@@ -112,7 +112,7 @@ class PeakWatch:
             bucket.statistics.add(PeakBounds.of(readings.counts))
             last = bucket.statistics.compared == WATCHED_STEPS
             facts = self.facts(bucket, bucket.statistics.peak, readings.written, last=last)
-            facts = facts._replace(stalled_us=stalled_us)
+            facts = facts._replace(stalled_us=stalled_us, finds_host_budget=self._options.finds_host_budget)
         return bucket, self._with_reserved(facts, bucket)
 
     def _with_reserved(self, facts: StepFacts, bucket: PlannedBucket) -> StepFacts:

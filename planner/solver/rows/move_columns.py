@@ -8,15 +8,15 @@ column `absent_m` is the number of such bytes at moment `m`. The row (13) of `m`
 bytes. These rows limit it:
 
     (18)  absent_m <= bytes of the moved ops that may be on the host at m
-    (19)  absent_m <= bytes of those made before a      + out * (time from a to m + stalls [+ recompute])
+    (19)  absent_m <= bytes of those made before a      + out * (time from a to m + stalls)
     (20)  absent_m <= bytes of those first used after b + in  * (time from m to b + stalls + recompute)
     (21)  the bytes of all moved ops fit into the host's memory
 
 `out` and `in` are the bytes that the link moves in a microsecond, to the host and back. What was made after a
 time `a` can have left the device only between `a` and `m`, and what is used before a time `b` must come back
 between `m` and `b`. Both hold for all times; there are rows for a few (`CUTS`). Times are those of the plain
-step, which stalls (compute waits for copies) and recomputes lengthen; (19) adds recomputes only if `m` is in
-backward.
+step, which stalls (compute waits for copies) and recomputes lengthen. With `m` in backward, the time in (19)
+ends where forward does: there, compute waits for all copies to the host.
 
 No row says when a single copy runs. So every schedule of copies satisfies the rows, and the optimum of the
 relaxation is a bound for all schedules.
@@ -32,7 +32,7 @@ import numpy as np
 from autoac.planner.problem.graph import Graph, OpId
 from autoac.planner.problem.moves import Link, released
 from autoac.planner.solver.arrays import Bools, Floats
-from autoac.planner.solver.moments import DuringForward, position_in_step
+from autoac.planner.solver.moments import position_in_step
 from autoac.planner.solver.rows.sparse_rows import Codes, RowTable
 from autoac.planner.solver.variables import Variables
 
@@ -101,17 +101,16 @@ class MoveColumns:
             0.0,
         )
         table.add(np.zeros(len(self.o)), self.o, self._share, link.host_bytes / self._all_nbytes)
-        n = len(variables.graph.ops)
+        n, forward_ends = len(variables.graph.ops), self._begins[variables.graph.model_end]
         used_at = self._begins[n + self._used]
         for moment, absent in zip(variables.moments, self.absent, strict=True):
             at = int(position_in_step(variables.windows, moment))
-            begin, end = self._begins[at], self._begins[at + 1]
+            begin = self._begins[at]
             may = (self._released <= at) & (self._used + n >= at)
             self._add(table, may, absent)
-            until = begin if isinstance(moment, DuringForward) else end
+            until = min(begin, forward_ends)
             for a in _cuts(np.append(self._made[may & (self._made < until)], 0.0)):
-                room = link.out_bytes_per_us, until - a, at >= n
-                self._add(table, may & (self._made < a), absent, *room)
+                self._add(table, may & (self._made < a), absent, link.out_bytes_per_us, until - a)
             for b in _cuts(used_at[may & (used_at > begin)]):
                 self._add(table, may & (used_at > b), absent, link.in_bytes_per_us, b - begin, True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -102,6 +102,28 @@ class HostMemory:
             self.peak = max(self.peak, self._used)
             return chunk
 
+    def reserve(self, nbytes: int, device: torch.device) -> None:
+        """Have arenas of at least `nbytes` in all, for copies from and to `device`.
+
+        Raises:
+            MemoryError: the host has too little memory, or may register no more.
+        """
+        with self._lock:
+            missing = nbytes - sum(a.data.numel() for a in self._arenas if a.device == device)
+            if missing > 0:
+                self._add_arena(max(missing, ARENA_NBYTES), device)
+
+    def release(self) -> None:
+        """Give back the arenas of which no chunk is in use, once all copies are over."""
+        with self._lock:
+            self._take_back()
+            for arena in list(self._arenas):
+                if arena.free == [_Range(0, arena.data.numel())]:
+                    self._arenas.remove(arena)
+                    if (cudart := _cudart(arena.device)) is not None:
+                        torch.cuda.synchronize(arena.device)
+                        cudart.cudaHostUnregister(arena.data.data_ptr())
+
     def _cut(self, nbytes: int, device: torch.device) -> tuple[_Arena, _Range] | None:
         """Take `nbytes` from the smallest free range that is large enough."""
         fitting = [
@@ -123,8 +145,7 @@ class HostMemory:
             arena = _Arena(nbytes, device)
         except OSError as error:
             raise MemoryError(_too_much(nbytes, self.reserved, str(error))) from error
-        cudart = torch.cuda.cudart() if device.type == "cuda" else None
-        if cudart is not None:
+        if (cudart := _cudart(device)) is not None:
             status = int(cudart.cudaHostRegister(arena.data.data_ptr(), nbytes, 0))
             if status:
                 raise MemoryError(_too_much(nbytes, self.reserved, f"cudaHostRegister returned {status}"))
@@ -142,6 +163,11 @@ class HostMemory:
             if i and ranges[i - 1].end == ranges[i].begin:
                 ranges[i - 1 : i + 1] = [_Range(ranges[i - 1].begin, ranges[i].end)]
             arena.free = ranges
+
+
+def _cudart(device: torch.device) -> Any:
+    """Return the library that registers memory of the host; None if none does for `device`."""
+    return torch.cuda.cudart() if device.type == "cuda" else None
 
 
 def _too_much(nbytes: int, reserved: int, why: str) -> str:

@@ -1,4 +1,4 @@
-"""Test moves: bytes and times against a second simulator, and the points that are chosen."""
+"""Test moves: bytes and times against those of a step run by hand, and the points that are chosen."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 from dataclasses import replace
 
 import graphs
-import moves_reference
 import pytest
+import step_by_hand
 from fuzzers.random_moves import random_moves
 
 from autoac.planner import Graph, build
@@ -39,21 +39,21 @@ def random_step(seed: int) -> tuple[Graph, SaveSet, tuple[Move, ...], Link]:
 
 
 @pytest.mark.parametrize("part", range(10))
-def test_bytes_and_times_are_those_of_the_second_simulator(part: int) -> None:
+def test_bytes_and_times_are_those_of_a_step_run_by_hand(part: int) -> None:
     moved = 0
     for seed in range(100 * part, 100 * part + 100):
         graph, save_set, moves, link = random_step(seed)
         moving = with_moves(graph, moves, link)
-        expected = moves_reference.run(graph, save_set, moves, link)
+        expected = step_by_hand.run(graph, save_set, moves, link)
         found = timing(moving, save_set, moves, link)
         assert peak_bytes(moving, save_set) == expected.peak, seed
         assert found.end_us == pytest.approx(expected.end_us), seed
-        assert found.moved_bytes == expected.host_peak, seed
+        assert found.moved_bytes == expected.host_bytes, seed
         assert sum(copy.stall_us for copy in found.copies) == pytest.approx(found.stall_us), seed
         ends = [end for copy in found.copies for end in (copy.out_us[1], copy.in_us[1])]
         for copy in found.copies:
             assert copy.out_us[1] - copy.out_us[0] == pytest.approx(link.out_us(copy.nbytes))
             assert copy.in_us[1] - copy.in_us[0] == pytest.approx(link.in_us(copy.nbytes))
         assert ends == pytest.approx([end for _, both in sorted(expected.copied.items()) for end in both])
-        moved += bool(moves)
+        moved += bool(moves) and max(len(step.unpacks) for step in graph.steps) > 1
     assert moved > 30
