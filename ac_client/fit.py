@@ -31,7 +31,7 @@ from autoac.planner import (
 from autoac.planner.budget import budget_in_bytes, headroom_in_bytes
 from autoac.planner.formats.policy_set import Bucket
 from autoac.planner.memory.simulate import fits
-from autoac.planner.plan import step_time_us
+from autoac.planner.plan import DEFAULT_GAP, step_time_us
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.report.loss_advice import find_loss, without_loss
 from autoac.profiler import DATASHEETS, Device
@@ -244,7 +244,9 @@ class _Search:
             return False
         return True
 
-    def _planned(self, n: int, *, accumulates: bool = False, **gaps: float) -> Plan:
+    def _planned(
+        self, n: int, *, gap: float = DEFAULT_GAP, step_gap: float | None = None, accumulates: bool = False
+    ) -> Plan:
         constraints = self._constraints
         if accumulates:  # as in every micro-batch but the first
             constraints = constraints.model_copy(update={"gradients": "present"})
@@ -252,12 +254,13 @@ class _Search:
             self._at(n),
             budget_bytes=self._budget,
             constraints=constraints,
+            gap=gap,
+            step_gap=step_gap,
             work_limit=WORK_LIMIT,
-            **gaps,  # type: ignore[typeddict-item]
         )
 
     def _plan(self, n: int, *, accumulates: bool = False) -> FitRow:
-        planned = self._planned(n, accumulates=accumulates, step_gap=STEP_GAP)
+        planned = self._planned(n, step_gap=STEP_GAP, accumulates=accumulates)
         size, extra_us = n * self._multiple, planned.extra_us
         step_us = planned.step_us + extra_us
         return FitRow(size, planned.ceiling, planned.peak, extra_us, step_us, size / step_us * 1e6, planned)

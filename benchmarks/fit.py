@@ -68,8 +68,7 @@ OTHERS = (
 )
 TINY = {entry.name: entry for entry in tiny.ZOO if entry.name not in NOT_FAKED}
 MODELS: dict[str, Callable[[], ModelAndBatch]] = {
-    name: lambda entry=entry: (entry.make(), entry.batch())
-    for name, entry in TINY.items()  # type: ignore[misc]
+    name: lambda entry=entry: (entry.make(), entry.batch()) for name, entry in TINY.items()
 } | {name: unfamiliar.MODELS[name] for name in OTHERS}
 
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -92,7 +93,8 @@ class Attention(nn.Module):
                 each[:, :, :, None].expand(-1, -1, -1, self.copies, -1).reshape(*x.shape[:2], -1, self.size)
                 for each in (k, v)
             )
-        mixed = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), is_causal=True)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(mixed.transpose(1, 2).contiguous().view(*x.shape[:2], -1))
 
 
@@ -176,7 +178,7 @@ def sharded(
     if tensor > 1:
         _parallelize(model, mesh["tensor"])
     ways = {"full": {}, "ops": {"context_fn": _selective}}
-    shared = {
+    shared: dict[str, Any] = {
         "mesh": mesh["data"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }
@@ -186,11 +188,12 @@ def sharded(
             layer = checkpoint_wrapper(layer, preserve_rng_state=False, **ways[checkpoint])  # type: ignore[arg-type]
             model.layers[i] = layer
         after = reshard == "always" or (reshard == "but the last" and (ends or i < last))
-        fully_shard(layer, reshard_after_forward=after, **shared)  # type: ignore[arg-type]
+        fully_shard(layer, reshard_after_forward=after, **shared)
     if ends:
-        fully_shard(model.tok_embeddings, reshard_after_forward=True, **shared)  # type: ignore[arg-type]
-        fully_shard([model.norm, model.output], reshard_after_forward=False, **shared)  # type: ignore[arg-type]
-    return fully_shard(model, **shared)  # type: ignore[arg-type]
+        fully_shard(model.tok_embeddings, reshard_after_forward=True, **shared)
+        fully_shard([model.norm, model.output], reshard_after_forward=False, **shared)
+    fully_shard(model, **shared)
+    return model
 
 
 def _parallelize(model: Llama, mesh: DeviceMesh) -> None:
@@ -207,7 +210,7 @@ def _parallelize(model: Llama, mesh: DeviceMesh) -> None:
         ),
         "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
     }
-    products = {f"attention.w{name}": column for name in "qkv"}
+    products: dict[str, ParallelStyle] = {f"attention.w{name}": column for name in "qkv"}
     products |= {"feed_forward.w1": column, "feed_forward.w3": column}
     products |= {"attention.wo": row, "feed_forward.w2": row}
     norms = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
