@@ -48,15 +48,18 @@ class ProfiledSizes:
         return tuple(sorted(self._profiled))
 
     def join(self, *sizes: int) -> None:
-        """Make knots of `sizes`. Only those with the ops of the first call's largest one count."""
+        """Make knots of `sizes`. Only those with the ops of the first call's largest one count.
+
+        A model whose ops are others in another step of the same size is not joined.
+        """
         for size in sizes:
             if size not in self._knots:
                 self._knots[size] = self._observe(size, replace(self._device, allocator_rounding=1))
         of_stream = self._knots[max(self._knots)] if self.joined is None else self.joined.rounded
         stream = stream_of(of_stream)
         alike = {size: knot for size, knot in self._knots.items() if stream_of(knot) == stream}
-        if len(alike) > 1:
-            self.joined = ProfileBySize.of(alike, (min(alike), self.profile(min(alike))))
+        if len(alike) > 1 and stream_of(rounded := self.profile(min(alike))) == stream:
+            self.joined = ProfileBySize.of(alike, (min(alike), rounded))
 
     def profile(self, size: int) -> Profile:
         """Return the profile of `size` itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -93,6 +94,17 @@ def test_the_largest_size_is_split_where_micro_batches_are_faster(found: Fit) ->
     roomy = ac_client.fit(layers, 600 * MIB_IN_GB, on="h100", most=2)
     assert roomy.largest == roomy.all_saved
     assert roomy.split is None
+
+
+def test_a_model_that_runs_other_ops_from_step_to_step_is_profiled_at_each_size(found: Fit) -> None:
+    steps = itertools.count()
+
+    def changing(size: int) -> tuple[nn.Module, torch.Tensor]:
+        model, batch = layers(size)
+        return (nn.Sequential(nn.Tanh(), model) if next(steps) < 3 else model), batch
+
+    again = ac_client.fit(changing, 600 * MIB_IN_GB, on="h100")
+    assert (again.largest, again.all_saved) == (found.largest, found.all_saved)
 
 
 def test_packed_sequences_are_admitted_up_to_the_largest_size(found: Fit) -> None:
