@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PIN := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast test-torch test-oldest nightly check check-install check-resolve schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-ranks bench-placements bench-block-bounds bench-random-plans bench-offload bench-clients clean
+.PHONY: setup demo test test-fast test-torch test-oldest nightly check check-install check-resolve schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-ranks bench-placements bench-block-bounds bench-random-plans bench-offload bench-clients bench-predictions bench-fit clean
 
 setup: $(READY)
 
@@ -175,6 +175,14 @@ bench-offload: $(READY)
 # Plans and bounds of 4,000 small random graphs, next to brute force: some minutes.
 bench-random-plans: $(READY)
 	PYTHONPATH=tests/planner $(BIN)/python -m random_plans
+
+# Predicted peaks of published runs on clusters, on fake ranks: docs/predictions.md. Five minutes.
+bench-predictions: $(READY)
+	$(BIN)/python -m benchmarks.predictions --out docs/predictions.md
+
+# `fit` next to real steps of 25 models on the CPU: the largest batch, and peaks of sizes. Some minutes.
+bench-fit: $(READY)
+	$(BIN)/python -m benchmarks.fit
 
 # Five steps inside TRL, diffusers, timm, Lightning, PyG and Opacus, next to plain: a quarter of an hour. The
 # packages go into an environment of their own, which sees those of $(VENV).

@@ -10,7 +10,7 @@ recompute more. So the sizes from the largest with nothing recomputed up to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
@@ -21,15 +21,17 @@ from autoac.planner import (
     InfeasibleBudget,
     InvalidLimit,
     Plan,
+    PolicySet,
     Profile,
     SolverOutOfTime,
     bounds,
     build,
-    plan,
+    plan_with_host,
 )
-from autoac.planner.budget import budget_in_bytes
+from autoac.planner.budget import budget_in_bytes, headroom_in_bytes
+from autoac.planner.formats.policy_set import Bucket
 from autoac.planner.memory.simulate import fits
-from autoac.planner.plan import step_time_us
+from autoac.planner.plan import DEFAULT_GAP, step_time_us
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.report.loss_advice import find_loss, without_loss
 from autoac.profiler import DATASHEETS, Device
@@ -44,7 +46,6 @@ FOURTH_KNOT = 8  # where three show a square, or nothing exact
 MOST_MULTIPLES = 1 << 20
 MOST_PLANS = 12  # for the table
 MOST_MICRO_BATCHES = 8
-ACCUMULATES = Constraints(gradients="present")  # as in every micro-batch but the first
 WORK_LIMIT = 5.0  # of one plan
 BENT = 0.003  # of a step: what run times between knots may be off
 STEP_GAP = 0.002  # of a step: plans are near enough to the best one
@@ -57,8 +58,8 @@ class FitRow:
     size: int
     save_all_peak_bytes: int  # with nothing recomputed
     peak_bytes: int  # of the plan
-    extra_us: float  # what recomputes take
-    step_us: float  # of forward and backward, recomputes included, without the optimizer's step
+    extra_us: float  # what recomputes take, and waiting for moves
+    step_us: float  # of forward and backward, these included, without the optimizer's step
     per_second: float  # samples or tokens
     plan: Plan = field(repr=False)
 
@@ -89,6 +90,15 @@ class Fit:
     largest_without_loss: int | None  # that fits with a chunked loss; None: no larger one
     measured_only: tuple[str, ...]  # columns of profiles that are not exact between the profiled sizes
     profile_of: Callable[[int], Profile] = field(repr=False)
+    shapes: Mapping[int, Mapping[str, str]] = field(repr=False)  # of batches that were built, by size
+
+    @property
+    def policies(self) -> PolicySet:
+        """Return the policies of the fastest and the largest size, with which training starts planned."""
+        rows = [self.row(size) for size in sorted({self.fastest, self.largest})]
+        return PolicySet(
+            buckets=tuple(Bucket(shape=dict(self.shapes[r.size]), policy=r.plan.policy()) for r in rows)
+        )
 
     def row(self, size: int) -> FitRow:
         """Return the row of `size`, one of those planned."""
@@ -117,6 +127,7 @@ def fit(
     multiple: int = 1,
     most: int | None = None,
     autocast: torch.dtype | None = None,
+    host_budget_gb: float = 0.0,
 ) -> Fit:
     """Return the largest and the fastest size whose step fits in `budget_gb`, without running it.
 
@@ -129,11 +140,12 @@ def fit(
         multiple: sizes are multiples of this.
         most: the largest size to consider, such as the positions that the model has.
         autocast: the type that the step is cast to.
+        host_budget_gb: GiB of the host that saved tensors may be moved to.
 
     Raises:
-        InvalidBudget: `budget_gb` is not a positive number of GiB.
+        InvalidBudget: a budget is not a positive number of GiB.
         InvalidLimit: `multiple` is not from 1 to `most`.
-        ValueError: `on` is not a name in DATASHEETS.
+        ValueError: `on` is not a name in DATASHEETS, or has no link for moves to the host.
         InfeasibleBudget: not even the smallest size fits.
         SolverOutOfTime: the smallest size may fit, but no plan was found.
     """
@@ -143,16 +155,24 @@ def fit(
     if not 1 <= multiple <= (multiple if most is None else most):
         raise InvalidLimit("multiple", multiple, "from 1 to the largest size to consider")
     device = DATASHEETS[on] if isinstance(on, str) else on
+    host_bytes = headroom_in_bytes(host_budget_gb, "host_budget_gb")
+    if host_bytes and not device.link_bytes_per_s:
+        raise ValueError(
+            f"on must be a device with a link to its host, got {device.name}; see host_budget_gb"
+        )
     sizes = ProfiledSizes(make, device, autocast)
-    return _Search(sizes, budget, multiple, most).fit(axis, device.name)
+    return _Search(sizes, budget, host_bytes, multiple, most).fit(axis, device.name)
 
 
 class _Search:
     """The search of one `fit`. Sizes are counted in multiples."""
 
-    def __init__(self, sizes: ProfiledSizes, budget: int, multiple: int, most: int | None) -> None:
+    def __init__(
+        self, sizes: ProfiledSizes, budget: int, host_bytes: int, multiple: int, most: int | None
+    ) -> None:
         self._sizes = sizes
         self._budget = budget
+        self._constraints = Constraints(host_budget_bytes=host_bytes)
         self._multiple = multiple
         self._most = MOST_MULTIPLES if most is None else most // multiple
         self._rows: dict[int, FitRow] = {}
@@ -183,6 +203,7 @@ class _Search:
             largest_without_loss=self._largest_without_loss(largest),
             measured_only=() if joined is None else joined.measured_only,
             profile_of=self._sizes.at,
+            shapes=self._sizes.shapes,
         )
 
     def _join(self, *multiples: int) -> None:
@@ -195,7 +216,7 @@ class _Search:
         """Return the largest size with a plan, and the largest with nothing recomputed, both confirmed."""
         self._plan(1)  # raises if it does not fit
         while True:
-            highest = _last(lambda n: bounds(build(self._at(n))).floor <= self._budget, 1, self._most)
+            highest = _last(lambda n: self._least(n) <= self._budget, 1, self._most)
             self._proven = highest + 1 if highest < self._most else None
             all_saved = _last(lambda n: bounds(build(self._at(n))).ceiling <= self._budget, 0, highest)
             largest = _last(self._has_plan, max(all_saved, 1), highest)
@@ -205,25 +226,41 @@ class _Search:
             for n in joined:  # where bytes between the knots are not exact, its own profile may not fit
                 self._sizes.profile(n * self._multiple)
 
+    def _least(self, n: int) -> int:
+        """Return bytes that no plan of the size is below; with moves to the host, those that never move."""
+        if self._constraints.host_budget_bytes:
+            return self._at(n).static.total
+        return bounds(build(self._at(n))).floor
+
     def _has_plan(self, n: int) -> bool:
         """Return True if a plan of the size is found; note from where on there is proven to be none."""
         try:
-            plan(self._at(n), budget_bytes=self._budget, gap=1.0, work_limit=WORK_LIMIT)
+            self._planned(n, gap=1.0)
         except InfeasibleBudget:
-            self._proven = n if self._proven is None else min(n, self._proven)
+            if not self._constraints.host_budget_bytes:  # else the error is about plans without moves
+                self._proven = n if self._proven is None else min(n, self._proven)
             return False
         except SolverOutOfTime:
             return False
         return True
 
-    def _plan(self, n: int, constraints: Constraints | None = None) -> FitRow:
-        planned = plan(
+    def _planned(
+        self, n: int, *, gap: float = DEFAULT_GAP, step_gap: float | None = None, accumulates: bool = False
+    ) -> Plan:
+        constraints = self._constraints
+        if accumulates:  # as in every micro-batch but the first
+            constraints = constraints.model_copy(update={"gradients": "present"})
+        return plan_with_host(
             self._at(n),
             budget_bytes=self._budget,
             constraints=constraints,
-            step_gap=STEP_GAP,
+            gap=gap,
+            step_gap=step_gap,
             work_limit=WORK_LIMIT,
         )
+
+    def _plan(self, n: int, *, accumulates: bool = False) -> FitRow:
+        planned = self._planned(n, step_gap=STEP_GAP, accumulates=accumulates)
         size, extra_us = n * self._multiple, planned.extra_us
         step_us = planned.step_us + extra_us
         return FitRow(size, planned.ceiling, planned.peak, extra_us, step_us, size / step_us * 1e6, planned)
@@ -272,7 +309,7 @@ class _Search:
         ways = []
         for count in (k for k in range(2, MOST_MICRO_BATCHES + 1) if n % k == 0):
             try:
-                part = self._plan(n // count, ACCUMULATES)
+                part = self._plan(n // count, accumulates=True)
             except (InfeasibleBudget, SolverOutOfTime):
                 continue
             ways.append(MicroBatches(n * self._multiple, count, count * part.step_us))

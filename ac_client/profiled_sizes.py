@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from ac_client.errors import CommandError
 from ac_client.model_loader import setup_from
+from ac_client.planning.batch_shape import shape_of
 from autoac.planner import Profile, ProfileBySize
+from autoac.planner.formats.policy_set import Shape
 from autoac.planner.sizes.profile_by_size import stream_of
-from autoac.profiler import Device, observe
+from autoac.profiler import Device, link_of, observe
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +30,7 @@ class ProfiledSizes:
 
     Attributes:
         joined: the profiles by size through the knots of one op stream; None before there are two.
+        shapes: of the batches that were built, by size.
     """
 
     def __init__(self, make: Make, device: Device, autocast: torch.dtype | None) -> None:
@@ -37,6 +40,7 @@ class ProfiledSizes:
         self._knots: dict[int, Profile] = {}
         self._profiled: dict[int, Profile] = {}
         self.joined: ProfileBySize | None = None
+        self.shapes: dict[int, Shape] = {}
 
     @property
     def profiled(self) -> tuple[int, ...]:
@@ -44,15 +48,18 @@ class ProfiledSizes:
         return tuple(sorted(self._profiled))
 
     def join(self, *sizes: int) -> None:
-        """Make knots of `sizes`. Only those with the ops of the first call's largest one count."""
+        """Make knots of `sizes`. Only those with the ops of the first call's largest one count.
+
+        A model whose ops are others in another step of the same size is not joined.
+        """
         for size in sizes:
             if size not in self._knots:
                 self._knots[size] = self._observe(size, replace(self._device, allocator_rounding=1))
         of_stream = self._knots[max(self._knots)] if self.joined is None else self.joined.rounded
         stream = stream_of(of_stream)
         alike = {size: knot for size, knot in self._knots.items() if stream_of(knot) == stream}
-        if len(alike) > 1:
-            self.joined = ProfileBySize.of(alike, (min(alike), self.profile(min(alike))))
+        if len(alike) > 1 and stream_of(rounded := self.profile(min(alike))) == stream:
+            self.joined = ProfileBySize.of(alike, (min(alike), rounded))
 
     def profile(self, size: int) -> Profile:
         """Return the profile of `size` itself."""
@@ -78,7 +85,8 @@ class ProfiledSizes:
         except Exception as error:  # anything that the user's function raises
             raise CommandError(f"{name}({size}): {type(error).__name__}: {error}") from error
         setup = setup_from(made, name)
-        return observe(
+        self.shapes[size] = shape_of(setup.args, setup.kwargs)
+        profile = observe(
             setup.model,
             setup.args,
             setup.kwargs,
@@ -87,3 +95,4 @@ class ProfiledSizes:
             on=device,
             autocast=self._autocast,
         )
+        return profile.model_copy(update={"link": link_of(device)})

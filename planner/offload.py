@@ -63,6 +63,7 @@ class PlanTerms(TypedDict, total=False):
     headroom_bytes: int
     constraints: Constraints | None
     gap: float
+    step_gap: float | None
     work_limit: float
     time_limit_s: float
     clock: Clock | None
@@ -142,7 +143,8 @@ def plan_offload(
     options = replace(options_for(profile, None), use_groups=False)
     problem = SearchProblem(graph, options)
     step_us, gap = step_time_us(graph), terms.get("gap", DEFAULT_GAP)
-    goal = Goal(gap, STEP_SHARE * gap * step_us)
+    step_gap = terms.get("step_gap")
+    goal = Goal(gap, (STEP_SHARE * gap if step_gap is None else step_gap) * step_us)
     stopwatch = Stopwatch(terms.get("time_limit_s", DEFAULT_TIME_LIMIT_S), terms.get("clock"))
     allowance = Allowance(min(WORK_LIMIT, MOVES_SHARE * work_limit), stopwatch, terms.get("progress"))
     known = None if without is None else (SearchProblem(without.graph, options), without.save_set)

@@ -102,8 +102,8 @@ ac_client/planning:     base service_client compiled measure planner planner/bas
 ac_client/entry:        base service_client measure planning planner planner/base planner/formats
                         tape/runtime tape/torch_facts tape/checkpoints tape/distributed profiler
                         profiler/compiler profiler/static
-ac_client/sizes:        base planner planner/base planner/problem planner/memory planner/plans
-                        planner/report planner/sizes profiler
+ac_client/sizes:        base planning planner planner/base planner/formats planner/problem planner/memory
+                        planner/plans planner/report planner/sizes profiler
 ac_client:              base entry sizes planner/base
 ac_client/integrations: base planning planner planner/base profiler ac_client
 ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler

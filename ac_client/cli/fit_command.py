@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ac_client.cli.options import Autocast, Json, Ranks, among_ranks
+from ac_client.cli.options import Autocast, HostBudget, Json, Ranks, among_ranks
 from ac_client.cli.output import as_json_types, say, show_progress
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def fit_command(
     autocast: Annotated[
         Autocast | None, typer.Option(help="Run the step under autocast to this type.")
     ] = None,
+    host_budget_gb: HostBudget = 0.0,
     as_json: Json = False,
 ) -> None:
     """Find the largest and the fastest batch size, or length, that fits a budget.
@@ -77,10 +78,11 @@ def fit_command(
             multiple=multiple,
             most=most,
             autocast=getattr(torch, autocast) if autocast is not None else None,
+            host_budget_gb=host_budget_gb,
         )
     if as_json:
         facts = as_json_types(found)
-        del facts["profile_of"]
+        del facts["profile_of"], facts["shapes"]
         print(json.dumps(facts, indent=1))
     else:
         say("\n".join(_lines(found)))
@@ -129,7 +131,7 @@ def _answers(found: Fit) -> Iterator[str]:
     yield from dict.fromkeys(f"{row.size}: {_recomputed(row.plan)}." for row in (fastest, largest))
     after = found.largest + found.multiple
     if found.proven_from is None:
-        yield f"The search ended at {found.largest}: no larger size was considered."
+        yield f"The search ended at {found.largest}: no plan was found for {after}, or none was searched."
     elif found.proven_from <= after:
         yield f"The next size, {after}, is proven not to fit."
     else:
@@ -138,13 +140,15 @@ def _answers(found: Fit) -> Iterator[str]:
 
 def _recomputed(plan: Plan) -> str:
     from autoac.planner.report.by_module import by_module, op_decisions
+    from autoac.planner.units import format_bytes
 
     if not plan.recompute_set:
         return "nothing is recomputed"
+    moved = f", and moves {format_bytes(plan.moved_bytes)} to the host" if plan.moves else ""
     rows = [row for row in by_module(op_decisions(plan.graph, plan.save_set)) if row.recomputes]
     names = ", ".join(row.name or "no module" for row in rows[:MOST_NAMED])
     more = f" and {len(rows) - MOST_NAMED} more modules" if len(rows) > MOST_NAMED else ""
-    return f"recomputes {len(plan.recompute_set)} ops, of {names}{more}"
+    return f"recomputes {len(plan.recompute_set)} ops, of {names}{more}{moved}"
 
 
 def _limits(found: Fit) -> Iterator[str]:

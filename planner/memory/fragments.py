@@ -3,6 +3,9 @@
 The simulator counts bytes; fragments depend on the order and the size of each block. So the events of the
 first steps are replayed through the rules of an empty allocator (caching_allocator.py). The second step takes
 more than the first: the optimizer has put its state into the memory that the first one left free.
+
+`fully_shard` reduces gradients on a stream of its own, and the allocator gives a block only to the stream
+that it was taken for. So the memory of sharded gradients is not shared with anything else.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from autoac.planner.formats.profile import Profile
+from autoac.planner.formats.profile import CROSSES, Profile
 from autoac.planner.memory.caching_allocator import Allocate, Release, replay
 from autoac.planner.memory.schedule import Backward, Compute, Free, OptimizerStep, Recompute, schedule
 from autoac.planner.problem.graph import Graph, Op, SaveSet, StorageId
@@ -35,7 +38,9 @@ def fragment_bytes(
         expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF.
     """
     log = loop_log(profile, graph, save_set)
-    return max(replay(log.events, expandable_segments=expandable_segments), default=0) - log.most
+    apart = log.gradients if CROSSES in profile.reasons else set()
+    streams = [[event for event in log.events if (event.name in apart) is own] for own in (False, True)]
+    return sum(max(replay(s, expandable_segments=expandable_segments), default=0) for s in streams) - log.most
 
 
 def loop_log(profile: Profile, graph: Graph, save_set: SaveSet) -> Log:
@@ -53,6 +58,7 @@ class Log:
     def __init__(self) -> None:
         self.events: list[Allocate | Release] = []
         self.most = 0
+        self.gradients: set[int] = set()  # names of blocks that a step makes and leaves behind
         self._live: dict[int, int] = {}  # bytes, by name
         self._nbytes = 0
 
@@ -129,6 +135,8 @@ class _Loop:
                         log.allocate(nbytes)
                     self._state = []  # from now on it is there
                     log.free([log.allocate(nbytes) for nbytes in self._workspace])
+        for names in temporaries.values():
+            log.gradients.update(names)
         for names in (*storages.values(), *temporaries.values()):
             log.free(names)
 

@@ -47,8 +47,10 @@ class CallArguments:
         return value
 
     def release(self) -> None:
-        """Forget the tensors, and keep the other arguments."""
+        """Forget the tensors, and keep the other arguments. A wrapped call is not made again."""
         self.tensors = []
+        if self.wrapped:  # wrapped tensors have no placeholders
+            self.args, self.kwargs = [], {}
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """Return `args` and `kwargs` of the call, with `tensors` put where the call had its own."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ from torch import nn
 
 import ac_client
 from ac_client import Fit, InfeasibleBudget, InvalidBudget
+from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Constraints, InvalidLimit, Profile, bounds, build, plan
-from autoac.profiler import DATASHEETS, profile
+from autoac.profiler import DATASHEETS, Device, profile
 
 MIB_IN_GB = 1 / 1024
 ROWS = 4096  # of one sample
@@ -93,9 +96,54 @@ def test_the_largest_size_is_split_where_micro_batches_are_faster(found: Fit) ->
     assert roomy.split is None
 
 
+def test_a_model_that_runs_other_ops_from_step_to_step_is_profiled_at_each_size(found: Fit) -> None:
+    steps = itertools.count()
+
+    def changing(size: int) -> tuple[nn.Module, torch.Tensor]:
+        model, batch = layers(size)
+        return (nn.Sequential(nn.Tanh(), model) if next(steps) < 3 else model), batch
+
+    again = ac_client.fit(changing, 600 * MIB_IN_GB, on="h100")
+    assert (again.largest, again.all_saved) == (found.largest, found.all_saved)
+
+
 def test_packed_sequences_are_admitted_up_to_the_largest_size(found: Fit) -> None:
     assert found.admits([1] * found.largest)
     assert not found.admits([found.largest, 1])
+
+
+def test_training_starts_under_the_policies_of_fit() -> None:
+    cpu = Device("a CPU", {}, 1e11, 1e10, 2**34, device_type="cpu", allocator_rounding=1)
+    found = ac_client.fit(layers, 150 * MIB_IN_GB, on=cpu)
+    assert len(found.policies.buckets) == len({found.fastest, found.largest})
+    assert found.row(found.largest).plan.recompute_set
+    with AllocatorTimeline() as timeline:
+        model = layers(1)[0].to_empty(device="cpu")
+        rows = torch.ones(found.largest * ROWS, 255)
+        ac_client.apply(model, policy=found.policies, strict=True)
+        timeline.mark("first step")
+        out = model(rows)
+        torch.autograd.backward(out, torch.ones_like(out))
+    assert timeline.peak_since("first step") <= found.budget_bytes
+
+
+def products(size: int) -> tuple[nn.Module, torch.Tensor]:
+    """Return layers that take longer to recompute than their outputs to move."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(12)))
+        return model, torch.empty(size * 256, 2048)
+
+
+def test_moves_to_the_host_make_a_larger_size_the_fastest() -> None:
+    alone = ac_client.fit(products, 0.6, on="h100", most=16)
+    with_host = ac_client.fit(products, 0.6, on="h100", most=16, host_budget_gb=4)
+    fastest = with_host.row(with_host.fastest)
+    assert fastest.size > alone.fastest == alone.all_saved
+    assert fastest.plan.moves
+    assert fastest.peak_bytes <= with_host.budget_bytes
+    assert fastest.per_second > alone.row(alone.fastest).per_second
+    with pytest.raises(ValueError, match="a link to its host"):
+        ac_client.fit(products, 0.6, on=replace(DATASHEETS["h100"], link_bytes_per_s=0.0), host_budget_gb=4)
 
 
 def test_a_chunked_loss_is_named_where_logits_limit_the_size() -> None:

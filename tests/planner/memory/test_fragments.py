@@ -5,7 +5,7 @@ from __future__ import annotations
 from graphs import step_with_fragments
 
 from autoac.planner import plan
-from autoac.planner.formats.profile import Temporaries
+from autoac.planner.formats.profile import CROSSES, Temporaries
 from autoac.planner.memory.fragments import loop_log
 
 MIB = 1 << 20
@@ -27,6 +27,16 @@ def test_segments_that_grow_have_fewer_fragments() -> None:
     """Three pages hold P, a hole of 11 where A and t were, G, S and S; step 2 fits in there."""
     found = plan(step_with_fragments(), budget_bytes=1 << 40)
     assert found.fragment_bytes(expandable_segments=True) == (60 - 59) * MIB
+
+
+def test_gradients_of_a_sharded_model_have_segments_of_their_own() -> None:
+    """Nothing lies where the gradient was: in step 2, t needs a segment.
+
+    step 1, and optimizer [P 12] [S 12, 8 free] [S 12]              12 + 20 + 12   and [G 12]
+    step 2                [P 12] [S 12, A 8]    [S 12] [t 3, 17 free]     + 20
+    """
+    sharded = step_with_fragments().model_copy(update={"reasons": (CROSSES,)})
+    assert plan(sharded, budget_bytes=1 << 40).fragment_bytes() == (64 + 12 - 59) * MIB
 
 
 def test_log_has_the_peak_of_the_simulator() -> None:

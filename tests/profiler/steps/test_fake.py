@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -286,3 +287,32 @@ def test_op_takes_its_launch_plus_the_longer_of_arithmetic_and_moving() -> None:
 def test_element_repeated_by_stride_0_is_moved_once() -> None:
     row = torch.empty(1, 10)
     assert bytes_moved((row.expand(100, 10),), {}, torch.empty(100, 10)) == 10 * 4 + 1000 * 4
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class UsesFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Twice.apply(x + self.scale).exp().sum()
+
+
+def test_the_arguments_of_a_function_are_not_held_until_the_garbage_collector_runs() -> None:
+    gc.disable()
+    try:
+        found = profile(UsesFunction(), torch.ones(8, 256), on=A_CPU)
+    finally:
+        gc.enable()
+    total, doubled = found.storages.released[:2]
+    assert total < doubled < len(found.ops)

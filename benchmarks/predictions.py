@@ -1,0 +1,305 @@
+"""Compare predicted peaks with those that were published for clusters, and write docs/predictions.md.
+
+    python -m benchmarks.predictions [--only PATTERN] [--out docs/predictions.md]
+
+Each row is a training run of torchtitan whose memory its authors published. One rank of it is profiled in a
+fake step, with torch's own checkpoints in the model, and nothing is fitted to the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+from autoac.planner import bounds, build, plan
+from autoac.profiler import DATASHEETS, fake_ranks, observe
+from benchmarks.models.sharded_llama import (
+    LLAMA_2_7B,
+    LLAMA_3_8B,
+    LLAMA_3_70B,
+    Llama,
+    Norm,
+    Training,
+    Widths,
+    sharded,
+)
+from benchmarks.results import add_out_argument, markdown_table, write_result
+
+GIB = 2**30
+TITAN = "https://github.com/pytorch/torchtitan"
+TABLES = f"{TITAN}/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
+PULL = f"{TITAN}/pull/{{}}"
+H200 = f"{TITAN}/blob/main/benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
+H100_GIB = 95.0396  # of the GPU in pull request 165, whose figures are percentages of it
+EAGER, COMPILED, FLOAT8 = "eager", "compiled", "compiled, float8"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A published run. Peaks in GiB: bytes in use (torch's "active"), and reserved by the allocator."""
+
+    model: str
+    widths: Widths
+    ranks: int
+    batch: int
+    source: str
+    reserved: float
+    active: float | None = None
+    ran: str = EAGER  # or what the prediction takes for eager
+    length: int = 8192
+    tensor: int = 1  # ranks that share each layer
+    checkpoint: str = "ops"
+    reshard: str = "but the last"
+    norm: Callable[[int], nn.Module] = Norm
+    chunks: int = 1  # of the loss
+    wide: bool = True  # the loss is in float32
+    holds_logits: bool = False  # during backward
+    ends: bool = False  # embeddings and head are units of fully_shard of their own
+    reason: str = ""  # of a large error
+
+    @property
+    def setup(self) -> str:
+        layout = (
+            f"{self.ranks} GPUs" if self.tensor == 1 else f"{self.ranks // self.tensor} x TP {self.tensor}"
+        )
+        parts = [layout, f"{self.batch} x {self.length}", f"AC {self.checkpoint}"]
+        parts += [f"reshard {self.reshard}"] if self.reshard != "but the last" else []
+        parts += [f"loss in {self.chunks} chunks"] if self.chunks > 1 else []
+        parts += ["nn.RMSNorm"] if self.norm is nn.RMSNorm else []
+        return ", ".join([*parts, self.ran])
+
+
+def _8b(
+    source: str,
+    reserved: float,
+    active: float | None = None,
+    *,
+    ranks: int = 8,
+    batch: int = 1,
+    **more: object,
+) -> Run:
+    return Run("Llama 3 8B", LLAMA_3_8B, ranks, batch, source, reserved, active, **more)  # type: ignore[arg-type]
+
+
+def _70b(reserved: float, ran: str) -> Run:
+    return Run("Llama 3 70B", LLAMA_3_70B, 256, 16, TABLES, reserved, ran=ran, tensor=8, checkpoint="full")
+
+
+def _7b(reserved: float, active: float | None = None, *, batch: int = 8, **more: object) -> Run:
+    return Run(
+        "Llama 2 7B",
+        LLAMA_2_7B,
+        8,
+        batch,
+        PULL.format(165),
+        reserved,
+        active,
+        length=2048,
+        wide=False,
+        holds_logits=True,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def _percent(reserved: float, active: float) -> tuple[float, float]:
+    """Return GiB for percent of the GPU of pull request 165."""
+    return reserved / 100 * H100_GIB, active / 100 * H100_GIB
+
+
+OLD_TENSOR_PARALLEL = (
+    "in this run of March 2024 a rank has as many tokens as in the run above, but twice its memory; a likely "
+    "cause that was not tried: collectives of that time held their tensors until the GPU was done"
+)
+COMPILED_LOSS = (
+    "its loss is compiled as well, so the logits are never there in float32; an eager step has them"
+)
+
+RUNS = (
+    _8b(PULL.format(699), 49.58594, 41.17145),
+    _7b(*_percent(32.64, 23.92), checkpoint="full"),
+    _7b(*_percent(62.51, 52.13)),
+    _7b(*_percent(60.97, 50.12), batch=16, checkpoint="full", tensor=2, reason=OLD_TENSOR_PARALLEL),
+    _7b(*_percent(90.14, 76.49), batch=16, tensor=2),
+    _8b(PULL.format(822), 49.59),
+    _8b(PULL.format(822), 49.41, reshard="always"),
+    _8b(PULL.format(822), 62.18, reshard="never"),
+    _8b(PULL.format(985), 49.66, norm=nn.RMSNorm),
+    _8b(PULL.format(996), 42.26, chunks=8, norm=nn.RMSNorm),
+    _8b(PULL.format(1625), 47.38, norm=nn.RMSNorm, ends=True),
+    _8b(TABLES, 82.4, batch=2),
+    _8b(TABLES, 67.0, batch=2, ranks=128),
+    _7b(28.72, checkpoint="full", ran=COMPILED),
+    _7b(53.83, ran=COMPILED),
+    _7b(88.23, batch=16, ran=COMPILED),
+    _7b(90.28, checkpoint="none", ran=COMPILED),
+    _8b(PULL.format(808), 47.65, ran=COMPILED),
+    _8b(TABLES, 77.0, batch=2, ran=COMPILED),
+    _8b(TABLES, 62.0, batch=2, ranks=128, ran=COMPILED),
+    _8b(PULL.format(808), 47.77, ran=f"{FLOAT8} by rows"),
+    _8b(PULL.format(808), 47.32, ran=FLOAT8),
+    _8b(TABLES, 76.8, batch=2, ran=FLOAT8),
+    _8b(TABLES, 61.8, batch=2, ranks=128, ran=FLOAT8),
+    _8b(TABLES, 83.9, length=32768, checkpoint="full", ran=FLOAT8),
+    _70b(71.9, FLOAT8),
+    _70b(67.6, f"{FLOAT8}, async TP"),
+    _8b(H200, 47.96, batch=2, ranks=32, norm=nn.RMSNorm, ran=f"{FLOAT8}, the loss too", reason=COMPILED_LOSS),
+    _8b(H200, 46.97, batch=2, ranks=64, norm=nn.RMSNorm, ran=f"{FLOAT8}, the loss too", reason=COMPILED_LOSS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicted peaks of a run, in GiB."""
+
+    run: Run
+    active: float
+    reserved: float
+
+    @property
+    def active_error(self) -> float | None:
+        return None if self.run.active is None else self.active / self.run.active - 1
+
+    @property
+    def reserved_error(self) -> float:
+        return self.reserved / self.run.reserved - 1
+
+
+def predict(run: Run) -> Prediction:
+    """Predict a run, once for all that differ in what the prediction leaves out."""
+    eager = replace(run, source="", reserved=0.0, active=None, ran=EAGER, reason="")
+    return Prediction(run, *predicted_peaks(eager))
+
+
+@cache
+def predicted_peaks(run: Run) -> tuple[float, float]:
+    """Profile one rank of a run, and return the bytes in use and those reserved, in GiB."""
+    with fake_ranks(run.ranks), loss_parallel():
+        model = sharded(
+            Llama(run.widths, run.length, run.norm),
+            run.ranks,
+            run.tensor,
+            checkpoint=run.checkpoint,
+            reshard=run.reshard,
+            ends=run.ends,
+        )
+        ids = torch.ones(run.batch, run.length, dtype=torch.long)
+        profile = observe(
+            Training(model, run.chunks, wide=run.wide, holds_logits=run.holds_logits),
+            (ids, ids),
+            {},
+            loss=lambda out: out[0] if run.holds_logits else out,
+            optimizer=torch.optim.AdamW(model.parameters(), foreach=True),
+            on=DATASHEETS["h100"],
+            take_over_checkpoints=False,
+        )
+    found = plan(profile, budget_bytes=bounds(build(profile)).ceiling)  # with nothing recomputed but by torch
+    fragments = found.fragment_bytes()
+    assert fragments is not None
+    return found.peak / GIB, (found.peak + fragments) / GIB
+
+
+def summary(words: str, errors: list[tuple[float, Run]]) -> str:
+    """Return the median and the worst of some errors, with the reason of the worst."""
+    error, run = max(errors, key=lambda item: abs(item[0]))
+    median = statistics.median(abs(error) for error, _ in errors)
+    reason = f": {run.reason}" if run.reason else ""
+    return (
+        f"- **{words}**: {len(errors)} figures, median error {median:.1%}.\n"
+        f"  The worst is {error:+.1%} ({run.model}, {run.setup}){reason}."
+    )
+
+
+def page(predictions: list[Prediction]) -> str:
+    """Return docs/predictions.md."""
+    head = ["model", "setup", "in use", "predicted", "error", "reserved", "predicted", "error", "source"]
+    rows = []
+    for p in predictions:
+        run, error = p.run, p.active_error
+        place = run.source.rsplit("/", 2)
+        name = f"#{place[2]}" if place[1] == "pull" else "H200" if run.source == H200 else "table"
+        in_use = (
+            ["", f"{p.active:.2f}", ""]
+            if error is None
+            else [f"{run.active:.2f}", f"{p.active:.2f}", f"{error:+.1%}"]
+        )
+        reserved = [f"{run.reserved:.2f}", f"{p.reserved:.2f}", f"{p.reserved_error:+.1%}"]
+        rows.append([run.model, run.setup, *in_use, *reserved, f"[{name}]({run.source})"])
+    eager = [p for p in predictions if p.run.ran == EAGER]
+    kinds = {
+        "Bytes in use": [(p.active_error, p.run) for p in predictions if p.active_error is not None],
+        "Reserved, eager runs": [(p.reserved_error, p.run) for p in eager],
+        "Reserved, compiled runs": [(p.reserved_error, p.run) for p in predictions if p.run.ran != EAGER],
+    }
+    kinds["All figures"] = [item for errors in kinds.values() for item in errors]
+    summaries = [summary(words, errors) for words, errors in kinds.items() if errors]
+    return TEXT.format(table=markdown_table(head, rows), summaries="\n".join(summaries))
+
+
+TEXT = """# Predictions
+
+After reading this page you know how far predicted peaks were from those measured on clusters that we
+do not have. `make bench-predictions` makes the page without a GPU.
+
+Each row is a run of [torchtitan](https://github.com/pytorch/torchtitan) whose memory its authors
+published, in GiB. One rank of it is [profiled on fake tensors](profiling.md#one-rank-of-many): a Llama
+of the same widths (`benchmarks/models/sharded_llama.py`), AdamW, parameters in float32 and products in
+bf16, `fully_shard`, tensor and sequence parallelism, and torch's own checkpoint in the model. Nothing
+is fitted to the figures. Two facts were missing at the first comparison, and are in since: torch before
+June 2025 [kept the root gathered](https://github.com/pytorch/pytorch/pull/154704), and `fully_shard`
+reduces gradients on a stream of its own.
+
+*In use* are the bytes that the allocator has handed out (torch's "active"). *Reserved* is what it took
+from the GPU; the prediction replays its rules ([fragmentation](budget.md#fragmentation)) for three
+steps. "AC ops" is torchtitan's selective checkpoint, which saves attention and every second product;
+"4 x TP 2" shards over 4 times 2 ranks. A compiled run is predicted as if it ran eagerly, and float8 as
+if in bf16.
+
+{summaries}
+
+{table}
+
+Where predictions are known to differ:
+
+- The replay gives gradients of sharded parameters a stream of their own. All-gathers have one too,
+  whose memory nothing else gets; the replay does not know that, so it reserves less.
+- Runs of March 2024 (#165) used the `fully_shard` and the DTensor of that time, predictions those of
+  the torch that is installed.
+
+Figures of the same sources that are not predicted: Llama 3 405B (82.5 and 72.7 GiB), since the
+micro-batches of a pipeline add up unsharded gradients; context parallelism (75.3 to 84.9 GiB);
+DeepSeek-V3 ([#4153](https://github.com/pytorch/torchtitan/pull/4153): 96.596, 126.115 and 128.189 GiB
+in use), since this Llama has no experts; FSDP1; Qwen3 32B
+([#1690](https://github.com/pytorch/torchtitan/pull/1690)).
+"""
+
+
+def main() -> int:
+    """Predict, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="*", help="pattern of models and setups")
+    add_out_argument(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    predictions = []
+    for run in RUNS:
+        if fnmatchcase(f"{run.model}, {run.setup}", options.only):
+            began = time.process_time()
+            predictions.append(predict(run))
+            seconds = time.process_time() - began
+            print(f"{run.model}, {run.setup}: {seconds:.0f} CPU seconds", file=sys.stderr, flush=True)
+    write_result(page(predictions).removesuffix("\n"), options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
