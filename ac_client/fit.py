@@ -47,6 +47,7 @@ MOST_MULTIPLES = 1 << 20
 MOST_PLANS = 12  # for the table
 MOST_MICRO_BATCHES = 8
 WORK_LIMIT = 5.0  # of one plan
+FIND_WORK = 0.25  # to find any plan of a size
 BENT = 0.003  # of a step: what run times between knots may be off
 STEP_GAP = 0.002  # of a step: plans are near enough to the best one
 
@@ -176,6 +177,7 @@ class _Search:
         self._multiple = multiple
         self._most = MOST_MULTIPLES if most is None else most // multiple
         self._rows: dict[int, FitRow] = {}
+        self._found: dict[int, tuple[object, bool | None]] = {}  # bytes of sizes, and if they have plans
         self._proven: int | None = None
         self._bent = True  # run times do not lie on a line between the knots
 
@@ -234,18 +236,33 @@ class _Search:
 
     def _has_plan(self, n: int) -> bool:
         """Return True if a plan of the size is found; note from where on there is proven to be none."""
+        step = self._at(n)
+        needs = step.static, step.storages, step.temporaries, step.ops.other_nbytes, step.backward.peak_nbytes
+        if n not in self._found or self._found[n][0] != needs:
+            self._found[n] = needs, self._find_plan(n)
+        has_plan = self._found[n][1]
+        if has_plan is False:
+            self._proven = n if self._proven is None else min(n, self._proven)
+        return bool(has_plan)
+
+    def _find_plan(self, n: int) -> bool | None:
+        """Return True if a plan of the size is found, False if there is proven to be none."""
         try:
-            self._planned(n, gap=1.0)
-        except InfeasibleBudget:
-            if not self._constraints.host_budget_bytes:  # else the error is about plans without moves
-                self._proven = n if self._proven is None else min(n, self._proven)
-            return False
+            self._planned(n, gap=1.0, work_limit=FIND_WORK)
+        except InfeasibleBudget:  # with moves to the host, it is about plans without
+            return None if self._constraints.host_budget_bytes else False
         except SolverOutOfTime:
-            return False
+            return None
         return True
 
     def _planned(
-        self, n: int, *, gap: float = DEFAULT_GAP, step_gap: float | None = None, accumulates: bool = False
+        self,
+        n: int,
+        *,
+        gap: float = DEFAULT_GAP,
+        step_gap: float | None = None,
+        accumulates: bool = False,
+        work_limit: float = WORK_LIMIT,
     ) -> Plan:
         constraints = self._constraints
         if accumulates:  # as in every micro-batch but the first
@@ -256,7 +273,7 @@ class _Search:
             constraints=constraints,
             gap=gap,
             step_gap=step_gap,
-            work_limit=WORK_LIMIT,
+            work_limit=work_limit,
         )
 
     def _plan(self, n: int, *, accumulates: bool = False) -> FitRow:
