@@ -47,7 +47,7 @@ MOST_MULTIPLES = 1 << 20
 MOST_PLANS = 12  # for the table
 MOST_MICRO_BATCHES = 8
 WORK_LIMIT = 5.0  # of one plan
-FIND_WORK = 0.25  # to find any plan of a size
+FIND_WORK = 0.2  # to find any plan of a size
 BENT = 0.003  # of a step: what run times between knots may be off
 STEP_GAP = 0.002  # of a step: plans are near enough to the best one
 
