@@ -29,6 +29,7 @@ from ac_client.planning.options import ApplyOptions
 from autoac.planner import Plan, Policy, PolicySet, beyond_dispatch_in_words
 from autoac.profiler import device_of
 from autoac.profiler.compiler.second_stage import forget_code_that_calls
+from autoac.tape.checkpoints.own_checkpoints import pin_by_policies
 from autoac.tape.runtime.moves.host_memory import host_memory
 from autoac.tape.runtime.policy_context import active
 from autoac.tape.torch_facts.inductor import uncompiled
@@ -239,6 +240,7 @@ class Applied:
         model = self._model()
         if model is not None and _applied.get(model) is self:
             del _applied[model]
+            pin_by_policies(model, pins=False)
 
     def _recording_us(self, bucket: PlannedBucket | None) -> float | None:
         """Return the time that recording is expected to add to a forward; None if it is not known.

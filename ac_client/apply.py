@@ -96,8 +96,8 @@ def apply(
         budget_of: "allocated": the budget is for the bytes that the allocator hands out. "reserved": for
             those that it takes from the GPU, fragments included (docs/budget.md).
         host_budget_gb: GiB of the host's memory that saved tensors may be moved to, where the link to the
-            GPU makes that faster than to recompute them (docs/budget.md); 0: none are. "auto": on a GPU, a
-            quarter of what the host has free after the first step, where that pays.
+            GPU makes that faster than to recompute them (docs/budget.md); 0: none are. "auto": what
+            `constraints` says; if nothing, on a GPU a quarter of what the host has free after the first step.
         constraints: what must hold for the plan in addition to the budget: pins by module path or op, FSDP
             units, a budget for forward, ... (docs/constraints.md). "user": the ops of which the model's own
             selective checkpoints say MUST_SAVE are pinned.
@@ -167,11 +167,12 @@ def apply(
     if budget_gb == "device":
         budget_of = "reserved"
     check_source(budget_gb, policy, alias, service, require_service=require_service)
-    pin_by_policies(model, pins=constraints == "user")
-    constraints = None if constraints == "user" else constraints
     check_constraints(constraints, planned=policy is not None or alias is not None)
+    pins = constraints == "user"
+    constraints = None if constraints == "user" else constraints
     budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, budget_of, model)
-    finds_host_budget = host_budget_gb == "auto" and budget_bytes is not None
+    has_host_budget = constraints is not None and constraints.host_budget_bytes > 0
+    finds_host_budget = host_budget_gb == "auto" and budget_bytes is not None and not has_host_budget
     if host_budget_gb != "auto":
         constraints = with_host_budget(constraints, host_budget_gb, budget_bytes)
     check_loop(loss, forwards_in_flight, verify)
@@ -214,6 +215,7 @@ def apply(
         take_over_checkpoints=take_over_checkpoints,
     )
     Applied(model, options, optimizer=optimizer, policy=loaded)
+    pin_by_policies(model, pins=pins)
     return given
 
 

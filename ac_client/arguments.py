@@ -186,7 +186,7 @@ def check_constraints(constraints: Any, *, planned: bool) -> None:
     """
     if constraints is None:
         return
-    if not isinstance(constraints, Constraints):
+    if not isinstance(constraints, Constraints) and constraints != "user":
         raise TypeError(
             f'constraints must be ac_client.Constraints(pin_save=..., ...) or "user", got '
             f"{described(constraints)}"

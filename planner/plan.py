@@ -56,7 +56,7 @@ GROUPS_GAIN = 0.001  # of the step: use groups are tried where they may save mor
 GROUPS_WORK = 1.0  # with so much work, or with as much as the search without groups took, if that is more
 SHARED_WORK = 3.0  # if blocks share compiled code: the best plan has more variants than is allowed
 EVIDENCE_WORK = 10.0  # to find what would fit, once the budget is proven not to
-FLOOR_SHARE = 5.0  # of the work limit: the search of the smallest peak, where no start fits, has no more
+FLOOR_SHARE = 5.0  # of the work limit: most work for the smallest peak, searched where no start fits
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def _answers(found: Fit) -> Iterator[str]:
     yield from dict.fromkeys(f"{row.size}: {_recomputed(row.plan)}." for row in (fastest, largest))
     after = found.largest + found.multiple
     if found.proven_from is None:
-        yield f"The search ended at {found.largest}: no plan was found for {after}, or none was searched."
+        yield f"The search ended at {found.largest}: it found no larger size that fits."
     elif found.proven_from <= after:
         yield f"The next size, {after}, is proven not to fit."
     else:
@@ -142,9 +142,9 @@ def _recomputed(plan: Plan) -> str:
     from autoac.planner.report.by_module import by_module, op_decisions
     from autoac.planner.units import format_bytes
 
+    moved = f", and {format_bytes(plan.moved_bytes)} move to the host" if plan.moves else ""
     if not plan.recompute_set:
-        return "nothing is recomputed"
-    moved = f", and moves {format_bytes(plan.moved_bytes)} to the host" if plan.moves else ""
+        return f"nothing is recomputed{moved}"
     rows = [row for row in by_module(op_decisions(plan.graph, plan.save_set)) if row.recomputes]
     names = ", ".join(row.name or "no module" for row in rows[:MOST_NAMED])
     more = f" and {len(rows) - MOST_NAMED} more modules" if len(rows) > MOST_NAMED else ""

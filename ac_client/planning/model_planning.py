@@ -119,7 +119,7 @@ class ModelPlanning:
             self._plan_again(bucket, action)
         if bucket.profile is not None:
             self.watch.peaks.start(call.model)
-        elif not bucket.statistics.steps and not self._holds_here(call, bucket):
+        elif not bucket.statistics.steps and not self._fits_here(call, bucket):
             self.store.discard(bucket)
             return self.policy_for(call, waiting)
         self.store.current = bucket
@@ -131,13 +131,14 @@ class ModelPlanning:
         if self.store.current is not None and self.store.current.profile is not None:
             self.watch.peaks.start(model)
 
-    def _holds_here(self, call: ModelCall, bucket: PlannedBucket) -> bool:
-        """Return False if the model holds more than its policy, from elsewhere, was planned for: plan again.
+    def _fits_here(self, call: ModelCall, bucket: PlannedBucket) -> bool:
+        """Return False if the policy, which was planned elsewhere, is to be planned again for this model.
 
-        Warn if there is no budget to plan for.
+        It is if the model holds more than the policy counts, and there is a budget. Without a budget, the
+        policy stays, with a warning if the peak goes over its limit.
 
         Raises:
-            OtherRanks: there is none, and the policy is for other ranks.
+            OtherRanks: the peak goes over the limit, the policy is for other ranks, and there is no budget.
         """
         planned, counted = bucket.planned_for, bucket.policy.predicted.static_bytes
         device = device_of(call.model, call.args, call.kwargs)
@@ -145,22 +146,21 @@ class ModelPlanning:
         static = static_bytes(call.model, call.args, call.kwargs, state, device).total
         peak = planned.peak + static - counted
         made_for, here = bucket.policy.tools.get("ranks", ""), layout_of(call.model)
-        is_other = made_for not in ("", here)
-        if static <= counted or (peak <= planned.limit and not is_other):
+        is_other, has_budget = made_for not in ("", here), self.options.budget_bytes is not None
+        over = peak > planned.limit
+        if static <= counted or not (over or (is_other and has_budget)):
             return True
-        budgeted = self.options.budget_bytes is not None
-        if peak > planned.limit and is_other and not budgeted:
+        if is_other and not has_budget:
             raise OtherRanks(made_for, here, peak, planned.limit)
-        if peak > planned.limit or budgeted:
-            self.planner.warn_once(
-                "static",
-                f"parameters, gradients, optimizer state and batch take {format_bytes(static)}, and the "
-                f"policy was planned for {format_bytes(counted)}, as of more ranks or of another optimizer "
-                f"or batch: the peak may be {format_bytes(peak)}, where the limit is "
-                f"{format_bytes(planned.limit)}. "
-                + ("It is planned again" if budgeted else "Pass budget_gb=... to have it planned again"),
-            )
-        return not budgeted
+        self.planner.warn_once(
+            "static",
+            f"parameters, gradients, optimizer state and batch take {format_bytes(static)}, and the "
+            f"policy was planned for {format_bytes(counted)}, as of more ranks or of another optimizer "
+            f"or batch: the peak may be {format_bytes(peak)}, where the limit is "
+            f"{format_bytes(planned.limit)}. "
+            + ("It is planned again" if has_budget else "Pass budget_gb=... to have it planned again"),
+        )
+        return not has_budget
 
     def forward_ended(self, bucket: PlannedBucket, out: Any) -> None:
         """Watch the forward that returned `out`, until its backward begins."""

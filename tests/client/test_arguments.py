@@ -55,6 +55,8 @@ def model() -> nn.Linear:
             "policy must be a Policy, a PolicySet or the path of a file, got dict",
         ),
         ({"constraints": {"pins": {}}}, TypeError, "constraints must be ac_client.Constraints.* got dict"),
+        ({"constraints": "users"}, TypeError, 'constraints must be .* or "user", got str'),
+        ({"constraints": "user", "policy": "policy.json"}, InvalidConstraints, "carried out as it is"),
         (
             {"constraints": ac_client.Constraints(), "policy": "policy.json"},
             InvalidConstraints,

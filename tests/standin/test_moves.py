@@ -178,11 +178,17 @@ def losses_and_peaks(
     return losses, peaks, model
 
 
-def test_host_budget_of_apply_is_measured_planned_and_kept(gpu: ModuleType) -> None:
+@pytest.mark.parametrize(
+    "passed", [{"host_budget_gb": 1}, {"constraints": ac_client.Constraints(host_budget_bytes=GIB)}]
+)
+def test_host_budget_of_apply_is_measured_planned_and_kept(gpu: ModuleType, passed: dict[str, Any]) -> None:
     expected, plain, _ = losses_and_peaks(gpu)
     host_memory.peak = host_memory.used
-    losses, peaks, model = losses_and_peaks(gpu, budget_gb=plain[-1] * 0.5 / GIB, host_budget_gb=1)
+    losses, peaks, model = losses_and_peaks(gpu, budget_gb=plain[-1] * 0.5 / GIB, **passed)
     assert losses == expected
+    constraints = ac_client.applied(model).policy.constraints
+    assert constraints is not None
+    assert constraints.host_budget_bytes == GIB
     report = ac_client.applied(model).report()
     assert report.predicted_peak_bytes is not None
     assert max(peaks[2:]) <= report.predicted_peak_bytes <= plain[-1] * 0.5
