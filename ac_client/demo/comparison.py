@@ -1,21 +1,37 @@
-"""Run the rows of the demo one after another, and check what they promise."""
+"""Measure the rows of the demo, and check what they promise."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from statistics import quantiles
+from typing import Any, NamedTuple
 
-from ac_client.demo.rows import Measured, Row, measure
+from ac_client.demo.rows import Memory, Row, Step, measure
 from ac_client.demo.setting import Setting
-from ac_client.measure.forked_call import run_in_child
+from ac_client.measure.forked_call import iterate_in_child
 
 PLAIN = "plain"
 CHECKPOINT = "checkpoint every block"
 OURS = "autoac at that peak"
+HALF = "autoac at half of that saving"
 
 OnRow = Callable[[str, int, int], None]  # called with the row's name, its number from 1, the number of rows
+
+
+class Quartiles(NamedTuple):
+    """The middle half of some values, and their median."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quartiles:
+        """Return the quartiles of at least one value."""
+        return cls(*(quantiles(values, method="inclusive") if len(values) > 1 else [*values] * 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +39,34 @@ class Line:
     """A row of the demo's table: how the model was trained, and what was measured."""
 
     row: Row
-    measured: Measured
+    memory: Memory
+    steps: tuple[Step, ...] = ()  # in turn with those of the other rows
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Return the budget of our plan; None for the other rows."""
+        return self.row.budget_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the measured peak."""
+        return self.memory.peak_bytes
 
     @property
     def predicted_peak_bytes(self) -> int | None:
         """Return the peak that our plan predicts; None for the other rows."""
-        policy = self.measured.policy
+        policy = self.memory.policy
         return None if policy is None else policy.predicted.peak_bytes
+
+    def time_over(self, other: Line) -> Quartiles:
+        """Return the time of a step as a multiple of the other row's step of the same turn."""
+        return Quartiles.of([a.cpu_s / b.cpu_s for a, b in zip(self.steps, other.steps, strict=True)])
+
+    def equal_steps(self, plain: Line) -> list[bool]:
+        """Return for each step, the first ones too, if loss and gradients are those of plain bit for bit."""
+        planned = zip(self.memory.first_steps, plain.memory.steps, strict=False)
+        trained = zip((*self.memory.steps, *self.steps), (*plain.memory.steps, *plain.steps), strict=True)
+        return [a.digest == b.digest for a, b in (*planned, *trained)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +75,56 @@ class Check:
 
     promise: str
     found: str
-    kept: bool
+    kept: bool | None  # None: the measurements cannot tell
     binding: bool = False  # the demo fails without it
 
 
 @dataclass(frozen=True, slots=True)
 class DemoComparison:
-    """All rows, and the promises about them."""
+    """All rows, the first of them plain, and the promises about them."""
 
     setting: Setting
     lines: tuple[Line, ...]
-    checks: tuple[Check, ...]
     seconds: float
+
+    @property
+    def plain(self) -> Line:
+        """Return the row of plain training."""
+        return self.lines[0]
+
+    @property
+    def ours(self) -> list[Line]:
+        """Return the rows that run under a plan."""
+        return [line for line in self.lines if line.row.method == "ours"]
 
     def line(self, name: str) -> Line:
         """Return the row called `name`."""
         return next(line for line in self.lines if line.row.name == name)
+
+    @property
+    def checks(self) -> list[Check]:
+        """Judge the promises of the demo."""
+        use = max(line.peak_bytes / (line.budget_bytes or 1) for line in self.ours)
+        error = max(abs((line.predicted_peak_bytes or 0) / line.peak_bytes - 1) for line in self.ours)
+        equal = {line.row.name: line.equal_steps(self.plain) for line in self.ours}
+        unequal = [name for name, steps in equal.items() if not all(steps)]
+        ratio = self.line(OURS).time_over(self.line(CHECKPOINT))
+        less, more = ratio.high < 1, ratio.low > 1
+        return [
+            Check("the peak is within the budget", f"at most {use:.2%} of it", use <= 1, binding=True),
+            Check(
+                "gradients equal those of plain bit for bit",
+                ", ".join(unequal) or f"at all {sum(map(len, equal.values()))} steps compared",
+                not unequal,
+                binding=True,
+            ),
+            Check("the peak was predicted within 1 %", f"off by {error:.3%}", error <= 0.01),
+            Check(
+                "less time than the checkpoint at its peak",
+                f"{'less' if less else 'more' if more else 'cannot tell'}, {multiple(ratio)} of its time",
+                True if less else False if more else None,
+            ),
+        ]
 
     @property
     def failed(self) -> bool:
@@ -62,26 +133,37 @@ class DemoComparison:
 
     def data(self) -> dict[str, Any]:
         """Return everything but the timelines as JSON types."""
-        facts = [name for name in Measured.__slots__ if name not in ("timeline", "policy", "profile")]
         return {
             "setting": asdict(self.setting),
             "seconds": round(self.seconds, 1),
             "rows": [
                 asdict(line.row)
-                | {name: getattr(line.measured, name) for name in facts}
-                | {"predicted_peak_bytes": line.predicted_peak_bytes}
+                | {"peak_bytes": line.peak_bytes, "predicted_peak_bytes": line.predicted_peak_bytes}
+                | {"first_steps_cpu_s": [step.cpu_s for step in line.memory.first_steps]}
+                | {"step_cpu_s": Quartiles.of([step.cpu_s for step in line.steps])._asdict()}
+                | {"time_over_plain": line.time_over(self.plain)._asdict()}
+                | {"equal_steps": line.equal_steps(self.plain)}
                 for line in self.lines
             ],
             "checks": [asdict(check) for check in self.checks],
         }
 
 
-def run(setting: Setting | None = None, *, pairs: int = 5, on_row: OnRow | None = None) -> DemoComparison:
-    """Measure the three rows. Our budget is the measured peak of the checkpoint around every block.
+def multiple(ratio: Quartiles) -> str:
+    """Format a median with the quartiles about it."""
+    return f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def run(setting: Setting | None = None, *, turns: int = 7, on_row: OnRow | None = None) -> DemoComparison:
+    """Measure the rows: plain, the checkpoint around every block, and ours at two budgets.
+
+    Our budgets are the measured peak of the checkpoint, and the middle between it and plain's.
+    Each row has a process of its own. They take timed steps in turn, so that what else the machine does adds
+    to all rows alike.
 
     Args:
         setting: the model; the default is small.
-        pairs: timed pairs of steps in each row.
+        turns: timed steps of each row.
         on_row: called before each row.
 
     Raises:
@@ -89,45 +171,28 @@ def run(setting: Setting | None = None, *, pairs: int = 5, on_row: OnRow | None 
     """
     setting = setting or Setting()
     start = time.monotonic()
+    methods = {PLAIN: "plain", CHECKPOINT: "checkpoint", OURS: "ours", HALF: "ours"}
     lines: list[Line] = []
-    for name, method in ((PLAIN, "plain"), (CHECKPOINT, "checkpoint"), (OURS, "ours")):
-        if on_row is not None:
-            on_row(name, len(lines) + 1, 3)
-        budget = lines[-1].measured.peak_bytes if method == "ours" else None
-        row = Row(name, method, budget, pairs)
-        try:  # without a time limit: a row takes seconds on two idle cores, and minutes on a busy machine
-            lines.append(Line(row, run_in_child(measure, row, setting)))
-        except RuntimeError as error:
-            raise RuntimeError(f"row {len(lines) + 1} ({name}) could not be measured: {error}") from None
-    return DemoComparison(setting, tuple(lines), tuple(checks(lines)), time.monotonic() - start)
+    with ExitStack() as stack:
+        children = []
+        for number, (name, method) in enumerate(methods.items(), 1):
+            if on_row is not None:
+                on_row(name, number, len(methods))
+            peaks = [line.peak_bytes for line in lines]
+            budgets = {OURS: peaks[1:2], HALF: [sum(peaks[:2]) // 2]}
+            row = Row(name, method, *budgets.get(name, []))
+            children.append(stack.enter_context(closing(iterate_in_child(measure, row, setting))))
+            lines.append(Line(row, _next_of(children[-1], row)))
+        for turn in range(turns):
+            for i in range(len(lines)):
+                number = (turn + i) % len(lines)
+                line = lines[number]
+                lines[number] = replace(line, steps=(*line.steps, _next_of(children[number], line.row)))
+    return DemoComparison(setting, tuple(lines), time.monotonic() - start)
 
 
-def checks(lines: list[Line]) -> list[Check]:
-    """Judge the promises of the demo by its three rows: plain, checkpoint and ours."""
-    _, checkpoint, ours = (line.measured for line in lines)
-    return [
-        *checks_of_ours([line for line in lines if line.row.method == "ours"]),
-        Check(
-            "less extra time than the checkpoint at its peak",
-            f"{ours.slowdown - 1:+.1%}, the checkpoint {checkpoint.slowdown - 1:+.1%}",
-            ours.slowdown < checkpoint.slowdown,
-        ),
-    ]
-
-
-def checks_of_ours(ours: list[Line]) -> list[Check]:
-    """Check budgets, gradients and predicted peaks of all rows of ours."""
-    highest_use = max(line.measured.peak_bytes / (line.row.budget_bytes or 1) for line in ours)
-    error = max(abs((line.predicted_peak_bytes or 0) / line.measured.peak_bytes - 1) for line in ours)
-    unequal = [line.row.name for line in ours if not line.measured.gradients_equal]
-    n_steps = sum(line.measured.compared_steps for line in ours)
-    return [
-        Check("the peak is within the budget", f"{highest_use:.2%} of it", highest_use <= 1, binding=True),
-        Check(
-            "gradients equal those of plain bit for bit",
-            ", ".join(unequal) or f"at all {n_steps} steps compared",
-            not unequal,
-            binding=True,
-        ),
-        Check("the peak was predicted within 1 %", f"off by {error:.3%}", error <= 0.01),
-    ]
+def _next_of(child: Iterator[Any], row: Row) -> Any:
+    try:  # without a time limit: a row takes seconds on two idle cores, and minutes on a busy machine
+        return next(child)
+    except RuntimeError as error:
+        raise RuntimeError(f"the row {row.name!r} could not be measured: {error}") from None

@@ -4,7 +4,7 @@
 (() => {
   const rows = JSON.parse(document.getElementById("data").textContent);
   const box = document.getElementById("plot");
-  const colors = {plain: "plain", checkpoint: "blocks", selective: "again", ours: "plan"};
+  const colors = ["plain", "blocks", "plan", "again"];
   const budget = rows.map(row => row.budget).find(Boolean);
   const times = [...new Set(rows.flatMap(row => row.ms))].sort((a, b) => a - b);
   const mib = bytes => bytes == null ? null : bytes / parts.MIB;
@@ -24,8 +24,8 @@
     const axis = {stroke: parts.color("soft"), grid: {stroke: parts.color("line")}, ticks: {stroke: parts.color("line")}};
     const value = (u, v) => v == null ? "" : v.toFixed(1) + " MiB";
     const series = rows.map((row, i) => ({
-      label: row.name, stroke: parts.color(colors[row.method]), width: 1.5, value, points: {show: false},
-      paths: uPlot.paths.stepped({align: 1}), show: rows.findIndex(other => other.method === row.method) === i,
+      label: row.name, stroke: parts.color(colors[i]), width: 1.5, value, points: {show: false},
+      paths: uPlot.paths.stepped({align: 1}),
     }));
     const limit = {label: "budget", stroke: parts.color("budget"), dash: [6, 4], value, points: {show: false}};
     plot = new uPlot({

@@ -1,4 +1,4 @@
-"""Measure rows of the demo: one way to train its model, in one process.
+"""Measure a row of the demo: one way to train its model, in a process of its own.
 
 A row is measured in three parts:
 
@@ -6,19 +6,18 @@ A row is measured in three parts:
    plan, and its record is the profile. The second is planned, and runs under the plan.
 2. *memory*: a new model under the allocator's own report, which starts before the model is built, so that
    it counts every byte. Ours runs under the policy of part 1, since only one torch profiler can be active.
-3. *time*: a plain copy takes the same steps from the same seeds, then both take steps in turn.
+3. *time*: the model takes one step each time that the row's turn comes.
 
-Loss and gradients are compared with those of the plain copy at every step of all three parts.
+Each step has a digest of its loss and gradients, and the n-th step the same seed in every row.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
-from statistics import median
 
 import torch
 from torch import nn
@@ -43,19 +42,23 @@ class Row:
     name: str
     method: str  # "plain", "ours", or a wrapper of the blocks such as "checkpoint"
     budget_bytes: int | None = None  # of ours
-    pairs: int = 5  # timed steps, each paired with a plain one
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Peaks and times that were measured for one row. Times are medians in seconds, sizes are in bytes."""
+class Step:
+    """One training step: its CPU time in seconds, and a digest of its loss and gradients."""
 
-    peak_bytes: int  # from the second step on
-    first_steps_s: tuple[float, float] | None  # of ours: the observed step; the plan, and the step under it
-    step_s: float
-    slowdown: float  # median over the pairs of step / plain step
-    gradients_equal: bool  # loss and gradients equal those of plain bit for bit at every step
-    compared_steps: int
+    cpu_s: float
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Hold what was measured before the timed steps: parts 1 and 2."""
+
+    peak_bytes: int  # of the second step
+    first_steps: tuple[Step, ...] = ()  # of ours: the observed step; the plan, and the step under it
+    steps: tuple[Step, ...] = ()  # of part 2
     timeline: list[tuple[float, int]] = field(default_factory=list)  # (ms, live bytes) of the last step
     policy: Policy | None = None  # of ours, with the profile that it was planned from
     profile: Profile | None = None
@@ -80,41 +83,40 @@ class Trainee:
         self.ids = demo_setting.make_batch(setting)
         self.seed = setting.seed
         self.keep_gradients = setting.keep_gradients
+        self.taken = 0  # steps
         if self.keep_gradients:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-        self.seconds: list[float] = []  # of each step
-        self.results: list[bytes] = []  # SHA-256 of each step's loss and gradients
 
-    def step(self) -> None:
-        """Take a training step, and keep its seconds and its result."""
-        torch.manual_seed(self.seed + len(self.seconds) + 1)
-        start = time.perf_counter()
+    def step(self) -> Step:
+        """Take a training step."""
+        self.taken += 1
+        torch.manual_seed(self.seed + self.taken)
+        start = time.process_time()  # other processes do not add to it
         out = self.model(self.ids, labels=self.ids)
         out.loss.backward()
         self.optimizer.step()
-        self.seconds.append(time.perf_counter() - start)
+        cpu_s = time.process_time() - start
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         result = sha256()
         for tensor in (out.loss, *gradients):
             result.update(tensor.detach().numpy().tobytes())
-        self.results.append(result.digest())
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        return Step(cpu_s, result.digest())
 
 
-def measure(row: Row, setting: Setting, wrappers: Wrappers | None = None) -> Measured:
-    """Train the demo's model as `row` says, in this process, and measure its peak and its step time."""
-    first: Trainee | None = None
+def measure(row: Row, setting: Setting, wrappers: Wrappers | None = None) -> Iterator[Memory | Step]:
+    """Train the demo's model as `row` says, in this process; yield its memory, then step after step."""
+    first: list[Step] = []
     policy = profile = None
     if row.method == "ours":
-        first = Trainee(setting)
-        _apply(first, row)
-        for _ in range(FIRST_STEPS):
-            first.step()
-        plan = ac_client.applied(first.model).plan
+        trainee = Trainee(setting)
+        _apply(trainee, row)
+        first = [trainee.step() for _ in range(FIRST_STEPS)]
+        plan = ac_client.applied(trainee.model).plan
         assert plan is not None
         policy, profile = plan.policy(), plan.profile
-        del first.model, first.optimizer
+        del trainee
 
     with AllocatorTimeline() as timeline:
         mine = Trainee(setting)
@@ -124,35 +126,15 @@ def measure(row: Row, setting: Setting, wrappers: Wrappers | None = None) -> Mea
             (wrappers or {"checkpoint": checkpoint_blocks})[row.method](
                 demo_setting.blocks(mine.model, setting)
             )
+        steps = []
         for number in range(1, MEMORY_STEPS + 1):
             timeline.mark(f"step {number}")
-            mine.step()
+            steps.append(mine.step())
 
-    plain = mine
-    if row.method != "plain":
-        plain = Trainee(setting)
-        for _ in range(MEMORY_STEPS):
-            plain.step()
-    for i in range(row.pairs):
-        for trainee in dict.fromkeys((mine, plain) if i % 2 else (plain, mine)):
-            trainee.step()
-    ran, ran_plain = mine.seconds[MEMORY_STEPS:], plain.seconds[MEMORY_STEPS:]
-    compared = [] if mine is plain else list(zip(mine.results, plain.results, strict=True))
-    first_steps_s = None
-    if first is not None:
-        first_steps_s = first.seconds[0], first.seconds[1]
-        compared += zip(first.results, plain.results[:FIRST_STEPS], strict=True)
-    return Measured(
-        peak_bytes=timeline.peak_since("step 2"),
-        first_steps_s=first_steps_s,
-        step_s=median(ran),
-        slowdown=median(a / b for a, b in zip(ran, ran_plain, strict=True)),
-        gradients_equal=all(a == b for a, b in compared),
-        compared_steps=len(compared),
-        timeline=since(timeline.events, timeline.marks[f"step {MEMORY_STEPS}"], TIMELINE_POINTS),
-        policy=policy,
-        profile=profile,
-    )
+    last = since(timeline.events, timeline.marks[f"step {MEMORY_STEPS}"], TIMELINE_POINTS)
+    yield Memory(timeline.peak_since("step 2"), tuple(first), tuple(steps), last, policy, profile)
+    while True:
+        yield mine.step()
 
 
 def _apply(trainee: Trainee, row: Row, policy: Policy | None = None) -> None:

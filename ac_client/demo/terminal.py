@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ac_client.demo.comparison import DemoComparison, Line
+from ac_client.demo.comparison import DemoComparison, Line, Quartiles, multiple
 
 MIB = 1 << 20
 BAR_WIDTH = 24
@@ -17,22 +17,22 @@ COLORS = {"plain": "bright_black", "checkpoint": "yellow", "ours": "green"}
 
 def render(comparison: DemoComparison) -> RenderableType:
     """Render the rows, their bars and the promises."""
-    highest = max(line.measured.peak_bytes for line in comparison.lines)
-    slowest = max(line.measured.slowdown for line in comparison.lines)
+    highest = max(line.peak_bytes for line in comparison.lines)
+    times = [line.time_over(comparison.plain).median for line in comparison.lines]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("peak MiB", justify="right")
     table.add_column("")
     table.add_column("step time / plain", justify="right")
     table.add_column("")
-    for line in comparison.lines:
-        measured, color = line.measured, COLORS[line.row.method]
+    for line, ratio in zip(comparison.lines, times, strict=True):
+        color = COLORS[line.row.method]
         table.add_row(
             line.row.name,
-            mib(measured.peak_bytes),
-            Bar(highest, 0, measured.peak_bytes, width=BAR_WIDTH, color=color),
-            slowdown(line),
-            Bar(slowest, 0, measured.slowdown, width=BAR_WIDTH, color=color),
+            mib(line.peak_bytes),
+            Bar(highest, 0, line.peak_bytes, width=BAR_WIDTH, color=color),
+            time_over_plain(line, comparison),
+            Bar(max(times), 0, ratio, width=BAR_WIDTH, color=color),
             style="bold" if line.row.method == "ours" else None,
         )
     return Group(Text(comparison.setting.describe()), table, Text(facts(comparison)), *_checks(comparison))
@@ -40,11 +40,12 @@ def render(comparison: DemoComparison) -> RenderableType:
 
 def facts(comparison: DemoComparison) -> str:
     """Say in one line what the rows do not show."""
-    first_steps = [line.measured.first_steps_s for line in comparison.lines if line.measured.first_steps_s]
-    observed, planned = (max(seconds) for seconds in zip(*first_steps, strict=True))
+    first_steps = [line.memory.first_steps for line in comparison.ours]
+    observed, planned = (max(step.cpu_s for step in steps) for steps in zip(*first_steps, strict=True))
+    plain = Quartiles.of([step.cpu_s for step in comparison.plain.steps]).median
     return (
-        f"first step of autoac, observed: {observed:.1f} s; second step, with its plan: {planned:.1f} s; "
-        f"plain step: {comparison.lines[0].measured.step_s:.2f} s; all rows: {comparison.seconds:.0f} s"
+        f"CPU time of one thread: {plain:.2f} s for a plain step, {observed:.1f} s for autoac's first, "
+        f"observed one, {planned:.1f} s for its second, with the plan; all rows: {comparison.seconds:.0f} s"
     )
 
 
@@ -53,19 +54,18 @@ def mib(nbytes: int | None) -> str:
     return "" if nbytes is None else f"{nbytes / MIB:.1f}"
 
 
-def slowdown(line: Line) -> str:
-    """Format the step time as a multiple of the plain one."""
-    return "1.00" if line.row.method == "plain" else f"{line.measured.slowdown:.2f}"
+def time_over_plain(line: Line, comparison: DemoComparison) -> str:
+    """Format the step time as a multiple of the plain one, with quartiles."""
+    return "1.00" if line is comparison.plain else multiple(line.time_over(comparison.plain))
 
 
-def gradients(line: Line) -> str:
+def gradients(line: Line, comparison: DemoComparison) -> str:
     """Say if the gradients equal those of plain; empty for plain itself."""
-    return "" if line.row.method == "plain" else "yes" if line.measured.gradients_equal else "NO"
+    return "" if line is comparison.plain else "yes" if all(line.equal_steps(comparison.plain)) else "NO"
+
+
+MARKS = {True: ("ok   ", "green"), None: (" ?   ", "yellow"), False: ("MISS ", "bold red")}
 
 
 def _checks(comparison: DemoComparison) -> list[Text]:
-    lines = []
-    for check in comparison.checks:
-        mark = Text("ok   ", style="green") if check.kept else Text("MISS ", style="bold red")
-        lines.append(mark + Text(f"{check.promise}: {check.found}"))
-    return lines
+    return [Text(*MARKS[check.kept]) + Text(f"{check.promise}: {check.found}") for check in comparison.checks]

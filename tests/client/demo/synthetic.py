@@ -1,11 +1,12 @@
 """Results of the demo written by hand, for tests of the code that reads them."""
 
-from ac_client.demo.comparison import CHECKPOINT, OURS, PLAIN, DemoComparison, Line, checks
-from ac_client.demo.rows import Measured, Row
+from ac_client.demo.comparison import CHECKPOINT, HALF, OURS, PLAIN, DemoComparison, Line
+from ac_client.demo.rows import Memory, Row, Step
 from ac_client.demo.setting import TINY
 from autoac.planner.formats.policy import Policy, Predicted
 
 MIB = 1 << 20
+TURNS = 5
 
 
 def policy_with(peak_bytes):
@@ -13,26 +14,35 @@ def policy_with(peak_bytes):
     return Policy.model_construct(predicted=Predicted.model_construct(peak_bytes=peak_bytes))
 
 
-def measured(peak_mib, *, predicted_mib=None, slowdown=1.0, equal=True, first_steps_s=None):
-    """Return a result whose last step rises to the peak and falls again."""
-    return Measured(
-        peak_bytes=int(peak_mib * MIB),
-        first_steps_s=first_steps_s,
-        step_s=slowdown,
-        slowdown=slowdown,
-        gradients_equal=equal,
-        compared_steps=10,
+def steps(cpu_s, digest=b"plain"):
+    """Return timed steps, each of them a thousandth longer than the step before."""
+    return tuple(Step(cpu_s + i / 1000, digest) for i in range(TURNS))
+
+
+def line(name, method, peak_mib, cpu_s, *, budget_mib=None, predicted_mib=None, equal=True):
+    """Return a row whose last step rises to the peak and falls again."""
+    memory = Memory(
+        int(peak_mib * MIB),
+        first_steps=steps(2.0)[:2] if method == "ours" else (),
+        steps=steps(cpu_s)[:2],
         timeline=[(0.0, 10 * MIB), (1.0, int(peak_mib * MIB)), (2.0, 10 * MIB)],
         policy=None if predicted_mib is None else policy_with(int(predicted_mib * MIB)),
     )
+    row = Row(name, method, None if budget_mib is None else budget_mib * MIB)
+    return Line(row, memory, steps(cpu_s, b"plain" if equal else b"other"))
 
 
-def comparison(ours=None):
+def ours(peak_mib=40.0, cpu_s=1.1, *, predicted_mib=40.0, equal=True):
+    """Return our row at the checkpoint's peak."""
+    return line(OURS, "ours", peak_mib, cpu_s, budget_mib=40, predicted_mib=predicted_mib, equal=equal)
+
+
+def comparison(at_that_peak=None):
     """Return a demo that keeps all promises: plain peaks at 100 MiB, the checkpoint and ours at 40."""
-    ours = ours or measured(40, predicted_mib=40, slowdown=1.1, first_steps_s=(0.5, 2.0))
-    lines = [
-        Line(Row(PLAIN, "plain"), measured(100)),
-        Line(Row(CHECKPOINT, "checkpoint"), measured(40, slowdown=1.4)),
-        Line(Row(OURS, "ours", 40 * MIB), ours),
-    ]
-    return DemoComparison(TINY, tuple(lines), tuple(checks(lines)), 50.0)
+    lines = (
+        line(PLAIN, "plain", 100, 1.0),
+        line(CHECKPOINT, "checkpoint", 40, 1.4),
+        at_that_peak or ours(),
+        line(HALF, "ours", 70, 1.02, budget_mib=70, predicted_mib=70),
+    )
+    return DemoComparison(TINY, lines, 50.0)
