@@ -9,12 +9,13 @@ import bisect
 import itertools
 import threading
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from autoac.tape.capture.garbage_collection import no_garbage_collection
+from autoac.tape.capture.garbage_collection import frozen_heap, no_garbage_collection
 from autoac.tape.capture.op_recorder import RecordedStorage
 from autoac.tape.capture.op_timer import Clock, clock_of
 from autoac.tape.errors import CannotProfile
@@ -113,6 +114,7 @@ class AllocationRecord:
         # Threads of backward place marks too, and a finalizer may do so while its thread places one.
         self._lock = threading.RLock()
         self._trace = TorchTrace(device, nodes=nodes)
+        self._heap = ExitStack()
         self.changes: list[Change] = []
         self.positions: list[int] = []
         self.times_ns: list[int] = []
@@ -121,6 +123,7 @@ class AllocationRecord:
 
     def __enter__(self) -> AllocationRecord:
         self._trace.__enter__()
+        self._heap.enter_context(frozen_heap())
         self._open = True
         return self
 
@@ -149,6 +152,7 @@ class AllocationRecord:
         with self._lock:
             was_open, self._open = self._open, False
         if was_open:
+            self._heap.close()
             self._trace.__exit__(None, None, None)
 
     def read(self) -> None:

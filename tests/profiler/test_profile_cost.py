@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autoac.profiler import observe
 from autoac.profiler import static_memory as static
 from autoac.profiler.static_memory import optimizer_bytes
+from autoac.tape.capture.allocations import AllocationRecord
 from autoac.tape.capture.garbage_collection import frozen_heap, no_garbage_collection
 
 CPU = torch.device("cpu")
@@ -38,6 +39,13 @@ def test_heap_is_frozen_while_a_step_is_profiled_and_unfrozen_afterwards() -> No
     assert frozen[0] > 0
     assert gc.get_freeze_count() == 0
     assert gc.isenabled()
+
+
+def test_heap_is_frozen_while_allocations_are_recorded_and_unfrozen_afterwards() -> None:
+    """The first step of a planned model is such a record."""
+    with AllocationRecord(CPU):
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_heap_frozen_by_the_user_stays_frozen() -> None:
