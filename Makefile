@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PIN := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast test-torch test-oldest nightly check check-install check-resolve schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-ranks bench-placements bench-block-bounds bench-random-plans bench-offload bench-clients bench-predictions bench-fit clean
+.PHONY: setup demo test test-fast test-torch test-oldest nightly check check-install check-resolve schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-ranks bench-placements bench-block-bounds bench-random-plans bench-offload bench-predictions bench-fit clean
 
 setup: $(READY)
 
@@ -183,14 +183,6 @@ bench-predictions: $(READY)
 # `fit` next to real steps of 25 models on the CPU: the largest batch, and peaks of sizes. Some minutes.
 bench-fit: $(READY)
 	$(BIN)/python -m benchmarks.fit
-
-# Five steps inside TRL, diffusers, timm, Lightning, PyG and Opacus, next to plain: a quarter of an hour. The
-# packages go into an environment of their own, which sees those of $(VENV).
-bench-clients: $(READY)
-	$(PYTHON) -m venv build/clients-venv
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo build/clients-venv/lib/python3.*/site-packages)/base.pth
-	build/clients-venv/bin/python -m pip -qq install --no-deps trl peft diffusers timm "torchvision==0.28.*" pillow torch_geometric opacus datasets pandas pyarrow dill xxhash multiprocess python-dateutil tzdata six httpx lightning
-	build/clients-venv/bin/python -m benchmarks.clients
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,1 +1,0 @@
-"""Planned training inside other libraries' loops, next to plain."""
