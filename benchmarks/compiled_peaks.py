@@ -6,25 +6,23 @@ saves everything. The bytes are exact for a backend that runs the ops of the joi
 
 from __future__ import annotations
 
-import argparse
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import ac_client
 from autoac.planner import find_minimum_peak, plan
 from autoac.profiler import profile
-from autoac.tape.capture.allocations import AllocationRecord
-from benchmarks.models.batches import Batch
 from benchmarks.models.tiny import ZOO, ZooModel
+from benchmarks.results import bench_parser, chosen, markdown_table, shown, write_result
+from benchmarks.steps import Trainee
 
 SHARES = (0.75, 0.5, 0.25)
 STEPS = 2  # whose results are compared: the first is observed, the second planned
+HEAD = ("model", "share", "budget", "predicted", "measured", "difference", "ops again", "same results")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,73 +43,52 @@ def compare(
 ) -> Iterator[ComparedPeak]:
     """Yield the comparison of `entry` at each share of the way from its smallest to its largest peak."""
     torch.compiler.reset()
-    batch = entry.batch()
-    want = _results(_made(entry), backend, batch)
-    unplanned: Any = torch.compile(_made(entry), backend=backend)
-    found = profile(unplanned, **batch)
+    want = _results(_compiled(entry, backend))
+    unplanned = _compiled(entry, backend)
+    found = profile(unplanned.call, **unplanned.batch)  # type: ignore[arg-type]
     lowest, highest = find_minimum_peak(found, time_limit_s=30).found, plan(found, budget_gb=1024).peak
     for share in shares:
         budget = int(lowest + share * (highest - lowest))
-        model = _made(entry)
-        compiled: Any = torch.compile(model, backend=backend)
-        ac_client.apply(compiled, budget / 2**30)
-        same = all(map(torch.equal, _results(model, backend, batch, compiled), want))
-        handle = ac_client.applied(model)
+        trainee = _compiled(entry, backend)
+        ac_client.apply(trainee.call, budget / 2**30)  # type: ignore[type-var]
+        same = all(map(torch.equal, _results(trainee), want))
+        handle = ac_client.applied(trainee.model)
         predicted = handle.policy.predicted  # type: ignore[union-attr]
-        model.zero_grad()
-        gc.collect()
-        with AllocationRecord(torch.device("cpu")) as record:
-            _step(compiled, batch)
-        measured = max(accumulate(change.nbytes for change in record.changes)) + predicted.static_bytes
+        peak = trainee.peak() + predicted.static_bytes
         recomputed = handle.report().recomputed
-        yield ComparedPeak(entry.name, share, budget, predicted.peak_bytes, measured, recomputed, same)
+        yield ComparedPeak(entry.name, share, budget, predicted.peak_bytes, peak, recomputed, same)
 
 
-def _made(entry: ZooModel) -> nn.Module:
+def _compiled(entry: ZooModel, backend: str) -> Trainee:
     torch.manual_seed(0)
-    return entry.make().train()
+    model = entry.make().train()
+    return Trainee(model, entry.batch(), torch.compile(model, backend=backend))
 
 
-def _results(
-    model: nn.Module, backend: str, batch: Batch, compiled: Callable[..., Any] | None = None
-) -> list[Tensor]:
-    call = torch.compile(model, backend=backend) if compiled is None else compiled
+def _results(trainee: Trainee) -> list[Tensor]:
     results = []
     for _ in range(STEPS):
-        model.zero_grad()
-        _step(call, batch)
-        results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        results += [buffer.clone() for buffer in model.buffers()]
+        trainee.step()
+        results += [*trainee.gradients(), *(buffer.clone() for buffer in trainee.model.buffers())]
     return results
 
 
-def _step(call: Callable[..., Any], batch: Batch) -> None:
-    torch.manual_seed(1)
-    for value in batch.values():
-        if isinstance(value, Tensor):
-            value.grad = None
-    out = call(**batch)
-    (out if isinstance(out, Tensor) else out["loss"]).backward()
+def _cells(row: ComparedPeak) -> tuple[str, ...]:
+    sizes = (row.budget, row.predicted, row.measured, row.measured - row.predicted)
+    same = "yes" if row.same_results else "NO"
+    return row.model, f"{row.share:.0%}", *(f"{size:,}" for size in sizes), str(row.recomputed), same
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Compare the models that are named, or all."""
+    parser = bench_parser(__doc__)
     parser.add_argument("--backend", default="aot_eager")
-    parser.add_argument("models", nargs="*", help="names, or parts of them; by default all")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| model | share | budget | predicted | measured | difference | ops again | same results |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for entry in ZOO:
-        if options.models and not any(name in entry.name for name in options.models):
-            continue
-        for row in compare(entry, backend=options.backend):
-            difference, same = row.measured - row.predicted, "yes" if row.same_results else "NO"
-            print(
-                f"| {row.model} | {row.share:.0%} | {row.budget:,} | {row.predicted:,} | {row.measured:,} "
-                f"| {difference:,} | {row.recomputed} | {same} |",
-                flush=True,
-            )
+    zoo = {entry.name: entry for entry in ZOO}
+    compared = (compare(zoo[name], backend=options.backend) for name in chosen(zoo, options.only))
+    rows = shown(chain.from_iterable(compared), _cells)
+    write_result(markdown_table(HEAD, map(_cells, rows)), options.out)
 
 
 if __name__ == "__main__":

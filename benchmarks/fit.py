@@ -21,13 +21,10 @@ all ten peaks to the byte.
 
 from __future__ import annotations
 
-import argparse
 import operator
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
 
@@ -42,8 +39,8 @@ from autoac.planner import build as graph_of
 from autoac.profiler import Device, observe
 from benchmarks.models import tiny, unfamiliar
 from benchmarks.models.batches import Batch, ModelAndBatch
-from benchmarks.results import add_out_argument, markdown_table, write_result
-from benchmarks.step_timing import loss_of
+from benchmarks.results import bench_parser, chosen, markdown_table, shown, write_result
+from benchmarks.steps import loss_of
 
 CPU = Device("a CPU", MappingProxyType({}), 1e11, 2e10, 16 << 30, device_type="cpu", allocator_rounding=1)
 SIZE_OF_BUDGET = 4
@@ -196,28 +193,24 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
+HEAD = (
+    *("model", "largest: fit / real", "all saved: fit / real", "exact peaks", "worst peak"),
+    *("measured only", "CPU seconds of fit", ""),
+)
+
+
 def main() -> int:
     """Measure all models and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="*", metavar="PATTERN")
-    add_out_argument(parser)
-    options = parser.parse_args()
+    options = bench_parser(__doc__).parse_args()
     torch.set_num_threads(1)
-    rows = []
-    for name in MODELS:
-        if fnmatchcase(name, options.only):
-            rows.append(measure(name))
-            print(*cells(rows[-1]), sep=" | ", file=sys.stderr, flush=True)
+    rows = shown(map(measure, chosen(MODELS, options.only)), cells)
     exact = sum(row.exact == len(TEN) for row in rows)
-    wrong = [row.name for row in rows if not row.is_right]
-    head = ("model", "largest: fit / real", "all saved: fit / real", "exact peaks", "worst peak")
-    table = markdown_table((*head, "measured only", "CPU seconds of fit", ""), map(cells, rows))
-    blind = sum(row.is_blind for row in rows)
+    wrong = sum(not row.is_right for row in rows)
     summary = (
-        f"{len(rows)} models, {len(wrong)} wrong, {blind} with workspaces that fake steps do not see; "
-        f"in {exact} all ten peaks are exact."
+        f"{len(rows)} models, {wrong} wrong, {sum(row.is_blind for row in rows)} with workspaces that fake "
+        f"steps do not see; in {exact} all ten peaks are exact."
     )
-    write_result(f"{summary}\n\n{table}", options.out)
+    write_result(f"{summary}\n\n{markdown_table(HEAD, map(cells, rows))}", options.out)
     return int(bool(wrong) or exact < EXACT_MODELS * len(rows))
 
 

@@ -8,12 +8,7 @@ float64. Dropout is off, since float64 would draw other masks.
 
 from __future__ import annotations
 
-import argparse
-import gc
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +16,10 @@ from torch import Tensor, nn
 import ac_client
 from autoac.planner import build, find_minimum_peak
 from autoac.profiler import profile
-from autoac.tape.capture.allocations import AllocationRecord
 from benchmarks.models.batches import Batch
 from benchmarks.models.tiny import ZOO, ZooModel
-from benchmarks.results import add_out_argument, markdown_table, write_result
+from benchmarks.results import bench_parser, chosen, markdown_table, shown, write_result
+from benchmarks.steps import Trainee
 
 MODELS = ("GPT-2", "Llama", "ViT", "CLIP", "ResNet", "U-Net")
 MOST_MEASURED = 3  # steps of one plan: the last has no correction left
@@ -49,53 +44,38 @@ class Run:
 def train(entry: ZooModel, share: float) -> Run:
     """Train within a budget at `share` of the way from the smallest predicted peak to Inductor's own."""
     torch.compiler.reset()
-    batch = entry.batch()
-    reference = _gradients(_made(entry).double(), None, _doubled(batch))
-    model = _made(entry)
-    compiled: Any = torch.compile(model)
-    error = _distance(_gradients(model, compiled, batch), reference)
-    peak = _peak(model, compiled, batch)
+    reference = _gradients(Trainee(_made(entry).double(), _doubled(entry.batch())))
+    unplanned = _compiled(entry)
+    error = _distance(_gradients(unplanned), reference)
+    peak = unplanned.peak()
     torch.compiler.reset()
 
-    model = _made(entry)
-    compiled = torch.compile(model)
-    found = profile(compiled, **batch)
+    trainee = _compiled(entry)
+    found = profile(trainee.call, **trainee.batch)  # type: ignore[arg-type]
     static = build(found).static_bytes
     lowest = find_minimum_peak(found, time_limit_s=30).found
     run = Run(entry.name, int(lowest + share * (static + peak - lowest)), static + peak, error)
-    ac_client.apply(compiled, run.budget / 2**30)
+    ac_client.apply(trainee.call, run.budget / 2**30)  # type: ignore[type-var]
     for _ in range(2):  # the first is observed, the second compiles the plan
-        model.zero_grad()
-        _step(compiled, batch)
-    handle = ac_client.applied(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # ends the step, and keeps the numbers
+        trainee.step()
+    handle = ac_client.applied(trainee.model)
+    optimizer = torch.optim.SGD(trainee.model.parameters(), lr=0.0)  # ends the step, and keeps the numbers
     for _ in range(MOST_MEASURED):
         before = handle.report()
-        run.rounds.append(_measured(handle, model, compiled, batch, optimizer))
-        if handle.report().corrections == before.corrections:
+        trainee.model.zero_grad()
+        with handle.measure():
+            trainee.step()
+            optimizer.step()
+        after = handle.report()
+        run.rounds.append((before.predicted_peak_bytes or 0, after.measured_peak_bytes or 0))
+        if after.corrections == before.corrections:
             break
-    run.error = _distance(_gradients(model, compiled, batch), reference)
-    run.measured = static + _peak(model, compiled, batch)
+    run.error = _distance(_gradients(trainee), reference)
+    run.measured = static + trainee.peak()
     report = handle.report()
-    run.predicted, run.recomputed, run.corrections = (
-        report.predicted_peak_bytes or 0,
-        report.recomputed,
-        report.corrections,
-    )
+    run.predicted, run.recomputed = report.predicted_peak_bytes or 0, report.recomputed
+    run.corrections = report.corrections
     return run
-
-
-def _measured(
-    handle: Any, model: nn.Module, call: Callable[..., Any], batch: Batch, optimizer: torch.optim.Optimizer
-) -> tuple[int, int]:
-    """Measure a whole step. Return its predicted and its measured peak."""
-    model.zero_grad()
-    gc.collect()
-    predicted = handle.report().predicted_peak_bytes
-    with handle.measure():
-        _step(call, batch)
-        optimizer.step()
-    return predicted, handle.report().measured_peak_bytes
 
 
 def _made(entry: ZooModel) -> nn.Module:
@@ -107,6 +87,11 @@ def _made(entry: ZooModel) -> nn.Module:
     return model
 
 
+def _compiled(entry: ZooModel) -> Trainee:
+    model = _made(entry)
+    return Trainee(model, entry.batch(), torch.compile(model))
+
+
 def _doubled(batch: Batch) -> Batch:
     return {
         name: value.detach().double() if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -114,32 +99,14 @@ def _doubled(batch: Batch) -> Batch:
     }
 
 
-def _gradients(model: nn.Module, call: Callable[..., Any] | None, batch: Batch) -> Tensor:
-    """Return all gradients in one row, in float64."""
-    model.zero_grad()
-    _step(model if call is None else call, batch)
-    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+def _gradients(trainee: Trainee) -> Tensor:
+    """Return all gradients of a step in one row, in float64."""
+    trainee.step()
+    return torch.cat([gradient.double().flatten() for gradient in trainee.gradients()])
 
 
 def _distance(gradients: Tensor, reference: Tensor) -> float:
     return float((gradients - reference).norm() / reference.norm())
-
-
-def _peak(model: nn.Module, call: Callable[..., Any], batch: Batch) -> int:
-    """Return the peak of a step beyond what exists before it, in bytes."""
-    model.zero_grad()
-    gc.collect()
-    with AllocationRecord(torch.device("cpu")) as record:
-        _step(call, batch)
-    return max(accumulate(change.nbytes for change in record.changes))
-
-
-def _step(call: Callable[..., Any], batch: Batch) -> None:
-    for value in batch.values():
-        if isinstance(value, Tensor):
-            value.grad = None
-    out = call(**batch)
-    (out if isinstance(out, Tensor) else out["loss"]).backward()
 
 
 HEAD = (
@@ -176,18 +143,14 @@ def row_of(run: Run) -> tuple[str, ...]:
 
 def main() -> None:
     """Train the models that are named, or six."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
+    parser.set_defaults(only=MODELS)
     parser.add_argument("--share", type=float, default=0.5)
-    parser.add_argument("--only", nargs="+", choices=[e.name for e in ZOO], default=MODELS, metavar="MODEL")
-    add_out_argument(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    for entry in ZOO:
-        if entry.name in options.only:
-            rows.append(row_of(train(entry, options.share)))
-            print(rows[-1], flush=True)
-    write_result(markdown_table(HEAD, rows), options.out)
+    zoo = {entry.name: entry for entry in ZOO}
+    runs = (train(zoo[name], options.share) for name in chosen(zoo, options.only))
+    write_result(markdown_table(HEAD, map(row_of, shown(runs, row_of))), options.out)
 
 
 if __name__ == "__main__":

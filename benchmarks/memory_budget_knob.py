@@ -7,15 +7,13 @@ a plan, which `apply` carries out. Dropout is off: torch's gradients are wrong w
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import gc
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -31,11 +29,11 @@ from autoac.profiler import profile
 from autoac.profiler.compiler.second_stage import BoxedCall, CompiledPart, carried_by
 from autoac.profiler.joint_graph.decided_part import ops_of
 from autoac.profiler.joint_graph.joint_graph import JointGraph, simplify
-from autoac.tape.capture.allocations import AllocationRecord
 from benchmarks.models import medium
 from benchmarks.models.batches import ModelAndBatch
 from benchmarks.models.gpt2 import gpt2
-from benchmarks.results import add_out_argument, markdown_table, write_result
+from benchmarks.results import bench_parser, chosen, markdown_table, shown, write_result
+from benchmarks.steps import Trainee
 
 MIB = 2**20
 BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.2, 0.05, 0.0)
@@ -158,30 +156,30 @@ class TorchsKnob:
         return code
 
 
-class Trained:
+class Trained(Trainee):
     """A model whose steps are compared, with its profile, and its gradients without any plan."""
 
     def __init__(self, make: Callable[[], ModelAndBatch]) -> None:
         torch.compiler.reset()
         torch.manual_seed(0)
-        self.model, self._batch = make()
-        self.model.train()
-        without_dropout(self.model)
-        self._call: nn.Module = torch.compile(self.model, backend="aot_eager")  # type: ignore[assignment]
-        self.profile = profile(self._call, **self._batch)
+        model, batch = make()
+        without_dropout(model.train())
+        self.compiled: nn.Module = torch.compile(model, backend="aot_eager")  # type: ignore[assignment]
+        super().__init__(model, batch, self.compiled)
+        self.profile = profile(self.compiled, **batch)
         self.static_bytes = build(self.profile).static_bytes
         self.forward_us = sum(self.profile.ops.runtime_us)
         self._cuts: dict[tuple[str, ...], Outcome] = {}  # torch's, by the nodes of backward
-        self._step()
-        self._gradients = self._copied_gradients()
+        self.step()
+        self._gradients = self.gradients()
 
     def with_torchs_knob(self, setting: Setting) -> Outcome:
         """Train under `activation_memory_budget`."""
         knob = TorchsKnob(setting)
         with carried_by(knob):
-            self._call(**self._batch)
+            self.call(**self.batch)
         if knob.nodes not in self._cuts:
-            peak = self._peak(lambda: carried_by(TorchsKnob(setting)))
+            peak = self._checked_peak(lambda: carried_by(TorchsKnob(setting)))
             self._cuts[knob.nodes] = self._outcome(peak, knob.again)
         return self._cuts[knob.nodes]
 
@@ -191,9 +189,9 @@ class Trained:
         if planned is None:
             return None
         policy, outcome = planned
-        ac_client.apply(self._call, policy=policy)
-        measured = self._peak(contextlib.nullcontext)
-        ac_client.applied(self._call).remove()
+        ac_client.apply(self.compiled, policy=policy)
+        measured = self._checked_peak(contextlib.nullcontext)
+        ac_client.applied(self.compiled).remove()
         if measured != outcome.peak:
             raise RuntimeError(f"measured {measured} B, predicted {outcome.peak} B")
         return outcome
@@ -218,25 +216,14 @@ class Trained:
         recompute_us = sum(self.profile.ops.runtime_us[i] for i in again)
         return Outcome(peak, recompute_us, sum(count > 0 for count in flops), sum(flops))
 
-    def _peak(self, carried: Callable[[], AbstractContextManager[None]]) -> int:
+    def _checked_peak(self, carried: Callable[[], AbstractContextManager[None]]) -> int:
         """Return the peak of a step beyond what was allocated before it, in bytes; check its gradients."""
         with carried():
-            self._step()  # compiles
-        if not all(map(torch.allclose, self._copied_gradients(), self._gradients)):
+            self.step()  # compiles
+        if not all(map(torch.allclose, self.gradients(), self._gradients)):
             raise RuntimeError("the gradients are wrong")
-        self.model.zero_grad()
-        gc.collect()
-        with carried(), AllocationRecord(torch.device("cpu")) as record:
-            self._step()
-        return max(accumulate(change.nbytes for change in record.changes))
-
-    def _step(self) -> None:
-        self.model.zero_grad()
-        out = self._call(**self._batch)  # the loop holds it, as the plan expects
-        (out if isinstance(out, Tensor) else out["loss"]).backward()
-
-    def _copied_gradients(self) -> list[Tensor]:
-        return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+        with carried():
+            return self.peak()
 
 
 def compare(
@@ -247,11 +234,18 @@ def compare(
     reached: dict[Outcome, list[Setting]] = {}
     for setting in settings:
         reached.setdefault(trained.with_torchs_knob(setting), []).append(setting)
-    rows = []
-    for torchs, same in reached.items():
-        ours, by_flops = trained.with_plan(torchs.peak), trained.planned_by_flops(torchs.peak)
-        rows.append(Row(name, tuple(same), torchs, ours, by_flops, trained.forward_us))
-        print(line_of(rows[-1]), flush=True)
+    planned = (
+        Row(
+            name,
+            tuple(same),
+            torchs,
+            trained.with_plan(torchs.peak),
+            trained.planned_by_flops(torchs.peak),
+            trained.forward_us,
+        )
+        for torchs, same in reached.items()
+    )
+    rows = shown(planned, line_of)
     smallest = find_minimum_peak(trained.profile).found - trained.static_bytes
     return Comparison(tuple(rows), smallest, min(row.torchs.peak for row in rows))
 
@@ -316,12 +310,9 @@ def report(comparisons: Sequence[Comparison]) -> str:
 
 def main() -> None:
     """Compare the models that are named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
-    add_out_argument(parser)
-    options = parser.parse_args()
+    options = bench_parser(__doc__).parse_args()
     torch.set_num_threads(1)
-    write_result(report([compare(name, MODELS[name]) for name in options.only]), options.out)
+    write_result(report([compare(name, MODELS[name]) for name in chosen(MODELS, options.only)]), options.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The profile of an observed step next to that of a fake one, column by column, on every model here.
 
-    python -m benchmarks.observed_profile [--only PATTERN] [--sizes tiny medium unfamiliar] [--out FILE]
+    python -m benchmarks.observed_profile [--only PATTERN] [--out FILE]
 
 The fake step is that of a CPU. Columns that differ are listed, those of run times aside, and by how much four
 peaks differ: of a step that saves everything, nothing that it may recompute, and two halves. What differs for
@@ -15,11 +15,9 @@ A model that has no fake step is said to be refused.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,8 +30,8 @@ from autoac.planner import Profile, build
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import CannotFake, Device, KernelKind, profile
 from benchmarks.models.batches import Batch
-from benchmarks.observed_step import SIZES, cases
-from benchmarks.results import add_out_argument, markdown_table, write_result
+from benchmarks.observed_step import CASES
+from benchmarks.results import bench_parser, chosen, markdown_table, shown, write_result
 
 OTHERS = ("runtime_us", "spread_us", "replay_us", "notes")
 """Times, and notes on them."""
@@ -112,21 +110,12 @@ def compare(name: str, make: Callable[[], tuple[nn.Module, Batch]]) -> list[str]
 
 def main() -> None:
     """Compare, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", default="*", metavar="PATTERN")
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
-    add_out_argument(parser)
-    options = parser.parse_args()
+    options = bench_parser(__doc__).parse_args()
     torch.set_num_threads(1)
-    head = ("model", "ops", "columns that differ", "peaks apart")
-    rows = []
-    for name, make in cases(options.sizes):
-        if fnmatchcase(name, options.only):
-            rows.append(compare(name, make))
-            print(" | ".join(rows[-1]), flush=True)
+    rows = shown((compare(name, CASES[name]) for name in chosen(CASES, options.only)), list)
     refused = sum(not row[1] for row in rows)
-    summary = f"{len(rows)} models, {refused} refused."
-    write_result(f"{summary}\n\n{markdown_table(head, rows)}", options.out)
+    head = ("model", "ops", "columns that differ", "peaks apart")
+    write_result(f"{len(rows)} models, {refused} refused.\n\n{markdown_table(head, rows)}", options.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A first training step without a profile: its peak, its time and its numbers next to plain training.
 
-    python -m benchmarks.observed_step [--only PATTERN] [--sizes tiny medium unfamiliar] [--out FILE]
+    python -m benchmarks.observed_step [--only PATTERN] [--out FILE]
 
 Each model trains one step plainly, one as an *observed* step (everything recomputed but what cuts hold,
 tape/runtime/cuts.py), and one with torch's checkpoint around every block, where it has lists of blocks.
@@ -13,11 +13,9 @@ of ten models with blocks stay within 1.1 times the peak of their checkpoints.
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,15 +28,14 @@ from autoac.tape.runtime.cuts import Cuts
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.torch_facts.module_paths import watch_modules
 from benchmarks.models import medium, tiny, unfamiliar
-from benchmarks.models.batches import Batch
-from benchmarks.results import add_out_argument, markdown_table, write_result
-from benchmarks.step_timing import loss_of
+from benchmarks.models.batches import ModelAndBatch
+from benchmarks.results import bench_parser, chosen, markdown_table, shown, write_result
+from benchmarks.steps import loss_of
 from benchmarks.torch_checkpoint import wrap_blocks
 
 MOST_OF_CHECKPOINT, MOST_OF_PLAIN = 1.1, 1.02
 WITHIN_CHECKPOINT = 0.9  # of the models with blocks
 MIB = 2**20
-SIZES = ("tiny", "medium", "unfamiliar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ def block_lists(model: nn.Module) -> list[nn.ModuleList]:
     return list(found.values())
 
 
-def train(make: Callable[[], tuple[nn.Module, Batch]], way: str) -> Step:
+def train(make: Callable[[], ModelAndBatch], way: str) -> Step:
     """Return one step of a new model, trained in one of three ways."""
     with AllocatorTimeline() as timeline:
         torch.manual_seed(0)
@@ -114,24 +111,22 @@ def train(make: Callable[[], tuple[nn.Module, Batch]], way: str) -> Step:
     return Step(timeline.peak_since("step"), cpu_s, numbers)
 
 
-def tiny_case(case: tiny.ZooModel) -> tuple[nn.Module, Batch]:
+def tiny_case(case: tiny.ZooModel) -> ModelAndBatch:
     """Return a model of `models/tiny.py`, and its batch."""
     return case.make(), case.batch()
 
 
-def cases(sizes: list[str]) -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Batch]]]]:
-    """Yield the name of each model, and a function that makes it and its batch."""
-    if "tiny" in sizes:
-        for case in (*tiny.ZOO, *tiny.IRREGULAR):
-            yield f"tiny {case.name}", partial(tiny_case, case)
-    if "medium" in sizes:
-        yield from medium.MODELS.items()
-    if "unfamiliar" in sizes:
-        yield from unfamiliar.MODELS.items()
+CASES: dict[str, Callable[[], ModelAndBatch]] = {
+    **{f"tiny {case.name}": partial(tiny_case, case) for case in (*tiny.ZOO, *tiny.IRREGULAR)},
+    **medium.MODELS,
+    **unfamiliar.MODELS,
+}
+"""Functions that make a model and its batch, by name."""
 
 
-def measure(name: str, make: Callable[[], tuple[nn.Module, Batch]]) -> Row:
+def measure(name: str) -> Row:
     """Return the row of one model."""
+    make = CASES[name]
     blocks = None
     if block_lists(make()[0]):
         try:
@@ -141,66 +136,40 @@ def measure(name: str, make: Callable[[], tuple[nn.Module, Batch]]) -> Row:
     return Row(name, train(make, "plain"), train(make, "observed"), blocks)
 
 
-def render(rows: list[Row]) -> str:
-    """Return the rows as Markdown."""
-    head = (
-        "model",
-        "plain, MiB",
-        "observed, MiB",
-        "/ plain",
-        "/ checkpoint of blocks",
-        "CPU time / plain",
-        "differs",
-    )
-    lines = []
-    for row in rows:
-        over = f"{row.observed.peak_bytes / row.blocks.peak_bytes:.3f}" if row.blocks else ""
-        peaks = [step.peak_bytes / MIB for step in (row.plain, row.observed)]
-        time = row.observed.cpu_s / max(row.plain.cpu_s, 0.01)
-        differs = ", ".join(row.differs[:3])
-        lines.append(
-            (
-                row.name,
-                *(f"{p:.2f}" for p in peaks),
-                f"{peaks[1] / peaks[0]:.3f}",
-                over,
-                f"{time:.2f}",
-                differs,
-            )
-        )
-    return markdown_table(head, lines)
+HEAD = (
+    *("model", "plain, MiB", "observed, MiB", "/ plain", "/ checkpoint of blocks", "CPU time / plain"),
+    "differs",
+)
+
+
+def cells(row: Row) -> list[str]:
+    observed, plain = row.observed.peak_bytes, row.plain.peak_bytes
+    return [
+        row.name,
+        *(f"{peak / MIB:.2f}" for peak in (plain, observed)),
+        f"{observed / plain:.3f}",
+        f"{observed / row.blocks.peak_bytes:.3f}" if row.blocks else "",
+        f"{row.observed.cpu_s / max(row.plain.cpu_s, 0.01):.2f}",
+        ", ".join(row.differs[:3]),
+    ]
 
 
 def main() -> int:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="*", metavar="PATTERN")
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
-    add_out_argument(parser)
-    options = parser.parse_args()
+    options = bench_parser(__doc__).parse_args()
     torch.set_num_threads(1)
-    rows = []
-    for name, make in cases(options.sizes):
-        if fnmatchcase(name, options.only):
-            rows.append(measure(name, make))
-            print(render(rows[-1:]).splitlines()[-1], flush=True)
-    with_blocks = [row for row in rows if row.blocks is not None]
-    within = sum(
-        row.observed.peak_bytes <= MOST_OF_CHECKPOINT * row.blocks.peak_bytes
-        for row in with_blocks
-        if row.blocks
+    rows = shown(map(measure, chosen(CASES, options.only)), cells)
+    pairs = [(row.observed.peak_bytes, row.blocks.peak_bytes) for row in rows if row.blocks is not None]
+    within = sum(observed <= MOST_OF_CHECKPOINT * blocks for observed, blocks in pairs)
+    wrong = sum(
+        bool(row.differs) or row.observed.peak_bytes > MOST_OF_PLAIN * row.plain.peak_bytes for row in rows
     )
-    wrong = [
-        row.name
-        for row in rows
-        if row.differs or row.observed.peak_bytes > MOST_OF_PLAIN * row.plain.peak_bytes
-    ]
     summary = (
-        f"{len(rows)} models, {len(wrong)} with other numbers or above plain training; {within} of "
-        f"{len(with_blocks)} within {MOST_OF_CHECKPOINT} times checkpoint around every block."
+        f"{len(rows)} models, {wrong} with other numbers or above plain training; {within} of "
+        f"{len(pairs)} within {MOST_OF_CHECKPOINT} times checkpoint around every block."
     )
-    write_result(f"{summary}\n\n{render(rows)}", options.out)
-    return int(bool(wrong) or within < WITHIN_CHECKPOINT * len(with_blocks))
+    write_result(f"{summary}\n\n{markdown_table(HEAD, map(cells, rows))}", options.out)
+    return int(bool(wrong) or within < WITHIN_CHECKPOINT * len(pairs))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ takes up to 10 % more or less. Seconds are CPU time of the whole plan, the one w
 
 from __future__ import annotations
 
-import argparse
-import math
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
 
 from autoac.planner import build, find_minimum_peak
 from autoac.planner.memory.clocks import timing
@@ -24,6 +23,7 @@ from autoac.planner.plan import step_time_us
 from autoac.planner.problem.moves import Link
 from autoac.planner.units import GIB
 from benchmarks.plans.profiles import load
+from benchmarks.results import bench_parser, chosen, markdown_table, shown, write_result
 
 MODELS = ("llama3_8b", "gpt2_xl", "vit_h14", "mixtral_8x7b_sharded")
 SHARES = (0.0, 0.1, 0.5)
@@ -31,7 +31,8 @@ LINKS_GB_S = (50, 25, 1)
 LATENCY_US = 10.0
 WORK_LIMIT = 10.0  # units of work: what a training step waits for
 HEAD = (
-    "| model | GiB | GB/s | without | with | ratio | proven | gap | moved, GiB | stalls | jitter | plan, s |"
+    *("model", "GiB", "GB/s", "without", "with", "ratio", "proven", "gap", "moved, GiB", "stalls", "jitter"),
+    "plan, s",
 )
 
 
@@ -62,12 +63,33 @@ def with_jitter(found: Offload, link: Link) -> float:
     )
 
 
-def rows_of(name: str) -> tuple[list[str], list[tuple[int, float, float, float]]]:
-    """Return the rows of a model, and (GB/s, ratio, gap, seconds to plan) of each."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A model within one budget and over one link. Times are shares of the step."""
+
+    model: str
+    budget: int
+    gb_s: float
+    without: float  # extra time of the plan without moves
+    extra: float
+    proven: float
+    gap: float
+    moved: int  # bytes
+    stalls: float
+    jitter: float
+    plan_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.extra / self.without
+
+
+def rows_of(name: str) -> Iterator[Row]:
+    """Yield the rows of a model."""
     profile = load(name)
     graph = build(profile)
     low, high = find_minimum_peak(profile).found, peak_bytes(graph, graph.everything)
-    step_us, rows, figures = step_time_us(graph), [], []
+    step_us = step_time_us(graph)
     for share in SHARES:
         budget = low + round(share * (high - low))
         for gb_s in LINKS_GB_S:
@@ -75,49 +97,51 @@ def rows_of(name: str) -> tuple[list[str], list[tuple[int, float, float, float]]
             found = plan_offload(profile, budget_bytes=budget, link=link_of(gb_s), work_limit=WORK_LIMIT)
             took = time.process_time() - begin
             assert found.without_moves is not None
-            alone_us = found.without_moves.recompute_us
-            ratio = found.plan.extra_us / alone_us
             best = found.best
-            moved, stalls, jitter = 0.0, 0.0, 0.0
-            if best is not None:
-                moved, stalls = best.timing.moved_bytes / GIB, best.timing.stall_us / step_us
-                jitter = with_jitter(best, link_of(gb_s)) / step_us
-            rows.append(
-                f"| {name} | {budget / GIB:.2f} | {gb_s} | {alone_us / step_us:.2%} | "
-                f"{found.plan.extra_us / step_us:.2%} | {ratio:.2f} | {found.bound_us / step_us:.2%} | "
-                f"{found.plan.gap:.0%} | {moved:.1f} | {stalls:.2%} | {jitter:.2%} | {took:.1f} |"
+            yield Row(
+                name,
+                budget,
+                gb_s,
+                found.without_moves.recompute_us / step_us,
+                found.plan.extra_us / step_us,
+                found.bound_us / step_us,
+                found.plan.gap,
+                0 if best is None else best.timing.moved_bytes,
+                0.0 if best is None else best.timing.stall_us / step_us,
+                0.0 if best is None else with_jitter(best, link_of(gb_s)) / step_us,
+                took,
             )
-            print(rows[-1], flush=True)
-            figures.append((gb_s, ratio, found.plan.gap, took))
-    return rows, figures
+
+
+def cells(row: Row) -> list[str]:
+    return [
+        *(row.model, f"{row.budget / GIB:.2f}", f"{row.gb_s}", f"{row.without:.2%}", f"{row.extra:.2%}"),
+        *(f"{row.ratio:.2f}", f"{row.proven:.2%}", f"{row.gap:.0%}", f"{row.moved / GIB:.1f}"),
+        *(f"{row.stalls:.2%}", f"{row.jitter:.2%}", f"{row.plan_s:.1f}"),
+    ]
+
+
+def summary(rows: list[Row]) -> str:
+    """Return what each link is worth over all rows."""
+    lines = []
+    for gb_s in LINKS_GB_S:
+        of_link = [row for row in rows if row.gb_s == gb_s]
+        mean = statistics.geometric_mean(row.ratio for row in of_link)
+        gap = statistics.median(row.gap for row in of_link)
+        lines.append(
+            f"{gb_s} GB/s: {mean:.2f} of the extra time without moves (geometric mean), median gap {gap:.0%}"
+        )
+    seconds = [row.plan_s for row in rows]
+    return "\n".join(
+        [*lines, f"seconds to plan: {statistics.median(seconds):.1f} (median), {max(seconds):.1f} (most)"]
+    )
 
 
 def main() -> None:
     """Run the command in the module docstring."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.offload", description=__doc__)
-    parser.add_argument("--only", nargs="*", default=MODELS, metavar="NAME", help=", ".join(MODELS))
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    lines, figures = [HEAD, "| --- |" + " ---: |" * (HEAD.count("|") - 2)], []
-    print("\n".join(lines))
-    for name in options.only:
-        rows, found = rows_of(name)
-        lines += rows
-        figures += found
-    lines.append("")
-    for gb_s in LINKS_GB_S:
-        ratios = [ratio for at, ratio, *_ in figures if at == gb_s]
-        gap = statistics.median(gap for at, _, gap, _ in figures if at == gb_s)
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        lines.append(
-            f"{gb_s} GB/s: {mean:.2f} of the extra time without moves (geometric mean), median gap {gap:.0%}"
-        )
-    seconds = [took for *_, took in figures]
-    lines.append(f"seconds to plan: {statistics.median(seconds):.1f} (median), {max(seconds):.1f} (most)")
-    print("\n".join(lines[-1 - len(LINKS_GB_S) :]))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    options = bench_parser(__doc__).parse_args()
+    rows = shown(chain.from_iterable(map(rows_of, chosen(MODELS, options.only))), cells)
+    write_result(f"{markdown_table(HEAD, map(cells, rows))}\n\n{summary(rows)}", options.out)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,25 @@
 """Compare the predicted and the measured peak of planned steps, optimizer included, over the zoo.
 
-    python -m benchmarks.peak [--only GPT-2] [--again] [--out FILE]
+    python -m benchmarks.peak [--only GPT-2*] [--out FILE]
 
 Every model of models/tiny.py trains in float32 and under bf16 autocast, with SGD, Adam and Adafactor, over
 one microbatch and over two. One process profiles, and plans at a budget halfway between the minimum peak
 and the plain step's peak. A second process trains two steps under that plan with `ac_client.apply`. The
 allocator records the second process from before its first tensor, so the measured peak includes everything
-and none of our own counting. Rows are kept under build/bench/peaks until the code changes.
+and none of our own counting.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import itertools
 import os
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 import ac_client
@@ -35,10 +30,9 @@ from autoac.planner.units import format_bytes
 from autoac.profiler import observe
 from benchmarks.models import tiny
 from benchmarks.models.batches import Batch
-from benchmarks.results import ROOT, add_out_argument, markdown_table, source_digest, write_result
-from benchmarks.step_timing import loss_of
+from benchmarks.results import bench_parser, chosen, markdown_table, shown, write_result
+from benchmarks.steps import loss_of
 
-CACHE = ROOT / "build" / "bench" / "peaks"
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
     "Adam": functools.partial(torch.optim.Adam, lr=1e-3),
@@ -95,9 +89,6 @@ class Row:
     @property
     def is_over_budget(self) -> bool:
         return self.measured > self.planned.budget
-
-
-ROWS = TypeAdapter(Row)
 
 
 def cases() -> Iterator[Case]:
@@ -157,18 +148,23 @@ def measure_row(case: Case) -> Row:
     return Row(case, planned, run_in_child(measure_peak, case, policy))
 
 
-@functools.cache
-def code_digest() -> str:
-    folders = ("benchmarks/models", "profiler", "tape", "planner", "ac_client")
-    return source_digest(torch.__version__, folders=folders, files=[Path(__file__)])
+HEAD = (
+    *("model", "precision", "optimizer", "microbatches", "minimum peak", "save-all peak", "budget"),
+    *("recomputed ops", "predicted, bytes", "measured, bytes", "error"),
+)
 
 
-def load_or_measure(case: Case, *, again: bool) -> Row:
-    name = "-".join(map(str, asdict(case).values())).replace(" ", "_")
-    path = CACHE / code_digest() / f"{name}.json"
-    if again or not path.exists():
-        write_result(ROWS.dump_json(measure_row(case), indent=1).decode(), path)
-    return ROWS.validate_json(path.read_bytes())
+def cells(row: Row) -> list[object]:
+    planned = row.planned
+    sizes = (planned.minimum_peak, planned.save_all_peak, planned.budget)
+    return [
+        *asdict(row.case).values(),
+        *map(format_bytes, sizes),
+        planned.recomputed,
+        f"{planned.predicted:,}",
+        f"{row.measured:,}",
+        f"{row.error:+.3%}",
+    ]
 
 
 def render(rows: list[Row]) -> str:
@@ -177,50 +173,21 @@ def render(rows: list[Row]) -> str:
     exact = sum(r.measured == r.planned.predicted for r in rows)
     worst = max(rows, key=lambda r: abs(r.error))
     models = {r.case.model for r in rows}
-    head = ["model", "precision", "optimizer", "microbatches", "minimum peak", "save-all peak", "budget"]
-    head += ["recomputed ops", "predicted, bytes", "measured, bytes", "error"]
-    lines = [
-        [
-            *asdict(r.case).values(),
-            format_bytes(r.planned.minimum_peak),
-            format_bytes(r.planned.save_all_peak),
-            format_bytes(r.planned.budget),
-            r.planned.recomputed,
-            f"{r.planned.predicted:,}",
-            f"{r.measured:,}",
-            f"{r.error:+.3%}",
-        ]
-        for r in rows
-    ]
     return (
         f"torch {torch.__version__}, one thread. {len(rows)} rows over {len(models)} models: {exact} as "
         f"predicted to the byte, {within} within 1 %, {sum(r.is_over_budget for r in rows)} over budget"
         + (f"; the worst {worst.error:+.2%} ({worst.case.name})." if worst.error else ".")
-        + f"\n\n{markdown_table(head, lines)}"
+        + f"\n\n{markdown_table(HEAD, map(cells, rows))}"
     )
 
 
 def main() -> int:
-    """Measure the rows that are not kept, and write the table; return 1 if a step exceeded its budget."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", action="append", choices=ZOO, help="a model; may be repeated")
-    parser.add_argument("--again", action="store_true", help="measure rows that are kept as well")
-    add_out_argument(parser)
-    options = parser.parse_args()
+    """Measure the rows, and write the table; return 1 if a step exceeded its budget."""
+    options = bench_parser(__doc__).parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    code_digest()  # of the code that was imported, should a file change while this runs
     torch.set_num_threads(1)  # oneDNN takes more workspace with more threads
-    selected = [case for case in cases() if not options.only or case.model in options.only]
-    rows = []
-    for number, case in enumerate(selected, 1):
-        began = time.monotonic()
-        rows.append(load_or_measure(case, again=options.again))
-        print(
-            f"{number} of {len(selected)}: {case.name}: {rows[-1].error:+.3%} "
-            f"({time.monotonic() - began:.1f} s)",
-            file=sys.stderr,
-            flush=True,
-        )
+    by_name = {case.name: case for case in cases()}
+    rows = shown((measure_row(by_name[name]) for name in chosen(by_name, options.only)), cells)
     write_result(render(rows), options.out)
     return int(any(r.is_over_budget for r in rows))
 

@@ -8,13 +8,9 @@ fake step, with torch's own checkpoints in the model, and nothing is fitted to t
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cache
 
 import torch
@@ -33,7 +29,7 @@ from benchmarks.models.sharded_llama import (
     Widths,
     sharded,
 )
-from benchmarks.results import add_out_argument, markdown_table, write_result
+from benchmarks.results import bench_parser, chosen, markdown_table, shown, write_result
 
 GIB = 2**30
 TITAN = "https://github.com/pytorch/torchtitan"
@@ -283,23 +279,15 @@ in use), since this Llama has no experts; FSDP1; Qwen3 32B
 """
 
 
-def main() -> int:
+def main() -> None:
     """Predict, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="*", help="pattern of models and setups")
-    add_out_argument(parser)
-    options = parser.parse_args()
+    options = bench_parser(__doc__).parse_args()
     torch.set_num_threads(1)
-    predictions = []
-    for run in RUNS:
-        if fnmatchcase(f"{run.model}, {run.setup}", options.only):
-            began = time.process_time()
-            predictions.append(predict(run))
-            seconds = time.process_time() - began
-            print(f"{run.model}, {run.setup}: {seconds:.0f} CPU seconds", file=sys.stderr, flush=True)
+    runs = {f"{run.model}, {run.setup}, {run.source}": run for run in RUNS}
+    asked = (predict(runs[name]) for name in chosen(runs, options.only))
+    predictions = shown(asked, lambda p: (p.run.model, p.run.setup, f"{p.reserved_error:+.1%}"))
     write_result(page(predictions).removesuffix("\n"), options.out)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -1,6 +1,6 @@
 """Compare step times that are predicted from a datasheet with published training throughput.
 
-    python -m benchmarks.published [--only PATTERN] [--hopper-product SHARE] [--norm SHARE] [--out FILE]
+    python -m benchmarks.published [--only PATTERN] [--out FILE]
 
 Each row is a training run that its authors measured: tokens, images or sequences of one GPU in a second. The
 model and its batch are built on the meta device and profiled in a fake step, in the same precision. The
@@ -16,12 +16,10 @@ A row that `torch.compile` ran is predicted as if it ran eagerly, so it is not p
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from types import MappingProxyType
 from typing import Any
 
@@ -36,7 +34,7 @@ from benchmarks.models.batches import Batch, ModelAndBatch
 from benchmarks.models.dense_net import DenseNet
 from benchmarks.models.gpt2 import gpt2
 from benchmarks.models.large import llama, tokens
-from benchmarks.results import add_out_argument, markdown_table, write_result
+from benchmarks.results import bench_parser, chosen, markdown_table, write_result
 
 Make = Callable[[], ModelAndBatch]
 
@@ -308,14 +306,6 @@ def kind_of_op(profile: Profile, op: int) -> KernelKind:
     return kind_of(func, f"aten.{packet}", profile.ops.flops[op])
 
 
-def with_shares(device: Device, hopper_product: float, norm: float) -> Device:
-    """Return `device` with other shares of its peaks."""
-    shares = dict(device.efficiency) | {KernelKind.NORM: norm}
-    if device.capability == (9, 0):
-        shares[KernelKind.PRODUCT] = hopper_product
-    return replace(device, efficiency=shares)
-
-
 def predicted_per_s(run: Run) -> float:
     """Return the items in a second that the datasheet predicts."""
     model, batch = run.make()
@@ -354,22 +344,11 @@ def table(runs: list[Run]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="*", help="pattern of models, such as 'MPT*'")
-    shares = DATASHEETS["h100"].efficiency
-    parser.add_argument("--hopper-product", type=float, default=shares[KernelKind.PRODUCT], metavar="SHARE")
-    parser.add_argument("--norm", type=float, default=shares[KernelKind.NORM], metavar="SHARE")
-    add_out_argument(parser)
-    options = parser.parse_args()
+    """Predict, and print the table."""
+    options = bench_parser(__doc__).parse_args()
     torch.set_num_threads(1)
-    runs = [
-        replace(run, device=with_shares(run.device, options.hopper_product, options.norm))
-        for run in RUNS
-        if fnmatch(run.model, options.only)
-    ]
-    write_result(table(runs), options.out)
+    names = chosen(dict.fromkeys(run.model for run in RUNS), options.only)
+    write_result(table([run for run in RUNS if run.model in names]), options.out)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,19 @@ measurement is the median of the differences within rounds. Rounds end when the 
 (measure/recording_overhead.py).
 
 Steps and profiles run on one thread and are timed by that thread's own CPU time, which other processes do not
-add to. Each model runs in a process of its own, which returns no memory to the kernel (step_timing.py).
+add to. Each model runs in a process of its own, which returns no memory to the kernel (steps.py).
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import truediv
-from typing import Any
 
 import torch
-from torch import nn
 
 import ac_client
 from ac_client.measure.forked_call import run_in_child
@@ -36,8 +33,8 @@ from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
 from benchmarks.models import medium
-from benchmarks.results import add_out_argument, markdown_table, write_result
-from benchmarks.step_timing import keep_freed_memory, rotated, standard_error, step_s
+from benchmarks.results import bench_parser, chosen, markdown_table, shown, write_result
+from benchmarks.steps import Trainee, keep_freed_memory, rotated, standard_error
 
 MODELS = ("GPT-2", "BERT", "T5", "U-Net")
 BUDGETS = (0.05, 0.3)  # positions between the minimum peak and the plain step's peak
@@ -76,15 +73,14 @@ def measure_model(model: str, most_rounds: int) -> list[Row]:
     """Profile, plan and measure one model. Runs in a process of its own."""
     keep_freed_memory()
     torch.set_num_threads(1)
-    plain, batch = medium.build(model)
-    step_s(plain, batch)
-    plans = plan_budgets(profile(plain, **batch))
-    models = []
+    plain = Trainee(*medium.build(model))
+    plain.step()
+    plans = plan_budgets(profile(plain.model, **plain.batch))
+    trainees = []
     for one_plan in plans:
-        planned, _ = medium.build(model)
-        ac_client.apply(planned, policy=one_plan.policy())
-        models.append(planned)
-    return measure_rounds(model, plain, models, batch, plans, most_rounds)
+        trainees.append(Trainee(*medium.build(model)))
+        ac_client.apply(trainees[-1].model, policy=one_plan.policy())
+    return measure_rounds(model, plain, trainees, plans, most_rounds)
 
 
 def plan_budgets(taken: Profile) -> list[Plan]:
@@ -98,32 +94,27 @@ def plan_budgets(taken: Profile) -> list[Plan]:
 
 
 def measure_rounds(
-    name: str,
-    plain: nn.Module,
-    models: Sequence[nn.Module],
-    batch: Mapping[str, Any],
-    plans: Sequence[Plan],
-    most_rounds: int,
+    name: str, plain: Trainee, trainees: Sequence[Trainee], plans: Sequence[Plan], most_rounds: int
 ) -> list[Row]:
     """Return the predicted and the measured times of each plan, from up to `most_rounds` rounds."""
-    for model in [*models, *models, plain]:
-        step_s(model, batch)
-    recorded = [ac_client.applied(model).report().recorded for model in models]
+    for trainee in [*trainees, *trainees, plain]:
+        trainee.step()
+    recorded = [ac_client.applied(trainee.model).report().recorded for trainee in trainees]
     rows = [Row(name, p.budget, len(p.recompute_set)) for p in plans]
     for i in range(most_rounds):
         if i >= FEWEST_ROUNDS and all(row.is_precise for row in rows):
             break
         began = time.thread_time()
-        graph = build(profile(plain, **batch))
+        graph = build(profile(plain.model, **plain.batch))
         profile_s = time.thread_time() - began
         recording_s = recording_us() / 1e6
-        times = {model: step_s(model, batch) for model in rotated([plain, *models], i)}
-        for row, one_plan, ops, model in zip(rows, plans, recorded, models, strict=True):
+        times = {trainee: trainee.seconds() for trainee in rotated([plain, *trainees], i)}
+        for row, one_plan, ops, trainee in zip(rows, plans, recorded, trainees, strict=True):
             row.plain_s.append(times[plain])
             row.profile_s.append(profile_s)
             row.predicted_s.append(recompute_us(graph, one_plan.save_set) / 1e6)
             row.recording_s.append(recording_s * ops)
-            row.extra_s.append(times[model] - times[plain])
+            row.extra_s.append(times[trainee] - times[plain])
     return rows
 
 
@@ -133,26 +124,26 @@ HEAD = (
 )
 
 
+def cells(row: Row) -> list[object]:
+    return [
+        row.model,
+        format_bytes(row.budget),
+        row.recomputed,
+        _ms(row.plain_s),
+        f"{_ms(row.predicted_s)} + {_ms(row.recording_s)}",
+        f"{_ms(row.extra_s)} ± {standard_error(row.extra_s) * 1e3:.0f}",
+        f"{row.error:+.0%}",
+        f"{statistics.median(map(truediv, row.profile_s, row.plain_s)):.2f}",
+    ]
+
+
 def render(rows: Sequence[Row]) -> str:
     """Return the table as Markdown, under a summary."""
     within = sum(abs(row.error) <= TOLERANCE for row in rows)
-    lines = [
-        [
-            row.model,
-            format_bytes(row.budget),
-            row.recomputed,
-            _ms(row.plain_s),
-            f"{_ms(row.predicted_s)} + {_ms(row.recording_s)}",
-            f"{_ms(row.extra_s)} ± {standard_error(row.extra_s) * 1e3:.0f}",
-            f"{row.error:+.0%}",
-            f"{statistics.median(map(truediv, row.profile_s, row.plain_s)):.2f}",
-        ]
-        for row in rows
-    ]
     return (
         f"torch {torch.__version__}, one thread, in its CPU time; medians over rounds of a profile, a plain "
         f"step and a planned one; ± is the standard error. Within {TOLERANCE:.0%}: {within} of {len(rows)} "
-        f"rows.\n\n{markdown_table(HEAD, lines)}"
+        f"rows.\n\n{markdown_table(HEAD, map(cells, rows))}"
     )
 
 
@@ -162,16 +153,12 @@ def _ms(values_s: Sequence[float]) -> str:
 
 def main() -> None:
     """Measure, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", action="append", choices=MODELS, help="a model; may be repeated")
+    parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=MOST_ROUNDS, help="at most, for each model")
-    add_out_argument(parser)
     options = parser.parse_args()
-    rows: list[Row] = []
-    for model in options.only or MODELS:
-        rows += run_in_child(measure_model, model, options.rounds)
-        print(*render(rows).splitlines()[-len(BUDGETS) :], sep="\n", file=sys.stderr, flush=True)
-    write_result(render(rows), options.out)
+    names = chosen(MODELS, options.only)
+    measured = (run_in_child(measure_model, name, options.rounds) for name in names)
+    write_result(render(shown(chain.from_iterable(measured), cells)), options.out)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,52 @@
-"""Write results: Markdown tables to a named file or stdout, and finished rows to files for a later run."""
+"""Run the cases of a benchmark that the command names, and write their table to a file or stdout."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TypeVar
 
 from ac_client.files import write_whole
 
 ROOT = Path(__file__).parents[1]
+
+R = TypeVar("R")
+
+
+def bench_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with `--only`, for `chosen`, and `--out`, for `write_result`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="cases, such as 'GPT*'")
+    add_out_argument(parser)
+    return parser
+
+
+def chosen(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """Return the names that a pattern matches.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    known = list(names)
+    found = [name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if not found:
+        raise SystemExit(f"--only must match a name of {', '.join(known)}; got {' '.join(patterns)}")
+    return found
+
+
+def shown(rows: Iterable[R], cells: Callable[[R], Sequence[object]]) -> list[R]:
+    """Return the rows, and print the cells of each on stderr as soon as it is measured."""
+    done = []
+    for row in rows:
+        done.append(row)
+        print(*cells(row), sep=" | ", file=sys.stderr, flush=True)
+    return done
 
 
 def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

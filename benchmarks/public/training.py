@@ -18,18 +18,16 @@ plain model's, bit for bit. Each model runs in a process of its own.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ac_client
 from ac_client.measure.forked_call import run_in_child
@@ -41,8 +39,8 @@ from autoac.profiler import profile
 from benchmarks.models import medium
 from benchmarks.models.batches import ModelAndBatch
 from benchmarks.public.torch_ways import Prepare, TrainingCase, ways
-from benchmarks.results import add_out_argument, markdown_table, write_result
-from benchmarks.step_timing import keep_freed_memory, loss_of, rotated, standard_error
+from benchmarks.results import bench_parser, chosen, markdown_table, write_result
+from benchmarks.steps import Trainee, keep_freed_memory, rotated, standard_error
 
 BLOCKS = {  # paths by model
     "GPT-2": r"transformer\.h\.\d+",
@@ -63,13 +61,6 @@ def peak_of(make: Callable[[], Trainee]) -> int:
         trainee.step()
         del trainee
     return timeline.peak_since("third step")
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    """Return the CPU seconds of this thread in `call`."""
-    began = time.thread_time()
-    call()
-    return time.thread_time() - began
 
 
 @dataclass(slots=True)
@@ -98,21 +89,10 @@ class TrainingRow:
         return self.ours is None or (self.equal and self.ours <= (self.theirs or 0))
 
 
-class Trainee:
-    """A model in training, from a fixed seed."""
-
-    def __init__(self, case: TrainingCase, prepare: Prepare) -> None:
-        self.model, self.batch = case.make()
-        self.call = prepare(self.model)
-
-    def step(self) -> None:
-        torch.manual_seed(0)
-        self.model.zero_grad()
-        out = self.call(**self.batch)  # lives through backward, as in most loops
-        loss_of(out).backward()
-
-    def gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.model.parameters() if p.grad is not None]
+def prepared(case: TrainingCase, prepare: Prepare) -> Trainee:
+    """Return the case in training, its model changed by `prepare`."""
+    model, batch = case.make()
+    return Trainee(model, batch, prepare(model))
 
 
 def _apply(policy: Policy, model: nn.Module) -> nn.Module:
@@ -129,11 +109,11 @@ def measure_case(case: TrainingCase, rounds: int) -> list[TrainingRow]:
     """Return a row for each other way. Runs in a process of its own."""
     keep_freed_memory()
     torch.set_num_threads(1)
-    trainee = partial(Trainee, case)
+    trainee = partial(prepared, case)
     plain = trainee(leave_plain)
     taken = profile(plain.model, **plain.batch).model_copy(update={"replay_us": host_times().replay_us})
     plain.step()
-    expected = [gradient.clone() for gradient in plain.gradients()]
+    expected = plain.gradients()
     rows = []
     for way, prepare in ways(case, taken).items():
         try:
@@ -161,7 +141,7 @@ def measure_case(case: TrainingCase, rounds: int) -> list[TrainingRow]:
         turns = [(row.theirs_s, theirs), (row.ours_s, ours), (row.plain_s, plain)]
         for i in range(rounds):
             for times, one in rotated(turns, i):
-                times.append(seconds_of(one.step))
+                times.append(one.seconds())
         del theirs, ours, turns
     return rows
 
@@ -226,14 +206,12 @@ def measure_model(name: str, rounds: int) -> list[TrainingRow]:
 
 def main() -> int:
     """Measure, and write the table; return 1 if a step of ours goes over budget or computes otherwise."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.public.training", description=__doc__)
-    parser.add_argument("--only", action="append", choices=BLOCKS, help="may be repeated")
+    parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    add_out_argument(parser)
     options = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     rows: list[TrainingRow] = []
-    for name in options.only or BLOCKS:
+    for name in chosen(BLOCKS, options.only):
         rows += run_in_child(measure_model, name, options.rounds)
         print(f"{name}: done", file=sys.stderr, flush=True)
     write_result(render(rows), options.out)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import ac_client
@@ -38,15 +36,6 @@ def test_the_summary_counts_rows_that_are_wrong_or_over_budget() -> None:
     assert "1 as predicted to the byte, 1 within 1 %, 1 over budget" in page
     assert "the worst +30.00% (LSTM, fp32, SGD, 1 x)" in page
     assert "| 100 | 130 | +30.000% |" in page
-
-
-def test_a_kept_row_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Row(Case("LSTM", "fp32", "SGD", 1), PlannedCase(50, 200, 125, 100, 3), 100)
-    monkeypatch.setattr(peak, "CACHE", tmp_path)
-    monkeypatch.setattr(peak, "measure_row", lambda _case: row)
-    assert peak.load_or_measure(row.case, again=False) == row
-    monkeypatch.delattr(peak, "measure_row")
-    assert peak.load_or_measure(row.case, again=False) == row
 
 
 def test_every_model_has_a_row_for_each_precision_optimizer_and_number_of_microbatches() -> None:

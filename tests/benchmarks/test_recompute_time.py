@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.recompute_time import Row, render
-from benchmarks.step_timing import standard_error
+from benchmarks.steps import standard_error
 
 ROW = Row(
     model="GPT-2",

@@ -14,7 +14,7 @@ from benchmarks.models.batches import tokens
 from benchmarks.models.gpt2 import gpt2
 from benchmarks.public import training
 from benchmarks.public.torch_ways import TrainingCase, ways
-from benchmarks.public.training import Trainee, leave_plain, measure_case, peak_of, render
+from benchmarks.public.training import leave_plain, measure_case, peak_of, prepared, render
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*PuLP 4.0:DeprecationWarning")  # torch's own calls
 
@@ -62,12 +62,12 @@ def test_the_xformers_style_policy_saves_memory_and_recomputes_less_than_checkpo
     )  # measured times choose other ops each time
     ran = {}
     for way in ("checkpoint", "xformers-style"):
-        trainee = Trainee(CASE, other_ways[way])
+        trainee = prepared(CASE, other_ways[way])
         with Counter() as counter:
             trainee.step()
         ran[way] = counter.ran["aten.addmm.default"]
     assert 12 < ran["xformers-style"] < ran["checkpoint"]  # three layers with four products each
     peaks = [
-        peak_of(partial(Trainee, CASE, prepare)) for prepare in (other_ways["xformers-style"], leave_plain)
+        peak_of(partial(prepared, CASE, prepare)) for prepare in (other_ways["xformers-style"], leave_plain)
     ]
     assert peaks[0] < peaks[1]

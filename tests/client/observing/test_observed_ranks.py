@@ -15,7 +15,7 @@ import ac_client
 from autoac.planner import InfeasibleBudget
 from benchmarks.models.tiny import ZOO
 from rank_setups import Collectives
-from benchmarks.step_timing import loss_of
+from benchmarks.steps import loss_of
 
 entry = ZOO[1]  # a Llama
 assert entry.name == "Llama"
