@@ -1,42 +1,30 @@
 """Train small models whose kernels only a GPU has, plain and planned near the smallest peak, and compare.
 
-    python -m benchmarks.gpu_kernels [--only PATTERN] [--out FILE]
-
 Each model trains plainly twice, since some kernels add numbers in an order that differs from run to run,
-and once within 1.01 times the smallest peak that a plan was found for. Losses, weights and the generator's
-state are compared after a few steps of AdamW, and the peak of each step but the first two with its
-prediction.
-
-Exit with 1 if a planned model differs where two plain ones do not, or if a peak is over its budget.
+and once within 1.01 times the smallest peak that a plan was found for. Losses, gradients and the generator's
+state are compared after a few steps of AdamW, and the peak of the last with its prediction. The rows
+"kernels: ..." of `benchmarks.gpu_quarter` run this.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
 import importlib
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import ac_client
-from ac_client.doctor.sample_training import Numbers, release_memory
+from ac_client.doctor import sample_training
+from ac_client.doctor.sample_models import TINY, Sample
+from ac_client.doctor.sample_training import train
 from autoac.planner import InfeasibleBudget
-from autoac.planner.units import GIB, format_bytes
-from benchmarks.results import add_out_argument, markdown_table, write_result
 
-STEPS = 5
 ROOM = 1.01  # of the smallest peak found
 WIDTH = 256
 TOO_LITTLE = 1 << 20  # a budget within which nothing trains
-DEVICE = "cuda"
+DEVICE = torch.device("cuda:0")
 
 
 def batch() -> Tensor:
@@ -56,10 +44,10 @@ def layers(width: int = WIDTH, n: int = 3) -> nn.Sequential:
     )
 
 
-class Case(nn.Module):
+class KernelModel(nn.Module):
     """A model that returns its loss, between a first and a last stack of layers."""
 
-    autocast: torch.dtype | None = None
+    precision = "fp32"
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,11 +61,8 @@ class Case(nn.Module):
         """Return a tensor of the shape of `x`."""
         raise NotImplementedError
 
-    def prepare(self) -> None:
-        """Do what has to be done once the model is on the GPU: by default nothing."""
 
-
-class Lstm(Case):
+class Lstm(KernelModel):
     """An LSTM of cuDNN with dropout."""
 
     def __init__(self) -> None:
@@ -89,10 +74,10 @@ class Lstm(Case):
         return out
 
 
-class PackedGru(Case):
+class PackedGru(KernelModel):
     """A GRU of cuDNN in both directions over sequences of several lengths, in bf16."""
 
-    autocast = torch.bfloat16
+    precision = "bf16"
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +90,7 @@ class PackedGru(Case):
         return out
 
 
-class Solves(Case):
+class Solves(KernelModel):
     """Factorizations and solves of cuSOLVER."""
 
     def middle(self, x: Tensor) -> Tensor:
@@ -115,14 +100,14 @@ class Solves(Case):
         return out
 
 
-class Sorts(Case):
+class Sorts(KernelModel):
     """Sorts and scans, whose kernels allocate memory of their own."""
 
     def middle(self, x: Tensor) -> Tensor:
         return x.sort(-1)[0] + x.softmax(-1).cumsum(-1) + torch.cumprod(x.sigmoid(), -1) + x.logcumsumexp(-1)
 
 
-class RandomNumbers(Case):
+class RandomNumbers(KernelModel):
     """Ops that draw from the GPU's generator."""
 
     def middle(self, x: Tensor) -> Tensor:
@@ -133,7 +118,7 @@ class RandomNumbers(Case):
         )
 
 
-class SideStream(Case):
+class SideStream(KernelModel):
     """A part on another stream, made in the first forward."""
 
     def __init__(self) -> None:
@@ -152,10 +137,10 @@ class SideStream(Case):
         return x * aside
 
 
-class Grouped(Case):
+class Grouped(KernelModel):
     """Experts in one grouped product, in bf16."""
 
-    autocast = torch.bfloat16
+    precision = "bf16"
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +157,7 @@ class Grouped(Case):
         return scattered.view_as(x)
 
 
-class Float8(Case):
+class Float8(KernelModel):
     """A scaled product of float8 in a custom Function."""
 
     def __init__(self) -> None:
@@ -201,7 +186,7 @@ class _Float8Product(torch.autograd.Function):
         return gradient @ (weight8.float() * weight_scale), gradient.t() @ (x8.float() * x_scale)
 
 
-class Unseen(Case):
+class Unseen(KernelModel):
     """A CuPy kernel that writes through a pointer, between ops that torch sees."""
 
     SOURCE = r"""extern "C" __global__ void squash(const float* x, float* y, int n) {
@@ -223,22 +208,19 @@ class Unseen(Case):
         return x * gate
 
 
-class Graphed(Case):
+class Graphed(KernelModel):
     """A part that runs as a captured graph."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.part: Any = layers()
+        self.part: Any = torch.cuda.make_graphed_callables(layers(), (batch().requires_grad_(),))
 
     def middle(self, x: Tensor) -> Tensor:
         out: Tensor = self.part(x)
         return out
 
-    def prepare(self) -> None:
-        self.part = torch.cuda.make_graphed_callables(self.part, (batch().requires_grad_(),))
 
-
-class Compiled(Case):
+class Compiled(KernelModel):
     """Attention with dropout between blocks that Inductor compiles: in bf16 it would round by the plan."""
 
     def __init__(self) -> None:
@@ -252,7 +234,7 @@ class Compiled(Case):
         return out.transpose(1, 2).flatten(-2)
 
 
-CASES: tuple[type[Case], ...] = (
+CASES: tuple[type[KernelModel], ...] = (
     Lstm,
     PackedGru,
     Solves,
@@ -268,63 +250,15 @@ CASES: tuple[type[Case], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Hold what a training computed, and its peaks in bytes, without the two first steps."""
-
-    numbers: Numbers
-    peaks: Sequence[int]
-    predicted: Sequence[int | None] = ()
-    recomputed: int = 0
-
-
-def train(make: Callable[[], Case], budget: int | None = None) -> Run:
-    """Train for a few steps, planned if a budget in bytes is given.
-
-    Raises:
-        InfeasibleBudget: no plan keeps the budget.
-    """
-    release_memory()
-    torch.manual_seed(0)
-    model = make().to(DEVICE)
-    model.prepare()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    if budget is not None:
-        ac_client.apply(model, budget / GIB, optimizer=optimizer)
-    torch.manual_seed(1)
-    peaks, predicted, found = list[int](), list[int | None](), dict[str, Tensor]()
-    for i in range(STEPS):
-        x = batch()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        with torch.autocast("cuda", model.autocast) if model.autocast is not None else nullcontext():
-            loss = model(x)
-        loss.backward()
-        found[f"loss {i}"] = loss.detach().cpu()
-        optimizer.step()
-        del loss  # not earlier: a plan counts the outputs of the model until here
-        torch.cuda.synchronize()  # before the memory of gradients of another stream is used again
-        optimizer.zero_grad()
-        peaks.append(torch.cuda.max_memory_allocated())
-        if budget is not None:
-            predicted.append(ac_client.applied(model).report().predicted_peak_bytes)
-    found |= {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
-    found["generator"] = torch.cuda.get_rng_state()
-    recomputed = ac_client.applied(model).report().recomputed if budget is not None else 0
-    del model, optimizer, x
-    gc.collect()
-    return Run(Numbers(found), peaks[2:], predicted[2:], recomputed)
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
-    """One model, compared. Sizes are in bytes."""
+    """One model, compared. Sizes are in bytes, distances relative."""
 
     name: str
     plain_distance: float
     distance: float
     budget: int
     peak: int
-    error: int  # of predictions: the largest
+    error: int  # of the prediction
     recomputed: int
 
     @property
@@ -332,72 +266,24 @@ class Row:
         return (self.distance > 0 and self.plain_distance == 0) or self.peak > self.budget
 
 
-def compare(make: type[Case]) -> Row:
+def compare(make: type[KernelModel]) -> Row:
     """Train a model plain, again, and planned."""
-    plain, again = train(make), train(make)
+    sample = Sample(make.__name__, lambda _: make(), lambda _: {"x": batch()})
+    case = sample_training.Case(sample, make.precision, TINY, DEVICE)
+    plain, again = train(case), train(case)
     budget = TOO_LITTLE
     try:
-        train(make, budget)
+        train(case, budget)
     except InfeasibleBudget as error:
         budget = int(ROOM * (error.smallest_found or budget))
-    planned = train(make, budget)
-    errors = [
-        abs(peak - (predicted or 0)) for peak, predicted in zip(planned.peaks, planned.predicted, strict=True)
-    ]
+    planned = train(case, budget)
+    assert planned.report is not None
     return Row(
         make.__name__,
         plain.numbers.distance(again.numbers)[1],
         plain.numbers.distance(planned.numbers)[1],
         budget,
-        max(planned.peaks),
-        max(errors),
-        planned.recomputed,
+        planned.peak_bytes,
+        abs(planned.peak_bytes - (planned.report.predicted_peak_bytes or 0)),
+        planned.report.recomputed,
     )
-
-
-HEAD = ("model", "plain differs by", "planned differs by", "recomputed", "budget", "peak", "predicted within")
-
-
-def render(rows: Sequence[Row]) -> str:
-    """Return the table as Markdown."""
-    return markdown_table(
-        HEAD,
-        [
-            [
-                row.name,
-                f"{row.plain_distance:.1e}" if row.plain_distance else "0",
-                f"{row.distance:.1e}" if row.distance else "0",
-                str(row.recomputed),
-                *(format_bytes(size) for size in (row.budget, row.peak, row.error)),
-            ]
-            for row in rows
-        ],
-    )
-
-
-def main() -> int:
-    """Run the command in the module docstring; return 2 without a GPU."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="models, such as 'L*'")
-    add_out_argument(parser)
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("benchmarks.gpu_kernels needs a GPU: torch found none", file=sys.stderr)
-        return 2
-    rows, failed = list[Row](), 0
-    for make in CASES:
-        if not fnmatchcase(make.__name__, options.only):
-            continue
-        try:
-            rows.append(compare(make))
-        except (RuntimeError, ImportError) as error:
-            failed += 1
-            print(f"{make.__name__}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    write_result(render(rows), options.out)
-    return int(bool(failed) or any(row.is_wrong for row in rows))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

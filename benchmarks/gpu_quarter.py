@@ -356,7 +356,7 @@ def captured(case: Case, found: Found) -> Figures:
     }
 
 
-def kernels(make: type[gpu_kernels.Case], found: Found) -> Figures:
+def kernels(make: type[gpu_kernels.KernelModel], found: Found) -> Figures:
     row = gpu_kernels.compare(make)
     text = f"plain differs by {row.plain_distance:.1e}, planned by {row.distance:.1e}; {row.recomputed} ops "
     text += f"recomputed; peak {format_bytes(row.peak)} of {format_bytes(row.budget)}, predicted within "

@@ -17,9 +17,9 @@ A row that `torch.compile` ran is predicted as if it ran eagerly, so it is not p
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -30,10 +30,10 @@ from torch import nn
 from autoac.planner import Profile
 from autoac.profiler import DATASHEETS, Device, KernelKind, observe
 from autoac.profiler.timing.roofline import kind_of
-from benchmarks.models.batches import Batch, ModelAndBatch
-from benchmarks.models.dense_net import DenseNet
+from benchmarks.models import large
+from benchmarks.models.batches import ModelAndBatch
 from benchmarks.models.gpt2 import gpt2
-from benchmarks.models.large import llama, tokens
+from benchmarks.models.large import densenet161, images, llama, tokens, weightless
 from benchmarks.results import bench_parser, chosen, markdown_table, write_result
 
 Make = Callable[[], ModelAndBatch]
@@ -67,18 +67,6 @@ RECOMPUTED: Mapping[str, Callable[[KernelKind], float]] = {
 """By way of checkpointing, the part of each kind of op that runs again."""
 
 
-@contextmanager
-def parameters_of(dtype: torch.dtype) -> Iterator[None]:
-    """Build modules on the meta device with parameters of `dtype`."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def gpt(
     size: tuple[int, int, int], batch: int, length: int, dtype: torch.dtype = torch.bfloat16, **options: Any
 ) -> Make:
@@ -92,36 +80,25 @@ def gpt(
     }
 
     def make() -> ModelAndBatch:
-        with parameters_of(dtype):
+        with weightless(dtype):
             model = gpt2(layers=layers, width=width, heads=heads, positions=length, **(fused | options))
         return model, tokens(batch, length)
 
     return make
 
 
-def images(batch: int) -> Batch:
-    """Return float32 images of 224 x 224, and their labels."""
-    return {
-        "pixel_values": torch.empty(batch, 3, 224, 224, device="meta"),
-        "labels": torch.arange(batch) % 1000,
-    }
-
-
 def classifier(build: Callable[[], nn.Module], batch: int) -> Make:
     """Return a maker of an image classifier with float32 parameters."""
 
     def make() -> ModelAndBatch:
-        with parameters_of(torch.float32):
-            return build().train(), images(batch)
+        with weightless(torch.float32):
+            return build().train(), images(batch, torch.float32)
 
     return make
 
 
 def resnet(depths: list[int], batch: int) -> Make:
-    config = transformers.ResNetConfig(
-        hidden_sizes=[256, 512, 1024, 2048], depths=depths, layer_type="bottleneck", num_labels=1000
-    )
-    return classifier(lambda: transformers.ResNetForImageClassification(config), batch)
+    return partial(large.resnet, depths, batch, torch.float32)
 
 
 def vit(layers: int, width: int, heads: int, batch: int) -> Make:
@@ -144,16 +121,6 @@ def convnext_base(batch: int) -> Make:
     return classifier(lambda: transformers.ConvNextForImageClassification(config), batch)
 
 
-def densenet161(batch: int) -> Make:
-    def make() -> ModelAndBatch:
-        with parameters_of(torch.float32):
-            model = DenseNet((6, 12, 36, 24), growth=48, stem=96).train()
-        batches = images(batch)
-        return model, {"images": batches["pixel_values"], "labels": batches["labels"]}
-
-    return make
-
-
 def bert_large(batch: int, length: int, dtype: torch.dtype) -> Make:
     """Return a maker of BERT-large that answers questions, with dropout and a padding mask."""
     config = transformers.BertConfig(
@@ -165,7 +132,7 @@ def bert_large(batch: int, length: int, dtype: torch.dtype) -> Make:
     )
 
     def make() -> ModelAndBatch:
-        with parameters_of(dtype):
+        with weightless(dtype):
             model = transformers.BertForQuestionAnswering(config).train()
         ids, positions = torch.ones(batch, length, dtype=torch.long), torch.ones(batch, dtype=torch.long)
         return model, {
@@ -290,7 +257,7 @@ RUNS = (
     _timm("ResNet-50", lambda batch: resnet([3, 4, 6, 3], batch), 512, 1218.01),
     _timm("ResNet-50", lambda batch: resnet([3, 4, 6, 3], batch), 512, 826.06, "nchw"),
     _timm("ResNet-152", lambda batch: resnet([3, 8, 36, 3], batch), 192, 501.44),
-    _timm("DenseNet-161", densenet161, 128, 399.17),
+    _timm("DenseNet-161", lambda batch: partial(densenet161, batch, torch.float32), 128, 399.17),
     _timm("ConvNeXt-B", convnext_base, 128, 338.68),
     _timm("ViT-S/16", lambda batch: vit(12, 384, 6, batch), 384, 1057.92),
     _timm("ViT-B/16", lambda batch: vit(12, 768, 12, batch), 192, 392.99),

@@ -141,6 +141,7 @@ def train(
         if i < STEPS - 1:
             del loss
             optimizer.step()
+            torch.cuda.synchronize(case.device)  # before memory of gradients of another stream is used again
             optimizer.zero_grad()
         if i == 0 and budget_bytes is not None:
             predicted_reserved = ac_client.applied(model).report().predicted_reserved_bytes

@@ -24,10 +24,10 @@ from benchmarks.models.selective_scan import selective_scan
 
 
 @contextmanager
-def weightless() -> Iterator[None]:
-    """Build modules with bf16 parameters on the meta device."""
+def weightless(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
+    """Build modules with parameters of `dtype` on the meta device."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
             yield
@@ -41,14 +41,19 @@ def tokens(batch: int, length: int) -> Batch:
     return {"input_ids": ids, "labels": ids}
 
 
-def llama(layers: int, *, batch: int = 1, length: int = 8192, large: bool = False) -> ModelAndBatch:
-    """Build Llama 3 at the widths of 8B, or of 70B if `large`: meta-llama/Meta-Llama-3-8B, -70B."""
+LLAMA_3_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+LLAMA_3_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+LLAMA_3_405B = {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}
+
+
+def llama(
+    layers: int, *, batch: int = 1, length: int = 8192, widths: dict[str, int] = LLAMA_3_8B
+) -> ModelAndBatch:
+    """Build Llama 3 at the widths of meta-llama/Meta-Llama-3-8B, -70B, or Llama-3.1-405B, config.json."""
     config = transformers.LlamaConfig(
+        **widths,
         vocab_size=128256,
-        hidden_size=8192 if large else 4096,
-        intermediate_size=28672 if large else 14336,
         num_hidden_layers=layers,
-        num_attention_heads=64 if large else 32,
         num_key_value_heads=8,
         max_position_embeddings=8192,
         rope_theta=500000.0,
@@ -58,28 +63,11 @@ def llama(layers: int, *, batch: int = 1, length: int = 8192, large: bool = Fals
         return transformers.LlamaForCausalLM(config).train(), tokens(batch, length)
 
 
-def llama_405b(batch: int = 1, length: int = 8192) -> ModelAndBatch:
-    """Build meta-llama/Llama-3.1-405B, config.json."""
-    config = transformers.LlamaConfig(
-        vocab_size=128256,
-        hidden_size=16384,
-        intermediate_size=53248,
-        num_hidden_layers=126,
-        num_attention_heads=128,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_theta=500000.0,
-        use_cache=False,
-    )
-    with weightless():
-        return transformers.LlamaForCausalLM(config).train(), tokens(batch, length)
-
-
-def images(batch: int, classes: int = 1000) -> Batch:
-    """Return RGB images of 224 x 224 in bf16."""
+def images(batch: int, dtype: torch.dtype = torch.bfloat16) -> Batch:
+    """Return RGB images of 224 x 224, and labels of 1,000 classes."""
     return {
-        "pixel_values": torch.empty(batch, 3, 224, 224, dtype=torch.bfloat16, device="meta"),
-        "labels": torch.arange(batch) % classes,
+        "pixel_values": torch.empty(batch, 3, 224, 224, dtype=dtype, device="meta"),
+        "labels": torch.arange(batch) % 1000,
     }
 
 
@@ -104,20 +92,20 @@ def vit_h14(batch: int = 64) -> ModelAndBatch:
         return transformers.ViTForImageClassification(config).train(), images(batch)
 
 
-def resnet152(batch: int = 256) -> ModelAndBatch:
-    """Build microsoft/resnet-152, config.json."""
+def resnet(depths: list[int], batch: int = 256, dtype: torch.dtype = torch.bfloat16) -> ModelAndBatch:
+    """Build microsoft/resnet-50 or -152, config.json, by the blocks of each stage."""
     config = transformers.ResNetConfig(
-        hidden_sizes=[256, 512, 1024, 2048], depths=[3, 8, 36, 3], layer_type="bottleneck", num_labels=1000
+        hidden_sizes=[256, 512, 1024, 2048], depths=depths, layer_type="bottleneck", num_labels=1000
     )
-    with weightless():
-        return transformers.ResNetForImageClassification(config).train(), images(batch)
+    with weightless(dtype):
+        return transformers.ResNetForImageClassification(config).train(), images(batch, dtype)
 
 
-def densenet161(batch: int = 128) -> ModelAndBatch:
+def densenet161(batch: int = 128, dtype: torch.dtype = torch.bfloat16) -> ModelAndBatch:
     """Build DenseNet-161 of the paper's authors: growth 48, 1,000 classes."""
-    with weightless():
+    with weightless(dtype):
         model = DenseNet((6, 12, 36, 24), growth=48, stem=96).train()
-    batches = images(batch)
+    batches = images(batch, dtype)
     return model, {"images": batches["pixel_values"], "labels": batches["labels"]}
 
 
@@ -234,10 +222,10 @@ def lstm(batch: int = 128, length: int = 256) -> ModelAndBatch:
 
 MODELS: dict[str, Callable[[], ModelAndBatch]] = {
     "llama3_8b": partial(llama, 32),  # Llama 3 8B, 1 x 8192 tokens
-    "llama3_70b": partial(llama, 80, large=True),  # Llama 3 70B, 1 x 8192 tokens
+    "llama3_70b": partial(llama, 80, widths=LLAMA_3_70B),  # Llama 3 70B, 1 x 8192 tokens
     "gpt2_xl": gpt2_xl,  # GPT-2 XL with dropout, 8 x 1024 tokens
     "vit_h14": vit_h14,  # ViT-H/14, 64 images of 224 x 224
-    "resnet152": resnet152,  # ResNet-152, 256 images of 224 x 224
+    "resnet152": partial(resnet, [3, 8, 36, 3]),  # ResNet-152, 256 images of 224 x 224
     "densenet161": densenet161,  # DenseNet-161, 128 images of 224 x 224
     "unet_sd15": unet_sd15,  # Stable Diffusion 1.5's U-Net, 16 latents of 64 x 64
     "t5_3b": t5_3b,  # T5-3B, 8 x (512 + 512) tokens
@@ -253,6 +241,6 @@ MODELS: dict[str, Callable[[], ModelAndBatch]] = {
 OVER_MANY_DEVICES: dict[str, Callable[[], ModelAndBatch]] = {
     "mixtral_8x7b": mixtral_8x7b,  # Mixtral 8x7B, 1 x 4096 tokens
     "deepseek_v3": deepseek_v3,  # DeepSeek-V3, 1 x 4096 tokens
-    "llama_405b": llama_405b,  # Llama 3.1 405B, 1 x 8192 tokens
+    "llama_405b": partial(llama, 126, widths=LLAMA_3_405B),  # Llama 3.1 405B, 1 x 8192 tokens
 }
 """Models that no single device trains: on one, the optimizer's step is the peak, and no budget binds."""

@@ -53,7 +53,6 @@ class Widths:
 LLAMA_2_7B = Widths(32, 4096, 32, 32, 11008, 32000)
 LLAMA_3_8B = Widths(32, 4096, 32, 8, 14336)
 LLAMA_3_70B = Widths(80, 8192, 64, 8, 28672)
-LLAMA_3_405B = Widths(126, 16384, 128, 8, 53248)
 
 
 class Norm(nn.Module):

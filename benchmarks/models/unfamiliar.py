@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
-from benchmarks.models.batches import Batch, images, tokens
+from benchmarks.models.batches import Batch, ModelAndBatch, images, tokens
 
 VOCABULARY = 512
 DECODER: dict[str, Any] = {
@@ -22,8 +21,6 @@ DECODER: dict[str, Any] = {
 }
 ENCODER = {name: value for name, value in DECODER.items() if name != "use_cache"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-
-ModelAndBatch = tuple[nn.Module, Batch]
 
 
 def text() -> Batch:
@@ -129,10 +126,3 @@ MODELS: dict[str, Callable[[], ModelAndBatch]] = {
     "MobileNet v2": classifier("MobileNetV2", image_size=64),
     "wav2vec 2.0": wav2vec2,
 }
-
-
-def build(name: str) -> ModelAndBatch:
-    """Return the model of `MODELS` in training mode, the same at every call, and its batch."""
-    torch.manual_seed(0)
-    model, batch = MODELS[name]()
-    return model.train(), batch

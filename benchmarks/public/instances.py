@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from benchmarks.public.check import judge
@@ -64,10 +65,10 @@ def save_all_peak(graph: StepGraph) -> int:
 def own() -> Iterator[tuple[str, Callable[[], list[Instance]]]]:
     """Yield the names of our own graphs, each with a function that makes it."""
     for seed, layers in LAYERED:
-        yield f"layered {seed}", _Layered(seed, layers)
+        yield f"layered {seed}", partial(_of_layers, seed, layers)
     for model in MODELS:
         if own_profiles.is_available(model):
-            yield model, _Model(model)
+            yield model, partial(_of_model, model)
 
 
 def given(paths: Sequence[Path]) -> Iterator[tuple[str, Callable[[], list[Instance]]]]:
@@ -83,11 +84,11 @@ def given(paths: Sequence[Path]) -> Iterator[tuple[str, Callable[[], list[Instan
             if file.name.startswith("checkmate_solution_") and file.suffix == ".pkl":
                 pickles.setdefault(file.name.rsplit("_", 1)[0], []).append(file)
             elif file.suffix == ".log":
-                yield file.name, _Log(file)
+                yield file.name, partial(_of_log, file)
             elif file.suffix == ".json" and (file == path or _is_graph(file)):
-                yield file.name, _Json(file)
+                yield file.name, partial(_of_json, file)
         for name, files in pickles.items():
-            yield name, _Pickles(tuple(files))
+            yield name, partial(_of_pickles, files)
 
 
 def _is_graph(path: Path) -> bool:
@@ -95,52 +96,29 @@ def _is_graph(path: Path) -> bool:
     return isinstance(data, dict) and (data.get("format") == FORMAT or data.keys() >= checkmate_files.COLUMNS)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layered:
-    seed: int
-    layers: int
-
-    def __call__(self) -> list[Instance]:
-        return [instance_of(random_graphs.layered(self.seed, self.layers))]
+def _of_layers(seed: int, layers: int) -> list[Instance]:
+    return [instance_of(random_graphs.layered(seed, layers))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    name: str
-
-    def __call__(self) -> list[Instance]:
-        return [instance_of(own_profiles.read(self.name))]
+def _of_model(name: str) -> list[Instance]:
+    return [instance_of(own_profiles.read(name))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Log:
-    path: Path
-
-    def __call__(self) -> list[Instance]:
-        return [instance_of(dtr_logs.read(self.path))]
+def _of_log(path: Path) -> list[Instance]:
+    return [instance_of(dtr_logs.read(path))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Json:
-    path: Path
-
-    def __call__(self) -> list[Instance]:
-        data = json.loads(self.path.read_text())
-        if data.get("format") == FORMAT:
-            return [instance_of(StepGraph.from_json(data))]
-        return [instance_of(checkmate_files.from_columns(data))]
+def _of_json(path: Path) -> list[Instance]:
+    data = json.loads(path.read_text())
+    read = StepGraph.from_json if data.get("format") == FORMAT else checkmate_files.from_columns
+    return [instance_of(read(data))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Pickles:
-    """Pickles of one graph, one for each budget."""
-
-    paths: tuple[Path, ...]
-
-    def __call__(self) -> list[Instance]:
-        solutions = {}
-        for path in self.paths:
-            graph, budget, stages = checkmate_files.from_pickle(path)
-            solutions[graph.name, budget] = stages
-        budgets = {budget for _, budget in solutions} | {p.budget for p in graph.published}
-        return [Instance(graph, tuple(sorted(budgets, reverse=True)), solutions)]
+def _of_pickles(paths: Sequence[Path]) -> list[Instance]:
+    """Return the graph of pickles, one for each budget."""
+    solutions = {}
+    for path in paths:
+        graph, budget, stages = checkmate_files.from_pickle(path)
+        solutions[graph.name, budget] = stages
+    budgets = {budget for _, budget in solutions} | {p.budget for p in graph.published}
+    return [Instance(graph, tuple(sorted(budgets, reverse=True)), solutions)]

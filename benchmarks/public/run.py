@@ -85,21 +85,26 @@ def rows_of(instance: Instance, cap_s: float) -> Iterator[Row]:
                 note = f"failed: {type(error).__name__}: {error}"
             if result is None:
                 spent = _cpu_s() - began
-            yield Row(
-                graph=graph.name,
-                source=graph.source,
-                ops=len(graph.ops),
-                step_us=graph.us,
-                budget=budget,
-                planner=name,
-                again_us=result["again_us"] if result else None,
-                peak=int(result["peak_bytes"]) if result else None,
-                note=note,
-                cpu_s=spent,
-                violation=violation,
-            )
+            again_us, peak = (result["again_us"], int(result["peak_bytes"])) if result else (None, None)
+            yield row_of(graph, budget, name, again_us, peak, note, spent, violation=violation)
         yield _bound(graph, budget)
         yield from _stated(instance, budget)
+
+
+def row_of(
+    graph: StepGraph,
+    budget: int,
+    planner: str,
+    again_us: float | None,
+    peak: int | None = None,
+    note: str = "",
+    cpu_s: float = 0.0,
+    *,
+    violation: bool = False,
+) -> Row:
+    """Return the row of a planner on a graph."""
+    of_graph = (graph.name, graph.source, len(graph.ops), graph.us)
+    return Row(*of_graph, budget, planner, again_us, peak, note, cpu_s, violation)
 
 
 def _cpu_s() -> float:
@@ -110,18 +115,9 @@ def _cpu_s() -> float:
 def _bound(graph: StepGraph, budget: int) -> Row:
     began = _cpu_s()
     least_us = least_again_us(graph, budget)
-    return Row(
-        graph=graph.name,
-        source=graph.source,
-        ops=len(graph.ops),
-        step_us=graph.us,
-        budget=budget,
-        planner=BOUND,
-        again_us=least_us if math.isfinite(least_us) else None,
-        peak=None,
-        note="" if math.isfinite(least_us) else "no schedule fits",
-        cpu_s=_cpu_s() - began,
-    )
+    fits = math.isfinite(least_us)
+    note = "" if fits else "no schedule fits"
+    return row_of(graph, budget, BOUND, least_us if fits else None, None, note, _cpu_s() - began)
 
 
 def _stated(instance: Instance, budget: int) -> Iterator[Row]:
@@ -130,18 +126,7 @@ def _stated(instance: Instance, budget: int) -> Iterator[Row]:
     for p in graph.published:
         if p.budget == budget and (graph.name, budget) not in instance.solutions:
             note = "stated" + (", optimal" if p.optimal else "")
-            yield Row(
-                graph=graph.name,
-                source=graph.source,
-                ops=len(graph.ops),
-                step_us=graph.us,
-                budget=budget,
-                planner=STATED,
-                again_us=p.us - graph.us,
-                peak=None,
-                note=note,
-                cpu_s=0.0,
-            )
+            yield row_of(graph, budget, STATED, p.us - graph.us, None, note)
 
 
 def run_one(make: Callable[[], list[Instance]], cap_s: float) -> list[Row]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from awkward_modules import ConvNet
 from stepping import binding_budget, gradients, scalar, seeded
 from torch import nn
 from torch.autograd import forward_ad
@@ -24,7 +25,7 @@ from autoac.planner.errors import MOST_HOLDINGS, MalformedPolicy
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
 from benchmarks.models.gpt2 import gpt2
-from benchmarks.models.modules import ConvNet, Transformer
+from benchmarks.models.modules import Transformer
 
 BATCH = torch.randn(4, 64, 64)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from awkward_modules import ConvNet
 from stepping import allocated_peak
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ from autoac.planner.memory.schedule import OptimizerStep
 from autoac.profiler import DATASHEETS, CannotProfile, Loop, Times, observe, profile
 from autoac.profiler.static_memory import optimizer_bytes
 from autoac.tape.torch_facts.gradients import roots_of
-from benchmarks.models.modules import ConvNet, Transformer
+from benchmarks.models.modules import Transformer
 from benchmarks.models.tiny import ZOO, ZooModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")

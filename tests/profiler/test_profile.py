@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from awkward_modules import ConvNet
 from stepping import scalar
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,7 @@ from autoac.planner import Profile, build, plan, simulate
 from autoac.planner.memory.fragments import loop_log
 from autoac.profiler import NothingToProfile, ProfilerBusy, observe, profile
 from autoac.tape.capture.saved_tensor_recorder import UNPACKED
-from benchmarks.models.modules import ConvNet, Recurrent, Routed, Transformer
+from benchmarks.models.modules import Recurrent, Routed, Transformer
 
 
 class Two(nn.Module):

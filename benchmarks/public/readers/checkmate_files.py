@@ -11,7 +11,6 @@ the fixed KiB of the last node. So `static_bytes` here are these fixed bytes, an
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -70,11 +69,6 @@ def from_columns(data: dict[str, Any]) -> StepGraph:
         rule="checkmate",
         published=tuple(Published(gb * GIB, 10 * us, best) for gb, (us, best) in published.items()),
     ).checked()
-
-
-def from_json(path: Path) -> StepGraph:
-    """Return the graph in a JSON file of these columns."""
-    return from_columns(json.loads(path.read_text()))
 
 
 def from_pickle(path: Path) -> tuple[StepGraph, int, Stages]:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from awkward_modules import ConvNet
 from ranks import outputs_of_ranks
 from torch import Tensor, nn
 
 import ac_client
 from autoac.profiler import ProfilerBusy
-from benchmarks.models.modules import ConvNet
 
 
 class Counting(nn.Module):
@@ -82,7 +82,7 @@ def test_plan_for_in_an_observed_step_is_refused_and_the_step_goes_on() -> None:
 RANKS = """
 import ac_client
 from torch.nn.parallel import DistributedDataParallel
-from benchmarks.models.modules import ConvNet
+from awkward_modules import ConvNet
 
 torch.manual_seed(0)
 inner = ac_client.apply(ConvNet(), 1.0)

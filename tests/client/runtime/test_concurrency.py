@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from awkward_modules import ConvNet
 from stepping import nothing_left, recomputed
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,6 @@ from autoac.profiler import profile
 from autoac.tape.runtime.nodes import NodeVersion
 from autoac.tape.runtime.policy_context import active, save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
-from benchmarks.models.modules import ConvNet
 
 
 def chain(x: Tensor) -> Tensor:

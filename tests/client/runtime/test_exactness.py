@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from awkward_modules import ConvNet, Gates, InPlace, Views
 from fuzzers.random_moves import ANY, random_moves
 from stepping import expected_log, scalar, seeded
 from torch import nn
@@ -30,7 +31,7 @@ from autoac.tape.runtime.moves.host_memory import host_memory
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.module_paths import watch_modules
-from benchmarks.models.modules import ConvNet, Gates, InPlace, Transformer, Views
+from benchmarks.models.modules import Transformer
 
 Make = Callable[[], nn.Module]
 

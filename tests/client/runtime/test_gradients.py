@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from awkward_modules import ConvNet, InPlace, OneBuffer, Views
 from stepping import assert_same, recomputed, step
 from torch import nn
 
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 from autoac.tape.unseen.global_flags import current_flags
-from benchmarks.models.modules import ConvNet, InPlace, OneBuffer, Recurrent, Routed, Transformer, Views
+from benchmarks.models.modules import Recurrent, Routed, Transformer
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
     "transformer": (Transformer, lambda: ((torch.randn(2, 8, 32, requires_grad=True),), {})),

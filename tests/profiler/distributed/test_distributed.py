@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from awkward_modules import ConvNet
 from ranks import outputs_of_ranks
 from stepping import seeded
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from autoac.planner.units import GIB
 from autoac.profiler import DATASHEETS, CannotProfile, ShardsInUse, observe, profile
 from autoac.tape.distributed.ddp import buckets_of
 from autoac.tape.torch_facts.rng import generators_restored
-from benchmarks.models.modules import ConvNet
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -336,7 +336,7 @@ def test_plan_applied_before_fully_shard_is_refused() -> None:
 
 RANK = """
 from torch.nn.parallel import DistributedDataParallel
-from benchmarks.models.modules import ConvNet
+from awkward_modules import ConvNet
 from autoac.profiler import profile
 
 torch.manual_seed(0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from awkward_modules import ConvNet, InPlace, Views
 from checkpoints import THEIRS, chain, leaf, replayed, same, stack_peak
 from stepping import nothing_left, scalar
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ import ac_client
 from ac_client import checkpoint, checkpoint_sequential, save_recompute_policy
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.tape.runtime.policy_context import active
-from benchmarks.models.modules import ConvNet, InPlace, Recurrent, Routed, Transformer, Views
+from benchmarks.models.modules import Recurrent, Routed, Transformer
 
 # Signatures
 
