@@ -1,14 +1,7 @@
-"""Compare every baseline on one profile with our plans at their peaks and at eight more budgets.
-
-    python -m benchmarks.plans.compare NAME.DEVICE.json [--out FOLDER]
-
-writes FOLDER/NAME.DEVICE.json after each answer. A second run continues where the first stopped, if the
-profile and the code are the same.
-"""
+"""Compare every baseline on one profile with our plans at their peaks and at eight more budgets."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import time
@@ -17,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import zstandard
 from pydantic import TypeAdapter
 
 from autoac.planner import PlannerError, Profile, bounds, build
@@ -26,6 +18,7 @@ from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.plan import plan
 from autoac.planner.problem.graph import Graph
+from benchmarks.plans import profiles
 from benchmarks.plans.baselines import BASELINES
 from benchmarks.plans.block_rules import as_run
 from benchmarks.results import ROOT, source_digest, write_result
@@ -33,6 +26,7 @@ from benchmarks.results import ROOT, source_digest, write_result
 OUT = ROOT / "build" / "bench" / "plans"
 GAP = 0.01
 FLOOR_WORK = 20.0  # of the search for the minimum peak
+GROWTH = "llama_l"  # prefix of models that differ only in layers, and have no baselines
 BUDGETS = 8  # between the minimum peak and the save-all peak
 MOST_POINTS = 4  # of one baseline, at whose peaks we plan
 LEAST_RATIO = 0.1  # of ours / theirs, in a mean
@@ -257,14 +251,6 @@ def compare(
     return known
 
 
-def read_profile(path: Path) -> Profile:
-    """Read a profile from JSON, or from JSON in zstd."""
-    content = path.read_bytes()
-    return Profile.from_json(
-        zstandard.ZstdDecompressor().decompress(content) if path.suffix == ".zst" else content
-    )
-
-
 def load(path: Path) -> Comparison | None:
     """Return the comparison in a file, or None if the file is missing or of another format."""
     try:
@@ -273,27 +259,22 @@ def load(path: Path) -> Comparison | None:
         return None
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command in the module docstring."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plans.compare")
-    parser.add_argument("profile", type=Path)
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--no-baselines", action="store_true", help="only our plans, at eight budgets")
-    options = parser.parse_args(arguments)
-    logging.getLogger(
-        "torch.distributed._tools.sac_ilp"
-    ).disabled = True  # it logs "no solution" for some fractions
+def compare_model(name: str, device: str, folder: Path) -> str:
+    """Compare a model of `profiles.CASES`, and return a line about it.
 
-    name = ".".join(options.profile.name.split(".")[:2])
-    path: Path = options.out / f"{name}.json"
+    The comparison is written to a file after each answer. What the file has of the same profile and code is
+    kept.
+    """
+    logging.getLogger("torch.distributed._tools.sac_ilp").disabled = True  # "no solution" for some fractions
 
     def keep(comparison: Comparison) -> None:
         write_result(COMPARISONS.dump_json(comparison, indent=1).decode(), path)
 
     began = time.perf_counter()
-    profile = read_profile(options.profile)
-    done = compare(name, profile, load(path), baselines=not options.no_baselines, keep=keep)
-    print(_summary(done), f"({time.perf_counter() - began:.0f} s)", flush=True)
+    path, baselines = folder / f"{name}.{device}.json", not name.startswith(GROWTH)
+    profile = profiles.load(name, device)
+    done = compare(path.stem, profile, load(path), baselines=baselines, keep=keep)
+    return f"{_summary(done)} ({time.perf_counter() - began:.0f} s)"
 
 
 def _summary(done: Comparison) -> str:
@@ -304,7 +285,3 @@ def _summary(done: Comparison) -> str:
         f"{done.name}: {done.ops} ops, {len(done.points)} baseline points, {len(done.answers)} plans, "
         f"beaten {lost} times, worst gap {worst:.2%}, slowest plan {slowest:.1f} s"
     )
-
-
-if __name__ == "__main__":
-    main()

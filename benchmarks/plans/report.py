@@ -1,14 +1,7 @@
-"""Write the comparisons as Markdown, with a plot for each model.
-
-    python -m benchmarks.plans.report [--page FILE]
-
-Plots go into a folder next to FILE, named as FILE is; without `--page`, Markdown goes to stdout without
-plots.
-"""
+"""Write the comparisons as Markdown, with a plot for each model."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import statistics
@@ -19,14 +12,13 @@ from autoac.planner.units import GIB, format_bytes
 from benchmarks.plans.baselines import BASELINES
 from benchmarks.plans.compare import (
     GAP,
+    GROWTH,
     LEAST_RATIO,
-    OUT,
     Comparison,
     Point,
     beaten,
     best_within,
     geometric_mean,
-    load,
     pareto,
     ratio,
     selected,
@@ -35,7 +27,7 @@ from benchmarks.results import markdown_table, write_result
 
 AIM = 0.75  # upper limit of the geometric mean of ours / best baseline at its peak
 STRONGEST = ("gpt2_xl", "lstm")  # models whose ratio is far below the others'
-_GROWTH = re.compile(r"^llama_l(\d+)\.")
+_GROWTH = re.compile(rf"^{GROWTH}(\d+)\.")
 
 
 # Figures.
@@ -263,17 +255,3 @@ def write(done: Sequence[Comparison], target: Path | None) -> None:
         if comparison.points:
             draw(comparison, plots / f"{comparison.name}.svg")
     write_result(page(done, plots.name), target)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command in the module docstring."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plans.report")
-    parser.add_argument("--out", type=Path, default=OUT, help="folder of the comparisons")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="default: stdout, without plots")
-    options = parser.parse_args(arguments)
-    found = [load(path) for path in sorted(options.out.glob("*.json"))]
-    write([c for c in found if c is not None], options.page)
-
-
-if __name__ == "__main__":
-    main()
