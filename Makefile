@@ -38,7 +38,7 @@ TORCH ?= $(patsubst torch==%,%,$(PIN))
 TORCH_VENV := build/torch-$(TORCH)
 test-torch: $(READY)
 	test -x $(TORCH_VENV)/bin/python || $(BIN)/python -m venv $(TORCH_VENV)
-	$(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -qq install "torch==$(TORCH)"
+	$(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -qq install "torch==$(TORCH)" "setuptools>=80"
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $(TORCH_VENV)/lib/python3.*/site-packages)/zz_base.pth
 	$(TORCH_VENV)/bin/python -c 'import torch; print("torch", torch.__version__); assert torch.__version__.startswith("$(TORCH)")'
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=25 $(TESTS)

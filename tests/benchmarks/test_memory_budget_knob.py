@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from stepping import needs_compiled_plans
 from torch import Tensor, nn
 
 from benchmarks.memory_budget_knob import compare, report
@@ -32,6 +33,7 @@ def net() -> ModelAndBatch:
     return Net(), {"x": torch.randn(256, 32)}
 
 
+@needs_compiled_plans
 @pytest.mark.usefixtures("one_thread")
 def test_plan_at_each_peak_of_torch_recomputes_no_more() -> None:
     found = compare("MLP", net, [(1.0, "dp"), (0.5, "dp")])

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from stepping import needs_compiled_plans
 
 from ac_client import model_loader
 from ac_client.cli import explain_commands, plan_commands
@@ -364,6 +365,7 @@ def test_profile_is_estimated_for_an_absent_device(folder, capsys):
     assert "got 'abacus'" in err
 
 
+@needs_compiled_plans
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_model_is_profiled_on_its_own_device_and_for_an_absent_one(folder, capsys):
     code, _, _ = run(capsys, "profile", "small:make", "--compiled")

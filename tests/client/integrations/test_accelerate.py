@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import TorchDynamoPlugin
 from ranks import outputs_of_ranks
+from stepping import needs_compiled_plans
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -115,6 +116,7 @@ def test_prepared_optimizer_keeps_its_parameters_and_is_counted() -> None:
     assert with_state - without_state >= 2 * sum(p.nbytes for p in model.parameters())
 
 
+@needs_compiled_plans
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("regional", [False, True])
 def test_model_that_accelerate_compiles_is_planned(regional: bool) -> None:

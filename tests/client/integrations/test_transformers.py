@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from stepping import needs_compiled_plans
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -336,6 +337,7 @@ class Words(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
 
 
+@needs_compiled_plans
 @pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_trainer_that_compiles_has_the_weights_of_one_without_a_plan(

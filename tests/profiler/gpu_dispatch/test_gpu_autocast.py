@@ -92,4 +92,5 @@ def test_lists_are_those_of_torch(macro: str, names: frozenset[str]) -> None:
     found = re.search(rf"#define AT_FORALL_{macro}\(_\)(.*?)\n\n", header.read_text(), re.DOTALL)
     assert found is not None
     listed = (text.replace(" ", "").split(",") for text in re.findall(r"_\(([^()]*)\)", found[1]))
-    assert {".".join(parts) for parts in listed} == names
+    found_names = {".".join(parts) for parts in listed}
+    assert {name for name in found_names if "imname" not in name} == names  # up to 2.12, dimensions had names
