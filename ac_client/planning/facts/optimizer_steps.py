@@ -82,7 +82,7 @@ class ModelOptimizers:
         if optimizer in self._of_others:
             return
         model = self._model()
-        if model is None or not _steps(optimizer, model):
+        if model is None or not steps(optimizer, model):
             self._of_others.add(optimizer)
             return
         if (observed := recorded_step()) is not None and observed.model() is not model:
@@ -135,7 +135,8 @@ def _watch(of_model: ModelOptimizers) -> None:
     _watched.add(of_model)
 
 
-def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+def steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Return True if `optimizer` steps a parameter of `model`."""
     mine = {id(parameter) for parameter in parameters_of(model)}
     return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
 
