@@ -6,16 +6,14 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
+from torch import nn
 
 from ac_client.errors import CommandError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from autoac.planner import Profile
-    from autoac.profiler import Device
+from autoac.planner import Profile
+from autoac.profiler import Device, device_of, link_of, observe
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +29,6 @@ class TrainingSetup:
     @property
     def device(self) -> torch.device:
         """Return the device on which the model is."""
-        from autoac.profiler import device_of
-
         return device_of(self.model, self.args, self.kwargs)
 
     def observe(
@@ -46,10 +42,6 @@ class TrainingSetup:
             compiled: of `torch.compile(model)`.
             link: with the link of the device to its host.
         """
-        import torch
-
-        from autoac.profiler import link_of, observe
-
         found = observe(
             torch.compile(self.model) if compiled else self.model,  # type: ignore[arg-type]
             self.args,
@@ -98,9 +90,6 @@ def setup_from(returned: Any, name: str) -> TrainingSetup:
     Raises:
         CommandError: the value has none of the forms that `autoac profile` accepts.
     """
-    import torch
-    from torch import nn
-
     keys = ("model", "args", "kwargs", "loss", "optimizer")
     match returned:
         case Mapping() if "model" in returned and set(returned) <= set(keys):
