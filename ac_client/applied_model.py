@@ -112,7 +112,7 @@ class Applied:
             InfeasibleBudget: no plan fits. What was planned before stays.
         """
         model = self._model()
-        if model is None or self.budget_bytes is None or self._store.single_policy is not None:
+        if model is None or self.budget_bytes is None or self._store.buckets.single_policy is not None:
             raise RuntimeError(
                 'plan_for plans shapes for a budget: apply(model, budget_gb=..., shapes="bucket") first'
             )
@@ -254,7 +254,7 @@ class Applied:
         if bucket.loaded.n_recorded == 0:
             return 0.0
         on_cpu = device_of(model).type == "cpu"
-        if self._measured.marks is not None or active.region is not None or not (on_cpu or bucket.profile):
+        if self._measured.timeline is not None or active.region is not None or not (on_cpu or bucket.profile):
             return None
         hidden_us = sum(bucket.profile.ops.runtime_us) if bucket.profile is not None and not on_cpu else 0.0
         return max(0.0, bucket.loaded.n_recorded * recording_us_of_process() - hidden_us)

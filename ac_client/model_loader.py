@@ -6,13 +6,14 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
+from torch import nn
 
 from ac_client.errors import CommandError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+from autoac.planner import Profile
+from autoac.profiler import Device, device_of, link_of, observe
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,33 @@ class TrainingSetup:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any], Any] | None = None
     optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device on which the model is."""
+        return device_of(self.model, self.args, self.kwargs)
+
+    def observe(
+        self, on: Device | None, autocast: torch.dtype | None, *, compiled: bool = False, link: bool = True
+    ) -> Profile:
+        """Return the profile of a step.
+
+        Args:
+            on: the datasheet of a device; None to run the step on that of the model.
+            autocast: the type that the step is cast to.
+            compiled: of `torch.compile(model)`.
+            link: with the link of the device to its host.
+        """
+        found = observe(
+            torch.compile(self.model) if compiled else self.model,  # type: ignore[arg-type]
+            self.args,
+            self.kwargs,
+            loss=self.loss,
+            optimizer=self.optimizer,
+            on=on,
+            autocast=autocast,
+        )
+        return found.model_copy(update={"link": link_of(on or self.device)}) if link else found
 
 
 def load_function(name: str, folder: str) -> Callable[[], Any]:
@@ -48,10 +76,10 @@ def load_function(name: str, folder: str) -> Callable[[], Any]:
     return cast("Callable[[], Any]", function)
 
 
-def call_function(function: Callable[[], Any], name: str) -> Any:
+def call_function(function: Callable[..., Any], name: str, *args: Any) -> Any:
     """Call the user's function; turn whatever it raises into a CommandError."""
     try:
-        return function()
+        return function(*args)
     except Exception as error:  # anything that the user's function raises
         raise CommandError(f"{name}: {type(error).__name__}: {error}") from error
 
@@ -62,9 +90,6 @@ def setup_from(returned: Any, name: str) -> TrainingSetup:
     Raises:
         CommandError: the value has none of the forms that `autoac profile` accepts.
     """
-    import torch
-    from torch import nn
-
     keys = ("model", "args", "kwargs", "loss", "optimizer")
     match returned:
         case Mapping() if "model" in returned and set(returned) <= set(keys):

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ac_client.errors import CommandError
-from ac_client.model_loader import setup_from
+from ac_client.model_loader import call_function, setup_from
 from ac_client.planning.batch_shape import shape_of
 from autoac.planner import Profile, ProfileBySize
 from autoac.planner.formats.policy_set import Shape
 from autoac.planner.sizes.profile_by_size import stream_of
-from autoac.profiler import Device, link_of, observe
+from autoac.profiler import Device
 
 if TYPE_CHECKING:
     import torch
@@ -80,19 +79,6 @@ class ProfiledSizes:
 
     def _observe(self, size: int, device: Device) -> Profile:
         name = getattr(self._make, "__name__", type(self._make).__name__)
-        try:
-            made = self._make(size)
-        except Exception as error:  # anything that the user's function raises
-            raise CommandError(f"{name}({size}): {type(error).__name__}: {error}") from error
-        setup = setup_from(made, name)
+        setup = setup_from(call_function(self._make, f"{name}({size})", size), name)
         self.shapes[size] = shape_of(setup.args, setup.kwargs)
-        profile = observe(
-            setup.model,
-            setup.args,
-            setup.kwargs,
-            loss=setup.loss,
-            optimizer=setup.optimizer,
-            on=device,
-            autocast=self._autocast,
-        )
-        return profile.model_copy(update={"link": link_of(device)})
+        return setup.observe(device, self._autocast)

@@ -53,8 +53,9 @@ def profile_of(
     with no_garbage_collection():
         return assemble(
             step,
+            environment.allocator_rounding,
             model=type(uncompiled(model)).__name__,
-            inputs=inputs,
+            inputs=tuple(inputs),
             environment=environment,
             static=static.model_copy(
                 update={
@@ -64,7 +65,7 @@ def profile_of(
                 }
             ),
             optimizer_workspace_nbytes=needs.workspace,
-            notes=[*notes, *([needs.note] if needs.note else [])],
+            notes=(*notes, *([needs.note] if needs.note else [])),
         ).with_dropped_outputs(loop.drops)
 
 

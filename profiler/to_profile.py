@@ -5,17 +5,16 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autoac.planner.formats.profile import (
     BackwardSteps,
-    Environment,
     OpFlag,
     Ops,
     Outputs,
     Profile,
     Ragged,
     SavedTensors,
-    StaticBytes,
     Storages,
     Temporaries,
     Values,
@@ -27,17 +26,14 @@ from autoac.tape.capture.op_recorder import RecordedStorage
 from autoac.tape.capture.saved_tensor_recorder import SavedEvent
 
 
-def assemble(
-    step: StepRecord,
-    *,
-    model: str,
-    inputs: Sequence[str],
-    environment: Environment,
-    static: StaticBytes,
-    optimizer_workspace_nbytes: int,
-    notes: Sequence[str],
-) -> Profile:
-    """Return the Profile of a profiled step, whose loop drops the outputs before backward."""
+def assemble(step: StepRecord, rounding: int, **head: Any) -> Profile:
+    """Return the Profile of a profiled step, whose loop drops the outputs before backward.
+
+    Args:
+        step: its records.
+        rounding: the device's allocator rounds sizes to multiples of this.
+        head: the fields of the profile that the records do not have.
+    """
     record, saved, forward = step.allocations, step.saved, step.forward
     at = record.positions
     blocks = [_block_of(record, storage) for storage in forward.storages]
@@ -52,7 +48,7 @@ def assemble(
         record,
         hidden=[*of_forward, *registers, *own, *(block for block, _ in temporary), *step.workspaces],
     )
-    requested = _requested_nbytes(blocks, forward.storages, environment.allocator_rounding)
+    requested = _requested_nbytes(blocks, forward.storages, rounding)
     n = len(forward.ops)
     outputs: list[list[AllocatedBlock]] = [[] for _ in forward.ops]
     for version in forward.versions:
@@ -103,15 +99,11 @@ def assemble(
         for op, reason in zip(forward.ops, must_save, strict=True)
     ]
     return Profile(
-        model=model,
-        inputs=tuple(inputs),
-        environment=environment,
-        static=static,
+        **head,
         gradient_nbytes=other.as_begins(at[step.backward_end]),
         kept_nbytes=-sum(
             change.nbytes for change in record.changes[at[step.graph_end] : at[step.backward_end]]
         ),
-        optimizer_workspace_nbytes=optimizer_workspace_nbytes,
         ops=Ops(
             module=tuple(modules.index(op.module) for op in forward.ops),
             overload=tuple(overloads.index(op.facts.name) for op in forward.ops),
@@ -170,7 +162,6 @@ def assemble(
         overloads=tuple(overloads),
         nodes=tuple(nodes),
         reasons=tuple(reasons),
-        notes=tuple(notes),
         forward_ends=tuple(forward.forward_ends) if len(forward.forward_ends) > 1 else (),
         loss_begins=end if (end := max(forward.forward_ends, default=0)) < len(forward.ops) else None,
     )

@@ -89,7 +89,7 @@ profiler/entry:         compiler timing static steps joint_graph gpu_dispatch pl
                         tape/base tape/torch_facts tape/checkpoints tape/distributed tape/capture
                         tape/runtime
 profiler:               base timing static entry
-ac_client/base:         planner planner/base planner/formats tape/base
+ac_client/base:         planner planner/base planner/formats tape/base profiler
 ac_client/measure:      planner planner/base planner/report tape/runtime tape/torch_facts tape/distributed
                         profiler
 ac_client/service_client: planner planner/base planner/formats planner/problem planner/memory

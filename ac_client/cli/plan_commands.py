@@ -79,7 +79,7 @@ def profile(
     import torch
 
     from ac_client.model_loader import call_function, load_function, setup_from
-    from autoac.profiler import DATASHEETS, device_of, link_of, observe
+    from autoac.profiler import DATASHEETS
 
     module_name, _, function_name = function.partition(":")
     if not (module_name and function_name):
@@ -102,17 +102,8 @@ def profile(
         show_progress(f"profiling {function}"),
     ):
         setup = setup_from(call_function(build, function), function)
-        observed = observe(
-            torch.compile(setup.model) if compiled else setup.model,  # type: ignore[arg-type]
-            setup.args,
-            setup.kwargs,
-            loss=setup.loss,
-            optimizer=setup.optimizer,
-            on=device,
-            autocast=getattr(torch, autocast) if autocast is not None else None,
-        )
-        link = link_of(device or device_of(setup.model, setup.args, setup.kwargs))
-        observed = observed.model_copy(update={"link": link})
+        dtype = getattr(torch, autocast) if autocast is not None else None
+        observed = setup.observe(device, dtype, compiled=compiled)
     deliver(
         output,
         observed.to_json() + "\n",

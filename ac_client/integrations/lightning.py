@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
 from torch import nn
 
 from ac_client import ApplyError, CompiledModel, applied
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import ApplyArguments
 from ac_client.integrations.planned_trainings import PlannedTrainings
+from ac_client.planning.facts.optimizer_steps import steps
 from ac_client.planning.options import Budget
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class AutoACCallback(PlannedTrainings, Callback):
             )
         model = self._to_plan(pl_module)
         saved, self._saved = self._saved, ""
-        self._begin(model, _optimizers_of(model, trainer.optimizers), saved)
+        self._begin(model, [one for one in trainer.optimizers if steps(one, model)], saved)
         if isinstance(model, TrainingStepModule):
             self._undo = model.replace_method()
         self._steps_before = trainer.global_step
@@ -224,15 +224,3 @@ def _collect(
 
 def _children(module: nn.Module) -> str:
     return ", ".join(name for name, _ in module.named_children())
-
-
-def _optimizers_of(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> list[torch.optim.Optimizer]:
-    """Return those of `optimizers` that step parameters of `model`."""
-    mine = {id(parameter) for parameter in model.parameters()}
-    return [
-        optimizer
-        for optimizer in optimizers
-        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
-    ]

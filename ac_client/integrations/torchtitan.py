@@ -13,11 +13,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar, Unpack
 
-import torch
 from torch import nn
 
 import ac_client
 from ac_client.integrations.options import ApplyArguments
+from ac_client.planning.facts.optimizer_steps import steps
 from ac_client.planning.options import Budget
 
 Config = TypeVar("Config")
@@ -48,7 +48,8 @@ def planned(config: Config, budget_gb: Budget = None, **options: Unpack[ApplyArg
         if before is not None:
             before(optimizers, parts, *dims)
         for part in parts:
-            options["optimizer"] = _of(optimizers, part)
+            several = getattr(optimizers, "optimizers", (optimizers,))  # a container of torchtitan's
+            options["optimizer"] = [one for one in several if steps(one, part)]
             ac_client.apply(part, budget_gb, **options)
 
     changes: dict[str, Any] = {
@@ -59,13 +60,3 @@ def planned(config: Config, budget_gb: Budget = None, **options: Unpack[ApplyArg
         changes["training"] = dataclasses.replace(made.training, disable_cuda_graphs=True)
     replaced: Config = dataclasses.replace(made, **changes)
     return replaced
-
-
-def _of(optimizers: Any, part: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return those of a container's optimizers that step a parameter of `part`."""
-    own = {id(parameter) for parameter in part.parameters()}
-    return [
-        optimizer
-        for optimizer in getattr(optimizers, "optimizers", (optimizers,))
-        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-    ]

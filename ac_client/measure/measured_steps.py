@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.measure.step_marks import StepMarks, last_step
+from ac_client.measure.step_marks import last_step
 from autoac.planner import Plan, Policy, picture
 from autoac.planner.report.align_measured import MeasuredStep, op_names
 from autoac.planner.report.page import timeline_page
@@ -38,17 +38,16 @@ class MeasuredSteps:
     """Measure steps of a planned model by the record of the allocator.
 
     Attributes:
-        marks: the marks of the step that is being measured; None if none is.
+        timeline: that is being recorded, and gets the marks of step_marks.py; None if none is.
         peak_bytes: the peak of the last measured block; None if there was none.
         beyond_plan: a step of the block ran on a batch that its plan does not cover.
     """
 
     def __init__(self) -> None:
-        self.marks: StepMarks | None = None
+        self.timeline: AllocatorTimeline | None = None
         self.peak_bytes: int | None = None
         self.beyond_plan = False
         self._last: PlannedStep | None = None
-        self._timeline: AllocatorTimeline | None = None
         self._counted: Set[int] = frozenset()  # storages that are part of the block's base
         self._batches: dict[
             int, weakref.ref[Any]
@@ -71,10 +70,10 @@ class MeasuredSteps:
             base=base,
             ops=op_names([key for policy in policies for key in policy.decisions]),
         )
-        self.marks, self.beyond_plan = StepMarks(timeline), False
+        self.beyond_plan = False
         try:
             with timeline:
-                self._timeline = timeline
+                self.timeline = timeline
                 self._counted = {
                     storage._cdata for storage in _storages(chain(model.parameters(), model.buffers()))
                 }
@@ -82,7 +81,7 @@ class MeasuredSteps:
                 yield timeline
                 del gradients
         finally:
-            self.marks = self._timeline = None
+            self.timeline = None
             self._batches.clear()
         self.peak_bytes = timeline.peak_bytes
 
@@ -91,7 +90,7 @@ class MeasuredSteps:
 
         A batch that was made before the block is in no record: neither its allocation nor its release.
         """
-        timeline = self._timeline
+        timeline = self.timeline
         if timeline is None:
             return
         for storage in _storages(batch):

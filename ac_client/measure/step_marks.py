@@ -1,4 +1,4 @@
-"""Mark forwards and module calls in a recorded timeline, and cut the last step out of it."""
+"""Name the marks of forwards and module calls in a recorded timeline, and cut the last step out of it."""
 
 from __future__ import annotations
 
@@ -7,33 +7,15 @@ from autoac.planner.report.align_measured import MeasuredStep, ProfiledCall
 from autoac.tape.torch_facts.module_paths import ROOT
 from autoac.tape.torch_facts.torch_trace import MarkEvent
 
-_FORWARD, _ENTER, _LEAVE = "forward", "enter ", "leave "
-
-
-class StepMarks:
-    """Write marks for one planned model into a timeline that is being recorded."""
-
-    def __init__(self, timeline: AllocatorTimeline) -> None:
-        self._timeline = timeline
-
-    def begin_forward(self) -> None:
-        """Mark the start of a forward of the model."""
-        self._timeline.mark(_FORWARD)
-
-    def enter_module(self, path: str) -> None:
-        """Mark the start of a submodule's forward."""
-        self._timeline.mark(_ENTER + path)
-
-    def leave_module(self, path: str) -> None:
-        """Mark the end of a submodule's forward."""
-        self._timeline.mark(_LEAVE + path)
+FORWARD = "forward"  # a forward of the model begins
+ENTER, LEAVE = "enter ", "leave "  # a submodule's forward begins or ends; followed by its path
 
 
 def last_step(timeline: AllocatorTimeline) -> MeasuredStep | None:
     """Return the last marked step, from its forward to the end of `timeline`; None if none is marked."""
-    if _FORWARD not in timeline.marks:
+    if FORWARD not in timeline.marks:
         return None
-    start = timeline.marks[_FORWARD]
+    start = timeline.marks[FORWARD]
     after = [event for event in timeline.events if event.time_ns >= start.time_ns]
     path, ran = [ROOT], []
     last_ns = after[-1].time_ns if after else start.time_ns
@@ -41,9 +23,9 @@ def last_step(timeline: AllocatorTimeline) -> MeasuredStep | None:
         if entry.time_ns < start.time_ns:
             continue
         if isinstance(entry, MarkEvent):
-            if entry.name.startswith(_ENTER):
-                path.append(entry.name.removeprefix(_ENTER))
-            elif entry.name.startswith(_LEAVE) and len(path) > 1:
+            if entry.name.startswith(ENTER):
+                path.append(entry.name.removeprefix(ENTER))
+            elif entry.name.startswith(LEAVE) and len(path) > 1:
                 path.pop()
             continue
         last_ns = max(last_ns, entry.end_ns)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 from torch import nn
@@ -29,7 +29,6 @@ from ac_client.planning.ranks import (
     AUTO,
     Need,
     Ranks,
-    Terms,
     has_other_ranks,
     meet,
     ranks_of,
@@ -47,7 +46,6 @@ from autoac.planner import (
 )
 from autoac.planner.formats.policy_set import Shape, shape_in_words
 from autoac.profiler import Loop, ProfilerBusy
-from autoac.tape.distributed.process_groups import Groups
 from autoac.tape.errors import CannotProfile, ProfilerError
 from autoac.tape.torch_facts.torch_trace import profiler_is_running
 
@@ -100,15 +98,18 @@ class PolicyChooser:
         if store.parameters.sample_changed(call.model):
             with self._planner.lock:
                 store.look_at_parameters(call.model)
-        if self.ranks is None:
-            self.ranks = ranks_of(call.model, self._options.group)
-        if self._to_meet and (self.ranks is not None or (self._options.group is AUTO and has_other_ranks())):
+        if self._to_meet and self._has_ranks(call):
             return self._observe_with_ranks(call)
-        if store.single_policy is not None:
-            return store.single_policy
+        if (single := store.buckets.single_policy) is not None:
+            return single
         key = key_of(call.args, call.kwargs)
         bucket = store.buckets.known.get(key)
         return self._of_new_shape(call, key) if bucket is None else bucket
+
+    def _has_ranks(self, call: ModelCall) -> bool:
+        """Return True if other ranks run each forward of the model with this one, or may."""
+        self.ranks = self.ranks or ranks_of(call.model, self._options.group)
+        return self.ranks is not None or (self._options.group is AUTO and has_other_ranks())
 
     def _goes_on(self, observation: Observation, call: ModelCall, waiting: int) -> bool:
         """Return True if this forward belongs to the observed step; plan the step if it is over.
@@ -133,19 +134,24 @@ class PolicyChooser:
         """Plan the step of `observation`, which is over; the caller holds the lock of the planner."""
         step = observation.step
         if observation.meets and self.ranks is None and step.groups is not None:
-            self.ranks = self._ranks_of(step.groups, call)
+            with self._giving_up():
+                self.ranks, unknown = ranks_of_collectives(step.groups, call.model)
+            if unknown:
+                self._warn_of_unknown_ranks(unknown)
         again, ranks = not step.has_backward, self.ranks if observation.meets else None
         # A rank whose step nobody differentiated has no profile: then all observe another step.
         if ranks.any(again) if ranks is not None else again:
             self._planner.missed += step.missed_backward
             step.discard()
         elif ranks is not None:
-            need, profile = self._need_of(
-                observation.shape, lambda: self._planner.observed(call, observation)
-            )
-            loop = Loop(observation.forwards)
-            if profile is not None:
+            need: Need | Exception
+            profile, loop = None, Loop(observation.forwards)
+            try:
+                profile = self._planner.observed(call, observation)
+                need = Need(observation.shape, self._planner.limit_of(profile), profile.static.total)
                 loop, profile = _as_shown(observation, profile)
+            except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
+                need = error
             with self._giving_up():
                 self._meet(observation.shape, call, loop, need, profile)
             self._to_meet = False
@@ -157,13 +163,9 @@ class PolicyChooser:
                 covering = buckets.covering(observation.key, call.args, call.kwargs)
                 buckets.serve_all(covering or largest(buckets.all))
         else:
-            self._to_meet = self._to_meet and not observation.meets
-            try:
+            self._to_meet = False
+            with self._giving_up(ProfilerError, PlannerError, RemoteError):
                 self._plan_observed(observation, call)
-            except (ProfilerError, PlannerError, RemoteError):
-                if not self._store.all:
-                    self._give_up()
-                raise
 
     def settle(self, model: nn.Module, *, raises: bool = False) -> None:
         """Plan the observed step now, if it is over. What cannot be planned raises in the next forward.
@@ -174,15 +176,15 @@ class PolicyChooser:
         observation = self._planner.observation
         if observation is None or observation.meets or not observation.step.has_backward:
             return
+        batch = tuple(tensor for ref in observation.batch if (tensor := ref()) is not None)
+        errors = ProfilerError, PlannerError, RemoteError
         try:
-            batch = tuple(tensor for ref in observation.batch if (tensor := ref()) is not None)
-            self._plan_observed(observation, ModelCall(model, batch, {}))
+            with self._giving_up(*errors) if raises else nullcontext():
+                self._plan_observed(observation, ModelCall(model, batch, {}))
             self._planner.observation = None
-        except (ProfilerError, PlannerError, RemoteError) as error:
+        except errors as error:
             if raises:
                 self._planner.observation = None
-                if not self._store.all:
-                    self._give_up()
                 raise
             log.info("%s: %s", self._planner.name, first_line(error))
 
@@ -260,27 +262,22 @@ class PolicyChooser:
     def _observe(self, call: ModelCall, key: Key, *, meets: bool = False) -> PlannedBucket | None:
         """Observe the step that begins; return the bucket that runs it instead if that is impossible now."""
         try:
-            self._planner.observe(call, key, meets=meets)
+            with self._giving_up(CannotProfile):
+                self._planner.observe(call, key, meets=meets)
         except ProfilerBusy as busy:
             return self._unplanned_now(busy, call, meets=meets)
-        except CannotProfile:
-            if not self._store.all:
-                self._give_up()
-            raise
         return None
 
     @contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        """Leave the model without any plan if the ranks cannot meet."""
+    def _giving_up(self, *errors: type[BaseException]) -> Iterator[None]:
+        """Remove the plan of a model that has no bucket yet if one of `errors` is raised; by default any."""
+        handled = errors or (BaseException,)
         try:
             yield
-        except BaseException:
-            self._give_up()
+        except handled:
+            if not self._store.all and (remove := self._on_failure()) is not None:
+                remove()
             raise
-
-    def _give_up(self) -> None:
-        if (remove := self._on_failure()) is not None:
-            remove()
 
     def _plan(
         self,
@@ -309,24 +306,6 @@ class PolicyChooser:
                 return self._unplanned_now(ProfilerBusy(), call, meets=True)
             return self._observe(call, key_of(call.args, call.kwargs), meets=True)
 
-    def _need_of(
-        self, shape: Shape, profiled: Callable[[], Profile]
-    ) -> tuple[Need | Exception, Profile | None]:
-        """Return what this rank needs, and its profile; or the error of `profiled`, for all ranks."""
-        try:
-            profile = profiled()
-            return Need(shape, self._planner.limit_of(profile), profile.static.total), profile
-        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
-            return error, None
-
-    def _ranks_of(self, groups: Groups, call: ModelCall) -> Ranks | None:
-        """Return the ranks that the collectives of a forward show; warn if they show none for sure."""
-        with self._giving_up():
-            ranks, unknown = ranks_of_collectives(groups, call.model)
-        if unknown:
-            self._warn_of_unknown_ranks(unknown)
-        return ranks
-
     def _meet(
         self, shape: Shape, call: ModelCall, loop: Loop, need: Need | Exception, profile: Profile | None
     ) -> None:
@@ -343,22 +322,22 @@ class PolicyChooser:
         assert ranks is not None
         own_plan: list[Plan] = []
 
-        def plan(terms: Terms) -> Policy:
+        def plan(limit: int, extra_static: int) -> Policy:
             assert profile is not None
-            policy, plan = self._planner.plan_within(profile, terms.limit, terms.extra_static)
+            policy, plan = self._planner.plan_within(profile, limit, extra_static)
             own_plan.append(plan)
             return policy
 
-        agreed = meet(ranks, need, plan)
+        policies, static = meet(ranks, need, plan)
         assert profile is not None
         assert isinstance(need, Need), "meet raises the error of a rank"
-        for one in agreed.policies:
+        for one in policies:
             policy, found = one.policy, own_plan[0] if one.planner == ranks.rank else None
             if found is None and one.shape == shape:
                 policy, found = self._plan_on(policy, profile, need.limit)
             loaded, step = LoadedPolicy(policy, found), None
             if found is not None:
-                more = agreed.static - profile.static.total
+                more = static - profile.static.total
                 step = self._planner.profiled_step(call, profile, loaded, more)
                 step = replace(step, shape=shape)
             bucket = PlannedBucket(one.shape, loaded, step, PlannedFor(need.limit, loop=loop))

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ac_client.measure.measured_steps import MeasuredSteps
+from ac_client.measure.step_marks import ENTER, FORWARD, LEAVE
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.optimizer_steps import UnplannedSteps
 from ac_client.planning.model_planning import ModelPlanning
@@ -168,14 +169,15 @@ class ModelHooks:
         if planning.planner.observed_here is not None:
             self._forget_observation()
         self._watch_submodules(model)
-        bucket = planning.policy_for(ModelCall(model, args, kwargs), waiting)
+        call = ModelCall(model, args, kwargs)
+        bucket = planning.policy_for(call, waiting)
         if bucket is None:
             self._of_thread.forward.begin_observed()
             return
         planning.watch.on_device.forward_begins(bucket)
-        if (marks := self._measured.marks) is not None:
+        if (timeline := self._measured.timeline) is not None:
             if not waiting:
-                marks.begin_forward()
+                timeline.mark(FORWARD)
             self._measured.note_batch(batch_tensors((*args, *kwargs.values())))
             self._measured.beyond_plan |= not bucket.covers(args, kwargs)
         bucket.statistics.steps += 1
@@ -186,17 +188,16 @@ class ModelHooks:
         route.compared = True
         if not waiting:
             compared_too = compares and bucket.loaded.recomputes
-            planning.watch.peaks.begin_step(bucket, ModelCall(model, args, kwargs), compares=compared_too)
+            planning.watch.peaks.begin_step(bucket, call, compares=compared_too)
         if len(self.log.began) < MOST_STEP_TIMES:
             self.log.began.append(time.perf_counter())
         self._of_thread.forward.begin(
             bucket,
-            ModelCall(model, args, kwargs),
+            call,
             waiting=waiting,
             compiled=self._compiled,
             has_compiled_parts=bool(self._compiled_parts),
             compares=compares,
-            follows=bucket.profile is not None and route.follows,
         )
 
     def _forward_ended(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
@@ -236,16 +237,16 @@ class ModelHooks:
             self._planning.watch.peaks.read()
 
     def _enter(self, path: str) -> None:
-        if self._measured.marks is not None:
-            self._measured.marks.enter_module(path)
+        if (timeline := self._measured.timeline) is not None:
+            timeline.mark(ENTER + path)
         self._planning.planner.called.add(path)
         if (observed := self._planning.planner.observed_here) is not None:
             observed.enter(path)
         self._of_thread.forward.enter(path)
 
     def _leave(self, path: str) -> None:
-        if self._measured.marks is not None:
-            self._measured.marks.leave_module(path)
+        if (timeline := self._measured.timeline) is not None:
+            timeline.mark(LEAVE + path)
         if (observed := self._planning.planner.observed_here) is not None:
             observed.leave(path)
         self._of_thread.forward.leave(path)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -262,7 +263,10 @@ class ModelPlanning:
             planned = bucket.planned_for.loop
             if terms.loop.forwards < planned.forwards or (action.row == "loop" and terms.loop == planned):
                 return bucket  # the steps that have more forwards take turns with these
-            self._plan_again(bucket, again, following, found=found, shape=shape)
+            if again.profiles:
+                self._plan_observed(bucket, again, following, found, shape)
+            else:
+                self._plan_again(bucket, again)
             return bucket
 
         try:
@@ -282,61 +286,57 @@ class ModelPlanning:
                 f"steps may go over the limit of {format_bytes(limit)}",
             )
 
-    def _plan_again(
-        self,
-        bucket: PlannedBucket,
-        action: PlanAgain,
-        call: ModelCall | None = None,
-        *,
-        found: Profile | None = None,
-        shape: Shape | None = None,
+    def _plan_again(self, bucket: PlannedBucket, action: PlanAgain) -> None:
+        """Plan `bucket` from the profile that it has, as `action` says."""
+        profile, terms = bucket.profile, action.terms
+        assert profile is not None
+        if not terms.link_share:
+            self.planner.host.stop(action.reason)
+        step = replace(bucket.step, profile=_for_terms(profile, bucket.planned_for, terms))
+        with self._present_stays(bucket, action):
+            self._load(bucket, step, action)
+
+    def _plan_observed(
+        self, bucket: PlannedBucket, action: PlanAgain, call: ModelCall, found: Profile, shape: Shape
     ) -> None:
-        """Plan `bucket` as `action` says; if no plan can be made, the present one stays.
+        """Plan `bucket` from the profile of a step that was observed for `action`.
+
+        If steps of two forms take turns, the plan of the one with more ops stays.
 
         Args:
-            call: of the step after the one that was observed, if `action` profiles.
-            found: the profile of that step.
+            call: of the step after the one that was observed.
+            found: the profile.
             shape: of its batch.
         """
-        terms, step, profile = action.terms, bucket.step, bucket.profile
-        assert profile is not None
-        with self.planner.lock:
-            try:
-                if action.profiles:
-                    assert found is not None
-                    found = _with_link(found, terms.link_share)
-                    assert call is not None
-                    fewer = action.row == "other ops" and len(found.ops) <= len(profile.ops)
-                    if fewer and (
-                        terms.tries == MOST_TRIES  # steps of two forms take turns
-                        or self._runs_other_modules(bucket, call.model)
-                    ):
-                        bucket.planned_for = replace(bucket.planned_for, tries=MOST_TRIES)
-                        return
-                    found = found.with_kept(terms.kept_nbytes)
-                    others, limit = self.watch.on_device.others_nbytes(), self.planner.limit_of(found)
-                    terms = replace(terms, others_nbytes=others, limit=limit)
-                    action = replace(action, terms=terms)
-                    step = ProfiledStep(shape, found)
-                else:
-                    if not terms.link_share:
-                        self.planner.host.stop(action.reason)
-                    step = replace(step, profile=_for_terms(profile, bucket.planned_for, terms))
-                self._load(bucket, step, action, call)
-            except (PlannerError, RemoteError) as error:
-                correction = replace(bucket.planned_for.correction, times=terms.correction.times)
-                bucket.planned_for = replace(terms, correction=correction)  # once
-                bucket.stale = action.reason
-                log.warning(
-                    "%s: %s, and no plan could be made for that (%s). The present plan stays",
-                    self._name,
-                    action.reason,
-                    first_line(error),
-                )
+        terms, present = action.terms, bucket.profile
+        assert present is not None
+        skipped = skipped_modules(call.model, self.planner.called)
+        fewer = action.row == "other ops" and len(found.ops) <= len(present.ops)
+        if fewer and (terms.tries == MOST_TRIES or skipped != bucket.step.skipped):
+            bucket.planned_for = replace(bucket.planned_for, tries=MOST_TRIES)
+            return
+        found = _with_link(found, terms.link_share).with_kept(terms.kept_nbytes)
+        with self._present_stays(bucket, action):
+            others, limit = self.watch.on_device.others_nbytes(), self.planner.limit_of(found)
+            action = replace(action, terms=replace(terms, others_nbytes=others, limit=limit))
+            self._load(bucket, ProfiledStep(shape, found), action, call)
 
-    def _runs_other_modules(self, bucket: PlannedBucket, model: nn.Module) -> bool:
-        """Return True if the step that was just observed has run other modules than that of `bucket`."""
-        return skipped_modules(model, self.planner.called) != bucket.step.skipped
+    @contextmanager
+    def _present_stays(self, bucket: PlannedBucket, action: PlanAgain) -> Iterator[None]:
+        """Plan inside. If no plan can be made, the present one stays, for the terms of `action`."""
+        try:
+            with self.planner.lock:
+                yield
+        except (PlannerError, RemoteError) as error:
+            correction = replace(bucket.planned_for.correction, times=action.terms.correction.times)
+            bucket.planned_for = replace(action.terms, correction=correction)  # once
+            bucket.stale = action.reason
+            log.warning(
+                "%s: %s, and no plan could be made for that (%s). The present plan stays",
+                self._name,
+                action.reason,
+                first_line(error),
+            )
 
     def _load(
         self, bucket: PlannedBucket, step: ProfiledStep, action: PlanAgain, call: ModelCall | None = None
@@ -354,7 +354,7 @@ class ModelPlanning:
         peak = policy.predicted.peak_bytes + correction.nbytes
         policy = policy.model_copy(update={"budget_bytes": self.options.budget_bytes})
         loaded = LoadedPolicy(corrected(policy, correction.nbytes, correction.total), plan)
-        if call is not None and action.profiles:
+        if call is not None:
             step = replace(self.planner.profiled_step(call, step.profile, loaded), shape=step.shape)
         bucket.load(loaded, step, terms)
         if infeasible is not None and peak > self.options.limit:

@@ -493,7 +493,8 @@ class BatchPlanner:
                 "block.compile()), or train larger batches",
             )
         skipped = skipped_modules(call.model, self.called)
-        return ProfiledStep(call.shape, profile, rank_nbytes, self._optimizers.adopted, skipped)
+        progress = (self._optimizers.adopted, 0, 0)
+        return ProfiledStep(call.shape, profile, rank_nbytes, skipped, progress)
 
 
 def _explain(error: PlannerError, profile: Profile, loop: Loop) -> None:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Set
 from functools import partial
+from typing import Any
 
 from ac_client.compiled.policy_parts import PolicyParts
 from ac_client.planning.batch_shape import ModelCall
@@ -56,11 +57,10 @@ class PlannedForward:
         bucket: PlannedBucket,
         call: ModelCall,
         *,
-        waiting: int = 0,
-        compiled: bool = False,
-        has_compiled_parts: bool = False,
-        compares: bool = False,
-        follows: bool = False,
+        waiting: int,
+        compiled: bool,
+        has_compiled_parts: bool,
+        compares: bool,
     ) -> None:
         """Carry out the policy of `bucket` from here on.
 
@@ -70,13 +70,13 @@ class PlannedForward:
             compiled: torch.compile runs the whole forward.
             has_compiled_parts: torch.compile runs parts of it.
             compares: backward compares what it recomputes.
-            follows: record every op, to notice those that the policy does not contain.
         """
         loaded = bucket.loaded
-        records = not compiled and (loaded.recomputes or follows)
         self._bucket, self.call, self._unrecorded, self.left = bucket, call, 0, False
         self._route = route = loaded.route(waiting)
-        self._follows, self._nodes_before = follows and not compiled, private.get_sequence_nr()
+        self._follows = not compiled and bucket.profile is not None and route.follows
+        records = self._follows or (not compiled and loaded.recomputes)
+        self._nodes_before = private.get_sequence_nr()
         self._calls = [(ROOT, id(sys.exception()))]
         if compiled or has_compiled_parts:
             self._closing.append(partial(set_carrier, None))
@@ -235,10 +235,10 @@ class PlannedForward:
 
 
 class ForwardOfThread(threading.local):
-    """Hold a `PlannedForward` for each thread that asks for one.
+    """Hold a `PlannedForward`, made of `args`, for each thread that asks for one.
 
     Attributes of a `threading.local` are slow, so there is only this one.
     """
 
-    def __init__(self, options: ApplyOptions, report: Callable[[OffPath], None], wrappers: Set[str]) -> None:
-        self.forward = PlannedForward(options, report, wrappers)
+    def __init__(self, *args: Any) -> None:
+        self.forward = PlannedForward(*args)

@@ -36,9 +36,15 @@ class PolicyStore:
         self._shapes = options.shapes
         self._forwards = options.forwards_in_flight or 1
         self.current: PlannedBucket | None = None
-        given = [] if policy is None else [(None, policy)] if isinstance(policy, Policy) else policy.buckets
+        given = (
+            []
+            if policy is None
+            else [(None, policy)]
+            if isinstance(policy, Policy)
+            else [(bucket.shape, bucket.policy) for bucket in policy.buckets]
+        )
         self._given = []
-        for shape, one in ((b.shape, b.policy) if isinstance(b, Bucket) else b for b in given):
+        for shape, one in given:
             limit = one.budget_bytes if options.budget_bytes is None else options.limit
             terms = PlannedFor(limit, loop=Loop(len(one.forwards)))
             self._given.append(PlannedBucket(shape, LoadedPolicy(one), terms=terms))
@@ -54,14 +60,9 @@ class PolicyStore:
         return list(dict.fromkeys(buckets))  # a given one is there for each set of parameters
 
     @property
-    def single_policy(self) -> PlannedBucket | None:
-        """Return the bucket that runs every batch, if there is one."""
-        return self.buckets.single_policy
-
-    @property
     def latest(self) -> PlannedBucket | None:
         """Return the bucket that the last forward ran under, or that every forward will."""
-        return self.current or self.single_policy
+        return self.current or self.buckets.single_policy
 
     def policies(self) -> PolicySet:
         """Return one policy for each shape of batch that was planned. A single policy has no shape."""

@@ -215,14 +215,6 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """The limits, in bytes, of a plan that has to fit on every rank."""
-
-    limit: int
-    extra_static: int  # held by the neediest rank beyond what the rank that plans holds
-
-
-@dataclass(frozen=True, slots=True)
 class SharedPolicy:
     """A policy that one rank has planned and sent to all others."""
 
@@ -231,16 +223,12 @@ class SharedPolicy:
     policy: Policy
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """The policies on which all ranks have agreed."""
+def meet(
+    ranks: Ranks, need: Need | Exception, plan: Callable[[int, int], Policy]
+) -> tuple[list[SharedPolicy], int]:
+    """Return policies for the first batches of all ranks, the same on each rank, and static bytes.
 
-    policies: tuple[SharedPolicy, ...]
-    static: int  # bytes that the neediest rank holds over the whole step
-
-
-def meet(ranks: Ranks, need: Need | Exception, plan: Callable[[Terms], Policy]) -> Agreement:
-    """Return policies for the first batches of all ranks, the same on each rank.
+    These are what the neediest rank holds over the whole step.
 
     The rank with the largest batch plans for all ranks whose batches its own batch covers; of several largest
     batches, the lowest rank. If batches are left, further ranks plan for these, at the same time.
@@ -248,7 +236,8 @@ def meet(ranks: Ranks, need: Need | Exception, plan: Callable[[Terms], Policy]) 
     Args:
         ranks: all of them, each of which calls this.
         need: what this rank needs, or the error that kept it from finding out.
-        plan: makes this rank's policy, if this rank plans.
+        plan: makes this rank's policy, if this rank plans: for a limit that has to fit on every rank, and the
+            bytes that the neediest rank holds beyond what this one holds.
 
     Raises:
         Exception: the first error of any rank. If it is not an error of the planner or the profiler, the
@@ -263,14 +252,14 @@ def meet(ranks: Ranks, need: Need | Exception, plan: Callable[[Terms], Policy]) 
     planners = planners_of([each.shape for each in needs])
     if ranks.rank in planners:
         try:
-            mine = plan(Terms(limit, static - needs[ranks.rank].static))
+            mine = plan(limit, static - needs[ranks.rank].static)
         except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
             mine = error
     message = "" if mine is None else mine.to_json() if isinstance(mine, Policy) else _encode(mine)
     made = [(planner, ranks.broadcast(planner, message)) for planner in planners]
     _raise_first(ranks, made, mine)
-    policies = (SharedPolicy(planner, needs[planner].shape, Policy.from_json(text)) for planner, text in made)
-    return Agreement(tuple(policies), static)
+    policies = [SharedPolicy(planner, needs[planner].shape, Policy.from_json(text)) for planner, text in made]
+    return policies, static
 
 
 def planners_of(shapes: Sequence[Shape]) -> list[int]:

@@ -36,8 +36,6 @@ from autoac.profiler import (
     ProfilerError,
     device_name,
     device_of,
-    link_of,
-    observe,
 )
 
 IDENTITY_DEVICE = DATASHEETS["h100"]
@@ -63,8 +61,7 @@ class ModelSource:
     @property
     def local_device_name(self) -> str:
         """Return the name of the device on which the entry put the model."""
-        setup = self._setup
-        return device_name(device_of(setup.model, setup.args, setup.kwargs))
+        return device_name(self._setup.device)
 
     @cached_property
     def identity(self) -> Profile:
@@ -85,23 +82,10 @@ class ModelSource:
         return self.identity if self.is_estimated else self._observe(None)
 
     def _observe(self, device: Device | None) -> Profile:
-        setup = self._setup
-        dtype_name = self.table.autocast
+        dtype = getattr(torch, self.table.autocast) if self.table.autocast is not None else None
         with contextlib.redirect_stdout(sys.stderr):
             try:
-                profile = observe(
-                    setup.model,
-                    setup.args,
-                    setup.kwargs,
-                    loss=setup.loss,
-                    optimizer=setup.optimizer,
-                    on=device,
-                    autocast=getattr(torch, dtype_name) if dtype_name is not None else None,
-                )
-                if not self.table.constraints.host_budget_gb:
-                    return profile
-                link = link_of(device or device_of(setup.model, setup.args, setup.kwargs))
-                return profile.model_copy(update={"link": link})
+                return self._setup.observe(device, dtype, link=self.table.constraints.host_budget_gb > 0)
             except ProfilerError:
                 raise
             except Exception as error:  # anything that the user's model raises

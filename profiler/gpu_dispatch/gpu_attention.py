@@ -10,6 +10,7 @@ Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,18 +31,18 @@ _MASK_ALIGNMENT = 8  # elements: the efficient kernel needs rows of a mask align
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The arguments of one call of `scaled_dot_product_attention`."""
+    """The arguments of one call of `scaled_dot_product_attention`, as torch names them."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
-    dropout: float
-    causal: bool
-    scale: float | None
-    grouped: bool
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
-    def run(self, device: Device) -> Tensor:
+    def run(self, device: Device) -> Any:
         """Run the kernel that `device` would run."""
         fits = self._fits_fused_kernels()
         can_run_cudnn = fits and self._can_run_cudnn(device)
@@ -55,7 +56,7 @@ class AttentionCall:
 
     def _fits_fused_kernels(self) -> bool:
         query, key, value = self.query, self.key, self.value
-        tensors = (query, key, value, *(() if self.mask is None else (self.mask,)))
+        tensors = (query, key, value, *(() if self.attn_mask is None else (self.attn_mask,)))
         return (
             query.dim() == key.dim() == value.dim() == 4
             and query.shape[0] == key.shape[0] == value.shape[0]
@@ -73,7 +74,7 @@ class AttentionCall:
             same: if `grouped`, key and value must have equally many heads.
         """
         queries, keys, values = (tensor.shape[1] for tensor in (self.query, self.key, self.value))
-        if self.grouped and grouped:
+        if self.enable_gqa and grouped:
             return (keys == values or not same) and queries % keys == 0 and queries % values == 0
         return queries == keys == values
 
@@ -93,18 +94,18 @@ class AttentionCall:
             version >= 90000
             and _flags.cudnn_sdp_enabled()
             and query.dtype in _HALF
-            and (16 * self.dropout).is_integer()
-            and not (self.dropout and 91100 < version < 91400)
+            and (16 * self.dropout_p).is_integer()
+            and not (self.dropout_p and 91100 < version < 91400)
             and self._is_mask_of_cudnn()
             and self._heads_match(grouped=True, same=False)
             and all(head <= largest and head % 8 == 0 for head in heads)
             and key.shape[2] > 1
-            and not (self.dropout and query.shape[2] == 1)
+            and not (self.dropout_p and query.shape[2] == 1)
             and max(query.shape[:2]) <= _LARGEST_CUDNN_SIZE
         )
 
     def _is_mask_of_cudnn(self) -> bool:
-        mask = self.mask
+        mask = self.attn_mask
         if mask is None:
             return True
         sizes = (*self.query.shape[:3], self.key.shape[2])[-mask.dim() :]
@@ -115,14 +116,14 @@ class AttentionCall:
         head = self.query.shape[3]
         small = device.capability is not None and (8, 6) <= device.capability <= (8, 9)
         small = small or (device.capability is not None and device.capability[0] == 12)
-        if small and self._trains() and head > 192 and (self.dropout or head <= 224):
+        if small and self._trains() and head > 192 and (self.dropout_p or head <= 224):
             return False
         return (
             _flags.flash_sdp_enabled()
-            and self.mask is None
+            and self.attn_mask is None
             and self.query.dtype in _HALF
             and head == self.key.shape[3] == self.value.shape[3] <= _LARGEST_FLASH_HEAD
-            and not (self.causal and self.query.shape[2] != self.key.shape[2])
+            and not (self.is_causal and self.query.shape[2] != self.key.shape[2])
             and self._heads_match(grouped=True)
         )
 
@@ -137,65 +138,62 @@ class AttentionCall:
             and self._heads_match(grouped=False)
         )
 
-    def _cudnn(self) -> Tensor:
-        out: Tensor = _aten._scaled_dot_product_cudnn_attention(
+    def _cudnn(self) -> Any:
+        return _aten._scaled_dot_product_cudnn_attention(
             self.query,
             self.key,
             self.value,
             self._added_mask(),
             self._trains(),
-            self.dropout,
-            self.causal,
+            self.dropout_p,
+            self.is_causal,
             False,
             scale=self.scale,
         )[0]
-        return out
 
-    def _flash(self) -> Tensor:
+    def _flash(self) -> Any:
         query, key, value, head = self.query, self.key, self.value, self.query.shape[3]
         scale = self.scale if self.scale is not None else head**-0.5
         if padding := -head % 8:  # the kernel needs heads of a multiple of 8
             query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
-        out: Tensor = _aten._scaled_dot_product_flash_attention(
-            query, key, value, self.dropout, self.causal, False, scale=scale
+        out = _aten._scaled_dot_product_flash_attention(
+            query, key, value, self.dropout_p, self.is_causal, False, scale=scale
         )[0]
         return out[..., :head] if padding else out
 
-    def _efficient(self) -> Tensor:
+    def _efficient(self) -> Any:
         mask = self._added_mask()
         if mask is not None:
             if padding := -mask.shape[-1] % _MASK_ALIGNMENT:
                 mask = F.pad(mask, (0, padding))[..., : mask.shape[-1]]
             mask = mask.expand(*self.query.shape[:3], self.key.shape[2])
-        out: Tensor = _aten._scaled_dot_product_efficient_attention(
+        return _aten._scaled_dot_product_efficient_attention(
             self.query,
             self.key,
             self.value,
             mask,
             self._trains(),
-            self.dropout,
-            self.causal,
+            self.dropout_p,
+            self.is_causal,
             scale=self.scale,
         )[0]
-        return out
 
-    def _math(self) -> Tensor:
-        out: Tensor = _aten._scaled_dot_product_attention_math(
+    def _math(self) -> Any:
+        return _aten._scaled_dot_product_attention_math(
             self.query,
             self.key,
             self.value,
             self._added_mask(),
-            self.dropout,
-            self.causal,
+            self.dropout_p,
+            self.is_causal,
             None,
             scale=self.scale,
-            enable_gqa=self.grouped,
+            enable_gqa=self.enable_gqa,
         )[0]
-        return out
 
     def _added_mask(self) -> Tensor | None:
         """Return the mask as numbers to add, 0 or minus infinity where it is a bool."""
-        mask, dtype = self.mask, self.query.dtype
+        mask, dtype = self.attn_mask, self.query.dtype
         if mask is None or mask.dtype is not torch.bool:
             return mask
         none = torch.scalar_tensor(float("-inf"), dtype=dtype)

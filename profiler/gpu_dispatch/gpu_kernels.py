@@ -127,42 +127,16 @@ def _gru_cell(
     return _aten._thnn_fused_gru_cell(x @ w_ih.t(), h @ w_hh.t(), h, b_ih, b_hh)[0]
 
 
-def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+def _dropout(x: Tensor, p: float, train: bool) -> Any:
     if _is_fake(x) and train and 0 < p < 1 and x.numel():
-        out: Tensor = _aten.native_dropout(x, p, train)[0]
-        return out
-    plain: Tensor = _composite(_aten.dropout.default, x, p, train)
-    return plain
+        return _aten.native_dropout(x, p, train)[0]
+    return _composite(_aten.dropout.default, x, p, train)
 
 
-def _attention(
-    device: Device,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    if _is_fake(query):
-        return AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa).run(
-            device
-        )
-    out: Tensor = _composite(
-        _aten.scaled_dot_product_attention.default,
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
-    return out
+def _attention(device: Device, *args: Any, **kwargs: Any) -> Any:
+    if _is_fake(args[0]):
+        return AttentionCall(*args, **kwargs).run(device)
+    return _composite(_aten.scaled_dot_product_attention.default, *args, **kwargs)
 
 
 def _batch_norm(
@@ -176,7 +150,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
-) -> Tensor:
+) -> Any:
     if not (
         _is_fake(x)
         and cudnn_enabled
@@ -187,14 +161,10 @@ def _batch_norm(
         and _norm_of_library(device, x, weight, training)
     ):
         op = _aten.batch_norm.default
-        plain: Tensor = _composite(
-            op, x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled
-        )
-        return plain
+        return _composite(op, x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled)
     norm = _aten.cudnn_batch_norm if device.cudnn else _aten.miopen_batch_norm
     operands = _dense(x), *(t if t is None else t.contiguous() for t in (weight, bias, mean, variance))
-    out: Tensor = norm(*operands, training, momentum, eps)[0]
-    return out
+    return norm(*operands, training, momentum, eps)[0]
 
 
 def _norm_of_library(device: Device, x: Tensor, weight: Tensor, training: bool) -> bool:
@@ -214,27 +184,23 @@ def _dense(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
     fused = _is_fake(x) and not x.is_complex() and (weight is None or weight.dtype is x.dtype)
     if not fused or (_dense(x) is x and not x.is_contiguous()):  # with channels last it is composed
-        plain: Tensor = _composite(_aten.rms_norm.default, x, shape, weight, eps)
-        return plain
+        return _composite(_aten.rms_norm.default, x, shape, weight, eps)
     # Without a kernel for the CPU, torch would decompose it before autograd sees it.
-    out: Tensor = _aten._fused_rms_norm.default._op_dk(DispatchKey.Autograd, x, shape, weight, eps)[0]
-    return out
+    return _aten._fused_rms_norm.default._op_dk(DispatchKey.Autograd, x, shape, weight, eps)[0]
 
 
-def _softmax(op: Any, kernel: Any, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def _softmax(op: Any, kernel: Any, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     if _is_fake(x) and x.dtype is torch.half and dtype is torch.float32:
-        out: Tensor = kernel(x, dim, True)  # casts on the way
-        return out
-    plain: Tensor = _composite(op, x, dim, dtype)
-    return plain
+        return kernel(x, dim, True)  # casts on the way
+    return _composite(op, x, dim, dtype)
 
 
 def _grid_sampler(
     device: Device, x: Tensor, grid: Tensor, interpolation: int, padding: int, align_corners: bool
-) -> Tensor:
+) -> Any:
     if (
         _is_fake(x)
         and device.cudnn
@@ -244,10 +210,8 @@ def _grid_sampler(
         and x.dim() == 4
         and x.shape[1] <= _MOST_GRID_CHANNELS
     ):
-        out: Tensor = _aten.cudnn_grid_sampler(x, grid)
-        return out
-    plain: Tensor = _composite(_aten.grid_sampler.default, x, grid, interpolation, padding, align_corners)
-    return plain
+        return _aten.cudnn_grid_sampler(x, grid)
+    return _composite(_aten.grid_sampler.default, x, grid, interpolation, padding, align_corners)
 
 
 def _composite(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,6 @@ class StepRecord:
     backward_end: int  # mark
     workspaces: Sequence[AllocatedBlock] = ()  # allocated in this step, and there in the whole of the next
     op_times: Mapping[Hashable, OpTime] = field(default_factory=dict)  # by signature
-    timing_note: str = ""  # on times that may include time of the host
     unplanned: Sequence[str] = ()  # messages on what decides itself what autograd holds
     temporary: Sequence[RecordedStorage] = ()  # held longer than until the mark, in this step alone
     hidden: Sequence[tuple[int, int]] = ()  # pairs of marks: what is allocated in between counts as nothing

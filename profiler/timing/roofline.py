@@ -272,16 +272,13 @@ L40S = Device(
 )
 """NVIDIA L40S datasheet."""
 
-RTX_4090 = Device(
-    "NVIDIA GeForce RTX 4090",
-    _peaks(165.2, 330.3),
-    82.6e12,
-    1.008e12,
-    _mib(24_563),
-    capability=(8, 9),
-    cudnn=CUDNN_OF_WHEELS,
-    workspace_nbytes=workspace_of((8, 9)),
-    link_bytes_per_s=PCIE_4,
+RTX_4090 = replace(
+    L40S,
+    name="NVIDIA GeForce RTX 4090",
+    flops_per_s=_peaks(165.2, 330.3),
+    other_flops_per_s=82.6e12,
+    bytes_per_s=1.008e12,
+    memory_bytes=_mib(24_563),
 )
 """NVIDIA Ada GPU architecture white paper, appendix A: float32 accumulation."""
 

@@ -77,24 +77,19 @@ class HostClock:
 class DeviceClock:
     """Events in the device's stream: when the device, not the host, reached each mark.
 
-    Between `stop` and `resume`, the clock stands still, and work is queued ahead if there is a backlog
-    (backlog.py). If the device still runs out of work, the time in which it waits for the host counts.
+    Between `stop` and `resume`, the clock stands still. If the device runs out of work, the time in which it
+    waits for the host counts.
     """
 
-    def __init__(self, device: torch.device, backlog: Backlog | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._backlog = backlog
         self._stops: list[torch.Event] = []
         self._starts: list[torch.Event] = []  # after each stop
 
     def stop(self) -> None:
         self._stops.append(record_event(self._device))
-        if self._starts and self._backlog is not None:
-            self._backlog.was_ahead(self._starts[-1])
 
     def resume(self) -> None:
-        if self._backlog is not None:
-            self._backlog.queue()
         self._starts.append(record_event(self._device))
 
     def times_ns(self) -> list[int]:
@@ -109,9 +104,9 @@ class DeviceClock:
         return [round(ms * 1e6) for ms in times_ms][: len(self._stops)]
 
 
-def clock_of(device: torch.device, backlog: Backlog | None = None) -> Clock:
+def clock_of(device: torch.device) -> Clock:
     """Return the clock that times the ops of a step on `device`."""
-    return HostClock(host_clock(device)) if device.type == "cpu" else DeviceClock(device, backlog)
+    return HostClock(host_clock(device)) if device.type == "cpu" else DeviceClock(device)
 
 
 class OpSpans:

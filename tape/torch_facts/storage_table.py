@@ -173,16 +173,6 @@ class StorageTable(Generic[T]):
         """Delete the entry of `tensor`'s storage."""
         tensor.untyped_storage().__dict__.pop(self.name, None)
 
-    def values(self) -> list[T]:
-        """Return the entries of the storages that are alive."""
-        self._prune()
-        entries = []
-        for ref in self._refs:
-            storage = ref()
-            if storage is not None:
-                entries.append(storage.__dict__[self.name])
-        return entries
-
     def clear(self) -> None:
         """Delete all entries."""
         refs, self._refs = self._refs, []

@@ -65,9 +65,10 @@ class ModelOptimizers:
         return optimizer_state_nbytes(self.all, device)
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """Return numbers that change with steps that may make state: the first ones, or of new parameters."""
-        return min(self.steps, STEPS_THAT_MAKE_STATE), sum(len(one.state) for one in self.all)
+    def progress(self) -> tuple[int, int, int]:
+        """Return numbers that change where state may appear: `adopted`, the first steps, new parameters."""
+        steps = min(self.steps, STEPS_THAT_MAKE_STATE)
+        return self.adopted, steps, sum(len(one.state) for one in self.all)
 
     def has_state_of(self, model: nn.Module, profile: Profile) -> bool:
         """Return True if all the optimizer state that `profile` counts exists by now."""
@@ -82,7 +83,7 @@ class ModelOptimizers:
         if optimizer in self._of_others:
             return
         model = self._model()
-        if model is None or not _steps(optimizer, model):
+        if model is None or not steps(optimizer, model):
             self._of_others.add(optimizer)
             return
         if (observed := recorded_step()) is not None and observed.model() is not model:
@@ -135,7 +136,8 @@ def _watch(of_model: ModelOptimizers) -> None:
     _watched.add(of_model)
 
 
-def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+def steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Return True if `optimizer` steps a parameter of `model`."""
     mine = {id(parameter) for parameter in parameters_of(model)}
     return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
 

@@ -16,25 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
-
-
-class AllocatorPeak(Protocol):
-    """The allocator of a device."""
-
-    def allocated_peak(self) -> int:
-        """Return the most bytes handed out at once since the counter was last reset."""
-
-    def reserved_peak(self) -> int:
-        """Return the most bytes taken from the device since that counter was last reset."""
-
-    def allocated(self) -> int:
-        """Return the bytes handed out now."""
-
-    def reserved(self) -> int:
-        """Return the bytes taken from the device and not given back."""
 
 
 class CudaPeak:
@@ -44,19 +27,23 @@ class CudaPeak:
         self._device = device
 
     def allocated_peak(self) -> int:
+        """Return the most bytes handed out at once since the counter was last reset."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def reserved_peak(self) -> int:
+        """Return the most bytes taken from the device since that counter was last reset."""
         return torch.cuda.max_memory_reserved(self._device)
 
     def allocated(self) -> int:
+        """Return the bytes handed out now."""
         return torch.cuda.memory_allocated(self._device)
 
     def reserved(self) -> int:
+        """Return the bytes taken from the device and not given back."""
         return torch.cuda.memory_reserved(self._device)
 
 
-def allocator_peak(device: torch.device) -> AllocatorPeak | None:
+def allocator_peak(device: torch.device) -> CudaPeak | None:
     """Return the allocator of `device` if it counts; on a CPU only torch.profiler does, so None."""
     return CudaPeak(device) if device.type == "cuda" else None
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
-from ac_client.planning.facts.peak_counter import AllocatorPeak, PeakBounds, allocator_peak
+from ac_client.planning.facts.peak_counter import CudaPeak, PeakBounds, allocator_peak
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
 from ac_client.planning.next_action import WATCHED_STEPS, StepFacts
 from ac_client.planning.options import ApplyOptions
@@ -40,7 +40,7 @@ class PeakWatch:
     """
 
     def __init__(self, model: nn.Module, options: ApplyOptions, optimizers: ModelOptimizers) -> None:
-        self.allocator: AllocatorPeak | None = None
+        self.allocator: CudaPeak | None = None
         self._options = options
         self._started = False
         self._model = weakref.ref(model)

@@ -362,11 +362,11 @@ def heard(error: Exception) -> Exception:
     """Return the error that another rank raises when this one fails."""
     speaker = Party(0, ["", ""])
     with pytest.raises(type(error)):
-        meet(speaker, error, lambda _terms: pytest.fail("planned all the same"))  # type: ignore[arg-type]
+        meet(speaker, error, lambda *_terms: pytest.fail("planned all the same"))  # type: ignore[arg-type]
     listener = Party(1, [speaker.said[0], ""])
     need = Need({"0": "float32[1]"}, 10, 5)
     with pytest.raises(Exception) as raised:  # noqa: PT011 - which one is the question
-        meet(listener, need, lambda _terms: pytest.fail("planned all the same"))  # type: ignore[arg-type]
+        meet(listener, need, lambda *_terms: pytest.fail("planned all the same"))  # type: ignore[arg-type]
     assert "rank 0 of 2" in raised.value.__notes__[0]
     return raised.value
 

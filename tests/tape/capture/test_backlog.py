@@ -14,7 +14,7 @@ from torch import nn
 from autoac.profiler.timing.on_device import CACHE_SIZES, cache_overwriter, seconds
 from autoac.tape.capture import backlog as backlog_module
 from autoac.tape.capture.backlog import FIRST_US, LONGEST_US, Backlog
-from autoac.tape.capture.op_timer import DeviceClock, OpSpans, Samples
+from autoac.tape.capture.op_timer import OpSpans, Samples
 from autoac.tape.torch_facts import private
 
 DEVICE = torch.device("cuda", 1)
@@ -142,17 +142,6 @@ def test_op_that_waits_for_the_device_keeps_its_time(gpu: Gpu) -> None:
     timed(gpu, nn.Sequential(nn.Tanh()), backlog)
     gpu.synchronize()
     assert gpu.now - before < LONGEST_US + 100, "waiting ops must not queue ever more"
-
-
-def test_interval_between_marks_is_the_time_of_its_kernels(gpu: Gpu) -> None:
-    clock = DeviceClock(DEVICE, Backlog(DEVICE))
-    clock.stop()
-    for kernels in (1, 0, 1):
-        clock.resume()
-        for _ in range(kernels):
-            gpu.launch()
-        clock.stop()
-    assert clock.times_ns() == pytest.approx([0, 10_000, 10_000, 20_000])
 
 
 def test_op_of_a_real_step_takes_the_time_of_its_kernel_and_the_step_that_of_its_host(gpu: Gpu) -> None:
