@@ -163,7 +163,7 @@ class PolicyChooser:
                 covering = buckets.covering(observation.key, call.args, call.kwargs)
                 buckets.serve_all(covering or largest(buckets.all))
         else:
-            self._to_meet = False
+            self._to_meet = self._to_meet and not observation.meets
             with self._giving_up(ProfilerError, PlannerError, RemoteError):
                 self._plan_observed(observation, call)
 
@@ -269,13 +269,17 @@ class PolicyChooser:
         return None
 
     @contextmanager
-    def _giving_up(self, *errors: type[BaseException]) -> Iterator[None]:
-        """Remove the plan of a model that has no bucket yet if one of `errors` is raised; by default any."""
+    def _giving_up(self, *errors: type[Exception]) -> Iterator[None]:
+        """Remove what `apply` put on the model if the ranks cannot meet, or the first step cannot be planned.
+
+        Args:
+            errors: that leave a model alone which has a bucket already; none if the ranks meet inside.
+        """
         handled = errors or (BaseException,)
         try:
             yield
         except handled:
-            if not self._store.all and (remove := self._on_failure()) is not None:
+            if not (errors and self._store.all) and (remove := self._on_failure()) is not None:
                 remove()
             raise
 

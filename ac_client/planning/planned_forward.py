@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Set
 from functools import partial
-from typing import Any
 
 from ac_client.compiled.policy_parts import PolicyParts
 from ac_client.planning.batch_shape import ModelCall
@@ -235,10 +234,10 @@ class PlannedForward:
 
 
 class ForwardOfThread(threading.local):
-    """Hold a `PlannedForward`, made of `args`, for each thread that asks for one.
+    """Hold a `PlannedForward` for each thread that asks for one.
 
     Attributes of a `threading.local` are slow, so there is only this one.
     """
 
-    def __init__(self, *args: Any) -> None:
-        self.forward = PlannedForward(*args)
+    def __init__(self, options: ApplyOptions, report: Callable[[OffPath], None], wrappers: Set[str]) -> None:
+        self.forward = PlannedForward(options, report, wrappers)
