@@ -144,6 +144,8 @@ def apply(
             `apply` cannot see yet: a model that is compiled later.
         CannotProfile: the model lies on several devices, or partly on the CPU. From a training forward: the
             model is traced, or for one of the reasons in docs/profiling.md.
+        CannotCapture: a step is captured into a CUDA graph before its plan is final (docs/gpu.md). From a
+            forward, before anything of the model is captured.
         InvalidConstraints: a pattern matches nothing, or constraints contradict each other. From the
             second training forward, which leaves the model without a plan; from `apply` if a policy is given.
         InfeasibleBudget: no plan fits. From `apply` if a policy is given, otherwise from the second training

@@ -1,5 +1,6 @@
 from .environment import device_name
 from .errors import (
+    CannotCapture,
     CannotFake,
     CannotProfile,
     NothingToProfile,
@@ -19,6 +20,7 @@ from .timing.roofline import DATASHEETS, Device, KernelKind
 
 __all__ = [
     "DATASHEETS",
+    "CannotCapture",
     "CannotFake",
     "CannotProfile",
     "Device",

@@ -5,6 +5,7 @@ ProfilerError
 |   +-- ShardsInUse   FSDP holds gradients that are not reduced yet
 +-- NothingToProfile  the step has no gradient to compute
 +-- CannotProfile     the model cannot run a step that leaves it unchanged
+|   +-- CannotCapture a step is captured into a CUDA graph before its plan is final
 +-- CannotFake        an op needs values, or a kernel, that a fake step does not have
 +-- PinConflict       a module and a module inside it have different pins
 +-- UnsupportedTorch  torch is too old, or lacks or has changed a private name; an ImportError too
@@ -61,6 +62,16 @@ class CannotProfile(ProfilerError):
     def __init__(self, where: str, why: str, instead: str) -> None:
         self.where, self.why, self.instead = where, why, instead
         super().__init__(f"{where} cannot be profiled: {why}; {instead}")
+
+
+class CannotCapture(CannotProfile):
+    """A step is captured into a CUDA graph, and its plan is not final or cannot be captured."""
+
+    def __init__(self, where: str, why: str, instead: str) -> None:
+        self.where, self.why, self.instead = where, why, instead
+        ProfilerError.__init__(
+            self, f"a step of {where} cannot be captured into a CUDA graph: {why}; {instead}"
+        )
 
 
 class CannotFake(ProfilerError):

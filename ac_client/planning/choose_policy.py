@@ -14,6 +14,7 @@ from torch import nn
 
 from ac_client.errors import ShapeNotPlanned
 from ac_client.planning.batch_shape import Key, ModelCall, key_of
+from ac_client.planning.captured_steps import refuse_capture
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, largest
 from ac_client.planning.next_action import PlannedFor
 from ac_client.planning.plan_batch import (
@@ -47,6 +48,7 @@ from autoac.planner import (
 from autoac.planner.formats.policy_set import Shape, shape_in_words
 from autoac.profiler import Loop, ProfilerBusy
 from autoac.tape.errors import CannotProfile, ProfilerError
+from autoac.tape.torch_facts.streams import is_capturing
 from autoac.tape.torch_facts.torch_trace import profiler_is_running
 
 log = logging.getLogger("ac_client")
@@ -80,6 +82,11 @@ class PolicyChooser:
         self._options = options = planner.options
         self._on_failure = on_failure
         self._to_meet = not given and options.group is not None  # the ranks, when the second step begins
+
+    @property
+    def plans_first(self) -> bool:
+        """Return True if the next forward begins with a plan: of an observed step, or with other ranks."""
+        return self._planner.observation is not None or not self._store.all
 
     def for_batch(self, call: ModelCall, waiting: int = 0) -> PlannedBucket | None:
         """Return the bucket that runs this batch, planned if necessary; None if the batch runs unplanned.
@@ -251,6 +258,8 @@ class PolicyChooser:
                     raise ShapeNotPlanned(shape, shapes, not without_budget)
                 if planned and (without_budget or planned >= MOST_BUCKETS):
                     return self._beyond(shape, key)
+                if is_capturing():
+                    refuse_capture(self._planner.name, "no plan covers its batch")
                 observation = self._planner.observation
                 if observation is not None and observation.runs_elsewhere:
                     return None  # it began while this thread waited

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ac_client.measure.measured_steps import MeasuredSteps
 from ac_client.measure.step_marks import ENTER, FORWARD, LEAVE
 from ac_client.planning.batch_shape import ModelCall
+from ac_client.planning.captured_steps import check_capture
 from ac_client.planning.facts.optimizer_steps import UnplannedSteps
 from ac_client.planning.model_planning import ModelPlanning
 from ac_client.planning.plan_batch import check_hooks
@@ -154,12 +155,6 @@ class ModelHooks:
                 "torch.export or torch.jit traces the model, and would trace the plan as well",
                 "call ac_client.applied(model).remove() first, or trace it in eval() under torch.no_grad()",
             )
-        if planning.store.latest is None and is_capturing():
-            raise CannotProfile(
-                self._name,
-                "the stream is being captured into a CUDA graph, and a profile synchronizes the device",
-                "run one training step before the capture, which makes the plan",
-            )
         if (step := recorded_step()) is not None and step.model() is not model:
             step.leave_out()
             self._left_out = step
@@ -174,6 +169,9 @@ class ModelHooks:
         if bucket is None:
             self._of_thread.forward.begin_observed()
             return
+        route, captures = bucket.loaded.route(waiting), is_capturing()
+        if captures:
+            check_capture(self._name, bucket, route)
         planning.watch.on_device.forward_begins(bucket)
         if (timeline := self._measured.timeline) is not None:
             if not waiting:
@@ -182,10 +180,9 @@ class ModelHooks:
             self._measured.beyond_plan |= not bucket.covers(args, kwargs)
         bucket.statistics.steps += 1
         self.log.steps += 1
-        route = bucket.loaded.route(waiting)
         asked = options.verify is not None and self.log.steps % options.verify == 0
-        compares = Comparison.enabled and (asked or not route.compared)
-        route.compared = True
+        compares = Comparison.enabled and (asked or not route.compared) and not captures
+        route.compared |= not captures
         if not waiting:
             compared_too = compares and bucket.loaded.recomputes
             planning.watch.peaks.begin_step(bucket, call, compares=compared_too)

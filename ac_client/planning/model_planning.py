@@ -14,6 +14,7 @@ from torch import nn
 
 from ac_client.errors import OtherRanks
 from ac_client.planning.batch_shape import ModelCall, key_of
+from ac_client.planning.captured_steps import refuse_capture
 from ac_client.planning.choose_policy import PolicyChooser
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts
 from ac_client.planning.facts.step_watch import StepWatch
@@ -44,6 +45,7 @@ from autoac.profiler import ProfilerBusy, device_of
 from autoac.profiler.observed_step import BackwardListener, ObservedStep, recorded_step
 from autoac.profiler.static_memory import optimizer_bytes, static_bytes
 from autoac.tape.distributed.fsdp import layout_of
+from autoac.tape.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
 
@@ -94,6 +96,9 @@ class ModelPlanning:
             ShapeNotPlanned: strict, and no bucket covers the batch.
             PlannerError, RemoteError, ProfilerError: planning failed.
         """
+        captures = is_capturing()
+        if captures and self.chooser.plans_first:
+            refuse_capture(self._name, "its plan is not made yet")
         bucket = self.chooser.for_batch(call, waiting)
         if bucket is None:
             return None
@@ -111,6 +116,8 @@ class ModelPlanning:
             # Any other batch waits for one like the batch that was profiled.
             if action.profiles and call.shape != bucket.step.shape:
                 continue
+            if captures and action.profiles and not waiting and _form_of(action) not in bucket.observed_for:
+                refuse_capture(self._name, f"a plan is to be made for another form of step: {action.reason}")
             if action.profiles:
                 if _form_of(action) in bucket.observed_for:
                     self._warn_of_turns(bucket, action, facts)
@@ -206,7 +213,7 @@ class ModelPlanning:
                     bucket.correct_prediction(facts.peak.at_most - bucket.planned_for.peak)
                     bucket.fitted = bucket.loaded, bucket.step, bucket.planned_for
                 self._plan_again(bucket, action)
-                if action.row == "fragments":
+                if action.row == "fragments" and not is_capturing():
                     torch.cuda.empty_cache()  # of the plan before
             case CorrectPrediction(nbytes):
                 predicted = bucket.planned_for.peak

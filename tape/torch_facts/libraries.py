@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -37,14 +38,26 @@ def has_pools() -> bool:
     """
     if torch.cuda.get_allocator_backend() != "native":
         return True
-    return any(any(one["segment_pool_id"]) for one in torch.cuda.memory_snapshot(include_traces=False))
+    return any(any(one["segment_pool_id"]) for one in _segments())
+
+
+def pool_nbytes(device: torch.device) -> int:
+    """Return the bytes of `device` in pools of captured graphs that no tensor has: nothing else gets them."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return 0
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    pools = (one for one in _segments() if any(one["segment_pool_id"]) and one["device"] == index)
+    return sum(one["total_size"] - one["allocated_size"] for one in pools)
 
 
 def has_expandable_segments() -> bool:
     """Return True if CUDA's allocator has segments that grow (PYTORCH_CUDA_ALLOC_CONF)."""
-    return torch.cuda.is_initialized() and any(
-        one.get("is_expandable") for one in torch.cuda.memory_snapshot(include_traces=False)
-    )
+    return torch.cuda.is_initialized() and any(one.get("is_expandable") for one in _segments())
+
+
+def _segments() -> list[dict[str, Any]]:
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(include_traces=False)
+    return segments
 
 
 def call_in_backward(call: Callable[[], None], device: torch.device) -> None:

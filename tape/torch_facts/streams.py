@@ -32,7 +32,7 @@ def has_streams() -> bool:
 
 def is_capturing() -> bool:
     """Return True if work on the current stream is captured into a CUDA graph, and does not run."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class StreamsSeen:

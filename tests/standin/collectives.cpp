@@ -1,7 +1,7 @@
 // Collectives between the devices of several processes: in the order of a stream, as NCCL's, over gloo.
 //
 // An asynchronous collective runs on a stream of the group's own, which waits for the current one; a stream that
-// uses its results must wait for the work. What gloo exchanges are copies in host memory. The host does not wait
+// uses its results must wait for the work. A replay of a graph exchanges again. What gloo exchanges are copies in host memory. The host does not wait
 // for the copies, so streams that lack an event race here as everywhere (streams.h).
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -73,11 +73,11 @@ class HostMemoryGroup final : public c10d::Backend {
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return run(OpType::BROADCAST, options.asyncOp, tensors, tensors,
-               [&](Tensors& in, Tensors& out) { return wait(gloo_->broadcast(in, options), in, out); });
+               [=, this](Tensors& in, Tensors& out) { return wait(gloo_->broadcast(in, options), in, out); });
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return run(OpType::ALLREDUCE, options.asyncOp, tensors, tensors, [&](Tensors& in, Tensors& out) {
+    return run(OpType::ALLREDUCE, options.asyncOp, tensors, tensors, [=, this](Tensors& in, Tensors& out) {
       auto sum = options;
       sum.reduceOp = sum_of(options.reduceOp);
       wait(gloo_->allreduce(in, sum), in, out);
@@ -86,21 +86,21 @@ class HostMemoryGroup final : public c10d::Backend {
   }
 
   WorkPtr allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return run(OpType::ALLGATHER, options.asyncOp, inputs, outputs.at(0), [&](Tensors& in, Tensors& out) {
+    return run(OpType::ALLGATHER, options.asyncOp, inputs, outputs.at(0), [=, this](Tensors& in, Tensors& out) {
       Lists lists{out};
       gloo_->allgather(lists, in, options)->wait();
     });
   }
 
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
-    return run(OpType::_ALLGATHER_BASE, options.asyncOp, {input}, {output}, [&](Tensors& in, Tensors& out) {
+    return run(OpType::_ALLGATHER_BASE, options.asyncOp, {input}, {output}, [=, this](Tensors& in, Tensors& out) {
       gloo_->_allgather_base(out[0], in[0], options)->wait();
     });
   }
 
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) override {
-    return run(OpType::COALESCED, options.asyncOp, inputs, outputs, [&](Tensors& in, Tensors& out) {
+    return run(OpType::COALESCED, options.asyncOp, inputs, outputs, [=, this](Tensors& in, Tensors& out) {
       for (size_t i = 0; i < in.size(); i++) gloo_->_allgather_base(out[i], in[i], options)->wait();
     });
   }
@@ -134,7 +134,7 @@ class HostMemoryGroup final : public c10d::Backend {
 
   WorkPtr reduce_scatter_all(OpType type, const Tensors& outputs, const Tensors& inputs,
                              const c10d::ReduceScatterOptions& options) {
-    return run(type, options.asyncOp, inputs, outputs, [&](Tensors& in, Tensors& out) {
+    return run(type, options.asyncOp, inputs, outputs, [=, this](Tensors& in, Tensors& out) {
       auto sum = options;
       sum.reduceOp = sum_of(options.reduceOp);
       for (size_t i = 0; i < in.size(); i++) gloo_->_reduce_scatter_base(out[i], in[i], sum)->wait();
@@ -151,9 +151,9 @@ class HostMemoryGroup final : public c10d::Backend {
         c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
     const auto device = outputs.at(0).device();
     const OnStream order(device_, async ? stream_after_current(device) : device_.getStream(device));
-    auto in = hosts_of(inputs, true), out = hosts_of(outputs, false);
-    exchange(in, out);
-    for (size_t i = 0; i < out.size(); i++) outputs[i].copy_(out[i], /*non_blocking=*/true);
+    auto hosts = std::make_shared<std::pair<Tensors, Tensors>>(hosts_of(inputs, true), hosts_of(outputs, false));
+    run_or_record(device, [exchange, hosts] { exchange(hosts->first, hosts->second); });
+    for (size_t i = 0; i < outputs.size(); i++) outputs[i].copy_(hosts->second[i], /*non_blocking=*/true);
     auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(), std::vector{device});
     future->markCompleted(c10::IValue(outputs));
     return c10::make_intrusive<StreamWork>(type, std::move(future), async ? inputs : Tensors());

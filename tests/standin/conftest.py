@@ -152,6 +152,8 @@ def gpu() -> Iterator[ModuleType]:
         device.reset_peak(index)
     yield device
     device.set_workspace(0)
+    for index in range(device.device_count()):
+        device.set_stream(0, index)  # torch.cuda.graph leaves that of a capture that failed
     left = _left(device)
     races = device.take_races()
     for index in range(device.device_count()):

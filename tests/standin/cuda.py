@@ -40,7 +40,7 @@ def load(library: Path) -> ModuleType:
 
     _replace_bindings(torch._C, device)
     _replace_python(torch.cuda, device)
-    importlib.import_module("standin.fused_kernels")  # needs the devices
+    importlib.import_module("standin.fused_kernels").device = device  # its ops need the devices
     _register_collectives(device)
     return device
 
@@ -57,6 +57,19 @@ def _replace_bindings(bindings: Any, device: ModuleType) -> None:
     def set_stream(*, stream_id: int, device_index: int, device_type: int) -> None:
         device.set_stream(stream_id, device_index)
 
+    def memory_snapshot(_pool_and_traces: Any) -> dict[str, Any]:
+        return {
+            "segments": [
+                {
+                    "device": index,
+                    "segment_pool_id": (0, pool),
+                    "total_size": total,
+                    "allocated_size": allocated,
+                }
+                for (index, pool, _), (total, allocated) in device.segments().items()
+            ]
+        }
+
     stand_ins = {
         "_cuda_getDeviceCount": device.device_count,
         "_cuda_getDevice": device.current_device,
@@ -68,11 +81,11 @@ def _replace_bindings(bindings: Any, device: ModuleType) -> None:
         "_cuda_synchronize": lambda: device.synchronize(device.current_device()),
         "_cuda_memoryStats": device.stats,
         "_cuda_getAllocatorBackend": lambda: "native",
-        "_cuda_memorySnapshot": lambda _pool_and_traces: {"segments": []},  # it has no pools
+        "_cuda_memorySnapshot": memory_snapshot,
         "_cuda_resetPeakMemoryStats": device.reset_peak,
         "_cuda_emptyCache": device.empty_cache,
         "_cuda_clearCublasWorkspaces": device.clear_workspaces,
-        "_cuda_isCurrentStreamCapturing": lambda: False,
+        "_cuda_isCurrentStreamCapturing": device.is_capturing,
         "_cuda_isInBadFork": lambda: False,
         "_cuda_init": lambda: None,
         "_has_cuda": True,
@@ -104,6 +117,35 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
 
     def stream(number: int, index: int) -> Stream:
         return Stream(stream_id=number, device_index=index, device_type=1)
+
+    class CUDAGraph:
+        """Take the place of the class that only a build with CUDA has."""
+
+        def __init__(self, keep_graph: bool = False) -> None:
+            self._number, self._pool = 0, 0
+
+        def capture_begin(
+            self,
+            pool: tuple[int, int] | None = None,
+            capture_error_mode: str = "global",
+            check_input_liveness: bool = False,
+        ) -> None:
+            self._pool = device.new_pool() if pool is None else pool[1]
+            device.begin_capture(self._pool)
+
+        def capture_end(self) -> None:
+            self._number = device.end_capture()
+
+        def replay(self) -> None:
+            device.replay_graph(self._number)
+
+        def reset(self) -> None:
+            device.drop_graph(self._number)
+
+        def pool(self) -> tuple[int, int]:
+            return 0, self._pool
+
+        __del__ = reset
 
     class Properties:
         name, major, minor, total_memory, multi_processor_count = "Stand-in GPU", 9, 0, 80 << 30, 132
@@ -153,7 +195,10 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
     torch.UntypedStorage.clone = clone  # torch's clones and resizes storages of CUDA in a build for CUDA only
     torch.UntypedStorage.resize_ = resize_
     cuda._lazy_init = lambda: None
-    cuda.is_current_stream_capturing = lambda: False
+    cuda.is_current_stream_capturing = device.is_capturing
+    cuda.CUDAGraph = cuda.graphs.CUDAGraph = CUDAGraph
+    cuda.graph_pool_handle = cuda.graphs.graph_pool_handle = lambda: (0, device.new_pool())
+    torch._C._host_emptyCache = lambda: None  # type: ignore[attr-defined]
     cuda.is_initialized = cuda.memory.is_initialized = lambda: True
     cuda.device_count = device.device_count
     torch._C._cuda_setMemoryFraction = set_memory_fraction  # type: ignore[attr-defined]

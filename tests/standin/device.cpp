@@ -19,6 +19,7 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/GeneratorImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -27,7 +28,7 @@
 #include <thread>
 
 #include "collectives.h"
-#include "memory.h"
+#include "graphs.h"
 
 using at::Tensor;
 using c10::Device;
@@ -84,10 +85,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeStream(const Stream& stream) const override {
+    check_host_may_wait("the host waits for a stream");
     Lock lock(device_mutex);
     synchronize(queue_of(stream));
   }
   void synchronizeDevice(const DeviceIndex device) const override {
+    check_host_may_wait("the host waits for the device");
     Lock lock(device_mutex);
     synchronize(device);
   }
@@ -98,22 +101,33 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
     Lock lock(device_mutex);
     if (!*event) *event = new Event;
-    *static_cast<Event*>(*event) = {std::chrono::steady_clock::now(), clock_of(queue_of(stream))};
+    const int64_t graph = is_captured(queue_of(stream)) ? capture->id : 0;
+    *static_cast<Event*>(*event) = {std::chrono::steady_clock::now(), clock_of(queue_of(stream)), graph};
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void block(void* event, const Stream& stream) const override {
     Lock lock(device_mutex);
-    if (event) join(clock_of(queue_of(stream)), static_cast<Event*>(event)->clock);
+    if (!event) return;
+    const auto& awaited = *static_cast<Event*>(event);
+    if (capture && awaited.graph == capture->id) {
+      capture->queues.insert(queue_of(stream));
+    } else if (is_recorded(queue_of(stream))) {
+      invalidate("a stream that is captured waits for work that is not");
+    }
+    join(clock_of(queue_of(stream)), awaited.clock);
   }
   bool queryEvent(void* event) const override {
     synchronizeEvent(event);
     return true;
   }
   void synchronizeEvent(void* event) const override {
+    check_host_may_wait("the host waits for an event");
     Lock lock(device_mutex);
+    TORCH_CHECK(!event || !static_cast<Event*>(event)->graph, "the host waits for an event of a captured graph");
     if (event) join(host_clock, static_cast<Event*>(event)->clock);
   }
   double elapsedTime(void* from, void* to, const DeviceIndex) const override {
+    check_host_may_wait("the host asks for the time between two events");
     return std::chrono::duration<double, std::milli>(static_cast<Event*>(to)->at - static_cast<Event*>(from)->at)
         .count();
   }
@@ -123,7 +137,8 @@ std::atomic<long> cudnn_version{0};  // that the hooks claim; 0: none
 
 // ---- random numbers
 
-// State as CUDA's Philox has it: a seed, and an offset that every kernel moves on.
+// State as CUDA's Philox has it: a seed, and an offset that every kernel moves on. In a capture, the offset counts from
+// the graph's begin, and the seed is that of the replay: `set_state` rewinds, and cannot set another seed.
 struct Generator final : c10::GeneratorImpl {
   uint64_t seed_ = 0;
   uint64_t offset_ = 0;
@@ -131,25 +146,41 @@ struct Generator final : c10::GeneratorImpl {
   explicit Generator(DeviceIndex device)
       : c10::GeneratorImpl(Device(DeviceType::CUDA, device), c10::DispatchKeySet(c10::DispatchKey::CUDA)) {}
   static DeviceType device_type() { return DeviceType::CUDA; }
-  void set_current_seed(uint64_t seed) override { seed_ = seed, offset_ = 0; }
-  void set_offset(uint64_t offset) override { offset_ = offset; }
-  uint64_t get_offset() const override { return offset_; }
+  bool is_captured() const { return ::is_captured(current_queue(device().index())); }
+  uint64_t& offset() { return is_captured() ? capture->offset_of(self()) : offset_; }
+  at::Generator self() const {
+    return at::Generator(c10::intrusive_ptr<c10::GeneratorImpl>::reclaim_copy(const_cast<Generator*>(this)));
+  }
+  void set_current_seed(uint64_t seed) override {
+    TORCH_CHECK(!is_captured() || seed == seed_,
+                "set_current_seed can be called during stream capture only if new seed is the same as the original seed");
+    if (!is_captured()) seed_ = seed, offset_ = 0;
+  }
+  void set_offset(uint64_t offset) override {
+    TORCH_CHECK(!is_captured(), "Cannot call set_offset during CUDA graph capture");
+    offset_ = offset;
+  }
+  uint64_t get_offset() const override {
+    TORCH_CHECK(!is_captured(), "Cannot call get_offset during CUDA graph capture");
+    return offset_;
+  }
   uint64_t current_seed() const override { return seed_; }
   uint64_t seed() override {
+    TORCH_CHECK(!is_captured(), "Cannot call seed during CUDA graph capture");
     set_current_seed(c10::detail::getNonDeterministicRandom(true));
     return seed_;
   }
   void set_state(const c10::TensorImpl& state) override {
     TORCH_CHECK(state.numel() == 16, "RNG state is wrong size");
-    const auto* bytes = static_cast<const char*>(state.data());
-    memcpy(&seed_, bytes, 8);
-    memcpy(&offset_, bytes + 8, 8);
+    uint64_t numbers[2];
+    memcpy(numbers, state.data(), 16);
+    set_current_seed(numbers[0]);
+    offset() = numbers[1];
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     auto state = at::detail::empty_cpu({16}, at::kByte);
-    auto* bytes = static_cast<char*>(state.data_ptr());
-    memcpy(bytes, &seed_, 8);
-    memcpy(bytes + 8, &offset_, 8);
+    const uint64_t numbers[2] = {seed_, const_cast<Generator*>(this)->offset()};
+    memcpy(state.data_ptr(), numbers, 16);
     return state.getIntrusivePtr();
   }
   Generator* clone_impl() const override {
@@ -159,8 +190,8 @@ struct Generator final : c10::GeneratorImpl {
   }
   // A seed for one kernel; the next one gets another.
   uint64_t next() {
-    offset_ += 4;
-    return seed_ * 1000003 + offset_;
+    offset() += 4;
+    return seed_ * 1000003 + offset();
   }
 };
 
@@ -233,6 +264,7 @@ class Translation {
     }
     if (!device || host.layout() != at::kStrided) return host;
     auto made = empty_strided(host.sizes(), host.strides(), host.scalar_type(), {}, device, {});
+    made_.insert(made.unsafeGetTensorImpl());
     if (host.numel()) {
       const size_t offset = host.storage_offset() * host.itemsize();
       copy_bytes(made.storage(), static_cast<const char*>(host.storage().data()) + offset,
@@ -240,6 +272,8 @@ class Translation {
     }
     return made;
   }
+
+  bool has_made(const Tensor& tensor) const { return made_.count(tensor.unsafeGetTensorImpl()); }
 
   // A kernel may have resized what it was to write into.
   void keep_resized() {
@@ -267,6 +301,7 @@ class Translation {
     return host;
   }
 
+  std::set<at::TensorImpl*> made_;  // on the device, of new tensors of the host
   std::vector<std::pair<c10::StorageImpl*, c10::Storage>> storages_;
   std::vector<std::pair<Tensor, Tensor>> tensors_;
 };
@@ -284,6 +319,9 @@ class Kernel {
   void launch(Device device, const std::string& op) {
     Lock lock(device_mutex);
     launch_ = ::launch(current_queue(device.index()), op);
+    for (const auto& [address, writes] : used_) {
+      if (is_captured(launch_.queue)) note_outside(address, writes);
+    }
     for (const auto& [address, writes] : used_) right_ &= writes ? write(address, launch_) : read(address, launch_);
   }
 
@@ -301,12 +339,14 @@ class Kernel {
   }
 
   void finish(bool host_waits) {
+    if (host_waits && launch_.number) check_host_may_wait(launch_.op + " waits for the device");
     Lock lock(device_mutex);
-    if (host_waits && launch_.number) synchronize(launch_.queue);
+    if (host_waits && launch_.number && !in_kernel) synchronize(launch_.queue);
     for (const auto& tensor : right_ ? std::vector<Tensor>() : written_) spoil(tensor);
   }
 
   bool is_right() const { return right_; }
+  bool is_recorded() const { return launch_.number && ::is_recorded(launch_.queue); }
 
   static void spoil(const Tensor& tensor) {
     auto storage = tensor.storage();
@@ -346,6 +386,62 @@ void clear_workspaces() {
   workspaces.clear();
 }
 
+// Apply `convert` to each tensor of an argument.
+template <typename Convert>
+c10::IValue with_tensors(const c10::IValue& value, Convert convert) {
+  if (value.isTensor()) return convert(value.toTensor());
+  if (value.isTensorList()) return converted(value.toTensorVector(), convert);
+  if (!value.isOptionalTensorList()) return value;
+  return converted(value.toOptionalTensorVector(), [&](const std::optional<Tensor>& tensor) {
+    return tensor ? std::optional<Tensor>(convert(*tensor)) : tensor;
+  });
+}
+
+// Draw on the host, while this object lives, with the seed that a generator of the device has for the next kernel.
+class HostSeed {
+ public:
+  explicit HostSeed(const at::Generator& generator) : state_(host_.unsafeGetGeneratorImpl()->get_state()) {
+    host_.set_current_seed(static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->next());
+  }
+  ~HostSeed() { host_.unsafeGetGeneratorImpl()->set_state(*state_); }
+
+ private:
+  at::Generator host_ = at::detail::getDefaultCPUGenerator();
+  c10::intrusive_ptr<c10::TensorImpl> state_;
+};
+
+// Record an op that has run.
+//
+// arguments: for the CPU's kernel, on the device's memory as the run has left it, which the record does not own.
+// made: by its outputs in order, the new memory that each was copied to, or none.
+void record_op(const c10::OperatorHandle& op, std::vector<c10::IValue> arguments, const std::vector<Tensor>& made,
+               at::Generator generator, uint64_t offset) {
+  std::vector<std::pair<void*, size_t>> places;
+  for (const auto& tensor : made) {
+    if (tensor.defined()) places.emplace_back(tensor.storage().mutable_data(), tensor.storage().nbytes());
+    else places.emplace_back(nullptr, 0);
+  }
+  auto run = [op, arguments, places, generator] {
+    torch::jit::Stack stack = arguments;
+    std::optional<HostSeed> seed;
+    if (generator.defined()) seed.emplace(generator);
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    size_t i = 0;
+    auto copy = [&](const Tensor& host) {
+      const auto [to, nbytes] = places.at(i++);
+      if (to && host.numel()) {
+        const size_t offset = host.storage_offset() * host.itemsize();
+        memcpy(to, static_cast<const char*>(host.storage().data()) + offset,
+               std::min(nbytes, host.storage().nbytes() - offset));
+      }
+      return host;
+    };
+    for (const auto& value : stack) with_tensors(value, copy);
+  };
+  record(run, generator, offset);
+}
+
 // Run an op's CPU kernel on the device's memory.
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t arguments = op.schema().arguments().size(), first = stack->size() - arguments;
@@ -354,59 +450,72 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Kernel kernel;
   auto host_generator = at::detail::getDefaultCPUGenerator();
   at::Generator generator;
-  bool writes = false;  // the argument
-  auto to_host = [&](const Tensor& tensor) {
-    kernel.uses(tensor, writes);
-    return call.to_host(tensor);
-  };
+  std::vector<c10::IValue> given;  // on the device
+  if (capture) given.assign(stack->begin() + first, stack->end());
   for (size_t i = first; i < stack->size(); i++) {
     auto& value = (*stack)[i];
     const auto* alias = op.schema().arguments()[i - first].alias_info();
-    writes = alias && alias->isWrite();
-    if (value.isTensor()) {
-      value = to_host(value.toTensor());
-    } else if (value.isTensorList()) {
-      value = converted(value.toTensorVector(), to_host);
-    } else if (value.isOptionalTensorList()) {
-      value = converted(value.toOptionalTensorVector(), [&](const std::optional<Tensor>& tensor) {
-        return tensor ? std::optional<Tensor>(to_host(*tensor)) : tensor;
-      });
-    } else if (value.isDevice() && value.toDevice().is_cuda()) {
+    if (value.isDevice() && value.toDevice().is_cuda()) {
       if (!call.device) call.device = with_index(value.toDevice());
       value = Device(DeviceType::CPU);
     } else if (value.isGenerator() && value.toGenerator().device().is_cuda()) {
       generator = value.toGenerator();
       value = host_generator;
+    } else {
+      value = with_tensors(value, [&](const Tensor& tensor) {
+        kernel.uses(tensor, alias && alias->isWrite());
+        return call.to_host(tensor);
+      });
     }
   }
   if (call.device) keep_workspace(op.schema().name(), call.device->index());
   if (call.device) kernel.launch(*call.device, op.schema().name());
   const auto& tags = op.getTags();
   auto tagged = [&](at::Tag tag) { return std::find(tags.begin(), tags.end(), tag) != tags.end(); };
-  const bool draws = tagged(at::Tag::nondeterministic_seeded);
-  c10::intrusive_ptr<c10::TensorImpl> host_state;
-  if (draws) {
+  std::optional<HostSeed> seed;
+  uint64_t offset = 0;
+  if (tagged(at::Tag::nondeterministic_seeded)) {
     if (!generator.defined()) generator = default_generator(call.device ? call.device->index() : current_device);
-    host_state = host_generator.unsafeGetGeneratorImpl()->get_state();
-    host_generator.set_current_seed(static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->next());
+    offset = static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->offset();
+    seed.emplace(generator);
+  } else {
+    generator = {};
   }
   {
     at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
-  if (draws) host_generator.unsafeGetGeneratorImpl()->set_state(*host_state);
+  seed.reset();
   call.keep_resized();
-  auto to_device = [&](const Tensor& host) {
-    auto tensor = call.to_device(host);
-    kernel.made(tensor);
-    return tensor;
-  };
+  std::vector<Tensor> made;
   for (size_t i = stack->size() - returns; i < stack->size(); i++) {
-    auto& value = (*stack)[i];
-    if (value.isTensor()) value = call.to_device(value.toTensor());
-    else if (value.isTensorList()) value = converted(value.toTensorVector(), to_device);
+    (*stack)[i] = with_tensors((*stack)[i], [&](const Tensor& host) {
+      auto tensor = call.to_device(host);
+      if (call.has_made(tensor)) kernel.made(tensor);
+      made.push_back(call.has_made(tensor) ? tensor : Tensor());
+      return tensor;
+    });
   }
   kernel.finish(tagged(at::Tag::data_dependent_output) || tagged(at::Tag::dynamic_output_shape));
+  if (!kernel.is_recorded()) return;
+  Translation after;
+  std::vector<c10::IValue> on_host;
+  for (size_t i = 0; i < given.size(); i++) {
+    const auto& value = given[i];
+    if (value.isDevice()) {
+      on_host.emplace_back(Device(DeviceType::CPU));
+    } else if (value.isGenerator()) {
+      on_host.emplace_back(host_generator);
+    } else {
+      on_host.push_back(with_tensors(value, [&](const Tensor& tensor) {
+        if (!tensor.defined() || !tensor.device().is_cpu()) return after.to_host(tensor);
+        auto number = tensor.clone();  // a GPU gets the numbers of the host as the op is launched
+        number.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+        return number;
+      }));
+    }
+  }
+  record_op(op, std::move(on_host), made, generator, offset);
 }
 
 // Two devices wait for each other before and after a copy.
@@ -415,6 +524,15 @@ void meet(Device a, Device b) {
   auto &one = clock_of(current_queue(a.index())), &other = clock_of(current_queue(b.index()));
   join(one, other);
   join(other, one);
+}
+
+// Record a copy that has run. It holds what is in the host's memory, and nothing of the device.
+void record_copy(const Tensor& to, const Tensor& from) {
+  Translation call;
+  record([to = call.to_host(to), from = call.to_host(from)] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    to.copy_(from);
+  });
 }
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
@@ -428,12 +546,14 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (!self.is_cuda()) kernel.uses_host(self, true);
   if (!source.is_cuda()) kernel.uses_host(source, false);
   auto to = call.to_host(self);
+  if (kernel.is_recorded() && !self.is_cuda()) capture->host_contents.emplace_back(self, self.clone());
   {
     at::AutoDispatchBelowADInplaceOrView below;
     to.copy_(call.to_host(source));
   }
   kernel.finish(!non_blocking && !(self.is_cuda() && source.is_cuda()));
   if (!kernel.is_right()) Kernel::spoil(to);
+  if (kernel.is_recorded()) record_copy(self, source);
   if (between_devices) meet(self.device(), source.device());
   return self;
 }
@@ -472,6 +592,17 @@ Tensor& set_nothing(Tensor& self) {
   return at::cpu::set_(self, nothing, 0, {0}, {});
 }
 
+// Return a tensor on the same memory, which does not own it.
+Tensor borrowed(const Tensor& tensor) {
+  auto* data = const_cast<c10::Storage&>(tensor.storage()).mutable_data();
+  c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(), c10::DataPtr(data, tensor.device()),
+                       &allocator, false);
+  auto alias = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA), tensor.dtype());
+  alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  return alias;
+}
+
 // Free the memory of a tensor's storage, or allocate it again.
 void resize_storage(const Tensor& tensor, size_t nbytes) {
   auto* storage = tensor.storage().unsafeGetStorageImpl();
@@ -493,6 +624,11 @@ void histc(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 }  // namespace
+
+void run_or_record(Device device, std::function<void()> work) {
+  work();
+  if (is_recorded(current_queue(device.index()))) record(std::move(work));
+}
 
 namespace c10::impl {
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
@@ -523,6 +659,7 @@ struct CUDAHooks : at::CUDAHooksInterface {
   }
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
   void deviceSynchronize(DeviceIndex device) const override {
+    check_host_may_wait("the host waits for the device");
     Lock lock(device_mutex);
     synchronize(device);
   }
@@ -582,10 +719,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     current_stream[device] = stream;
   });
   m.def("register_host", [](uintptr_t address, size_t nbytes) {
+    check_host_may_wait("the host registers memory");
     Lock lock(device_mutex);
     registered[reinterpret_cast<const char*>(address)] = reinterpret_cast<const char*>(address) + nbytes;
   });
-  m.def("synchronize", locked([](DeviceIndex device) { synchronize(device); }));
+  m.def("synchronize", locked([](DeviceIndex device) {
+          check_host_may_wait("the host waits for the device");
+          synchronize(device);
+        }));
   m.def("default_generator", [](DeviceIndex device) { return default_generator(device); });
 
   m.def("live", locked([](DeviceIndex device) { return memories[device].allocated().current; }));
@@ -610,6 +751,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           }
         }));
   m.def("empty_cache", [] {
+    check_host_may_wait("the allocator gives its cache back");
     Lock lock(device_mutex);
     for (DeviceIndex device = 0; device < kDevices; device++) empty_cache(device);
   });
@@ -623,6 +765,32 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("limit", locked([](DeviceIndex device) { return memories[device].limit; }));
   m.def("resize_storage", &resize_storage);
+
+  m.def("is_capturing", [] { return is_captured(current_queue(current_device)); });
+  m.def("new_pool", [] { return ++last_pool; });
+  m.def("begin_capture", [](int64_t pool) {
+    Lock lock(device_mutex);
+    begin_capture(current_queue(current_device), pool);
+  });
+  m.def("end_capture", [] {
+    Lock lock(device_mutex);
+    return end_capture(current_queue(current_device));
+  });
+  m.def("replay_graph", [](int64_t id) { replay_graph(id, current_queue(current_device)); });
+  m.def("drop_graph", &drop_graph);
+  m.def("set_in_kernel", [](bool on) { return std::exchange(in_kernel, on); });
+  m.def("is_recorded", [](DeviceIndex device) { return is_recorded(current_queue(device)); });
+  m.def("borrowed", [](const Tensor& tensor) { return borrowed(tensor); });
+  m.def("generator_offset", [](DeviceIndex device) {
+    return static_cast<Generator*>(default_generator(device).unsafeGetGeneratorImpl())->offset();
+  });
+  m.def("record_call", [](std::function<void()> call, DeviceIndex device, uint64_t offset) {
+    record(std::move(call), default_generator(device), offset);
+  });
+  m.def("segments", [] {
+    Lock lock(device_mutex);
+    return segments();
+  });
   m.def("set_cudnn", [](long version) { cudnn_version = version; });
   m.def("set_workspace", [](size_t nbytes) {
     clear_workspaces();

@@ -13,15 +13,48 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import decompositions
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+device: Any = None  # the stand-in, set by who loads it
 
 _aten = torch.ops.aten
 _library = torch.library.Library("aten", "IMPL")  # lives as long as the process
 
 
 def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Register `function` as the kernel of the op of its name."""
-    _library.impl(function.__name__, function, "CUDA")
+    """Register `function` as the kernel of the op of its name. A capture records it as one piece of work."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        index = next(one.device.index for one in given if isinstance(one, Tensor) and one.is_cuda)
+        if not device.is_recorded(index):
+            return function(*args, **kwargs)
+        offset = device.generator_offset(index)
+        before = device.set_in_kernel(True)
+        try:
+            out = function(*args, **kwargs)
+        finally:
+            device.set_in_kernel(before)
+        arguments, into = tree_map_only(Tensor, _borrowed, ((args, kwargs), out))
+
+        def again() -> None:
+            args, kwargs = arguments
+            found = function(*args, **kwargs)
+            for to, tensor in zip(tree_leaves(into), tree_leaves(found), strict=True):
+                if isinstance(to, Tensor):
+                    to.copy_(tensor)
+
+        device.record_call(again, index, offset)
+        return out
+
+    _library.impl(function.__name__, kernel, "CUDA")
     return function
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    """Return a tensor on the same memory of the device, which does not own it; the host's is held."""
+    borrowed: Tensor = device.borrowed(tensor) if tensor.is_cuda else tensor
+    return borrowed
 
 
 def _host(*tensors: Tensor | None) -> list[Any]:

@@ -10,6 +10,9 @@
 // all segments without an allocated block have been given back. caching_allocator.py has the same rules.
 //
 // Memory that nothing has written holds NaN, in every floating-point type.
+//
+// The pool of a graph (capture.h) has segments of its own. What kernels make inside of themselves in a replay is in
+// no pool, and counts nowhere.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -18,7 +21,7 @@
 #include <set>
 #include <unordered_map>
 
-#include "streams.h"
+#include "capture.h"
 
 namespace {
 
@@ -27,6 +30,7 @@ constexpr int64_t kRounding = 512;
 constexpr int64_t kSmallRequest = kMiB, kSmallSegment = 2 * kMiB;
 constexpr int64_t kLargeRequest = 10 * kMiB, kLargeSegment = 20 * kMiB, kSegmentRounding = 2 * kMiB;
 constexpr int kNaN = 0xFF;  // every byte of it
+constexpr int64_t kScratch = -1;  // the pool of what counts nowhere
 
 int64_t rounded(int64_t nbytes, int64_t unit) { return (nbytes + unit - 1) / unit * unit; }
 
@@ -36,11 +40,13 @@ struct Block {
   DeviceIndex device;
   c10::StreamId stream;  // that it was allocated on
   bool small;
+  int64_t pool;             // of a graph; 0: of none
   int64_t segment;          // a later one has a higher number
   Block* before = nullptr;  // in its segment
   Block* after = nullptr;
   bool allocated = false;
   int64_t requested = 0;
+  int64_t serial = 0;     // of the allocation
   std::set<Queue> users;  // of record_stream
   Launch writer;
   std::map<Queue, Launch> readers;  // since then; the last of each stream
@@ -51,8 +57,8 @@ struct Block {
 
 struct FitsBetter {
   bool operator()(const Block* a, const Block* b) const {
-    return std::tie(a->stream, a->nbytes, a->segment, a->address) <
-           std::tie(b->stream, b->nbytes, b->segment, b->address);
+    return std::tie(a->pool, a->stream, a->nbytes, a->segment, a->address) <
+           std::tie(b->pool, b->stream, b->nbytes, b->segment, b->address);
   }
 };
 
@@ -81,6 +87,7 @@ struct Memory {
 
   Counter& allocated() { return counters[kAllocatedBytes][kAll]; }
   void count(const Block& block, Quantity quantity, int64_t amount) {
+    if (block.pool == kScratch) return;
     counters[quantity][kAll].add(amount);
     counters[quantity][block.small ? kSmall : kLarge].add(amount);
   }
@@ -88,6 +95,7 @@ struct Memory {
 
 Memory memories[kDevices];
 std::unordered_map<const void*, Block*> blocks;  // that are allocated, by address
+int64_t allocations = 0;                         // so far
 int64_t slack_nbytes = 0;                        // that each block is larger than its rounded size
 bool reports = true;                             // to torch.profiler; cudaMallocAsync does not
 
@@ -214,7 +222,7 @@ void empty_cache(DeviceIndex device) {
     auto& free_blocks = memory.free[pool];
     for (auto it = free_blocks.begin(); it != free_blocks.end();) {
       Block* block = *it;
-      if (block->before || block->after) {
+      if (block->before || block->after || pools.count(block->pool)) {
         ++it;
         continue;
       }
@@ -227,7 +235,7 @@ void empty_cache(DeviceIndex device) {
   }
 }
 
-Block* new_segment(Memory& memory, int64_t nbytes, Queue queue, bool small) {
+Block* new_segment(Memory& memory, int64_t nbytes, Queue queue, bool small, int64_t pool) {
   nbytes = small ? kSmallSegment : nbytes < kLargeRequest ? kLargeSegment : rounded(nbytes, kSegmentRounding);
   const int64_t& reserved = memory.counters[kReservedBytes][kAll].current;
   const int64_t most = std::min(memory.limit, memory.allowed);
@@ -236,7 +244,7 @@ Block* new_segment(Memory& memory, int64_t nbytes, Queue queue, bool small) {
   void* address = nullptr;
   if (posix_memalign(&address, kRounding, nbytes)) return nullptr;
   memset(address, kNaN, nbytes);
-  auto* block = new Block{static_cast<char*>(address), nbytes, queue.first, queue.second, small, ++memory.segments};
+  auto* block = new Block{static_cast<char*>(address), nbytes, queue.first, queue.second, small, pool, ++memory.segments};
   memory.count(*block, kSegment, 1);
   memory.count(*block, kReservedBytes, nbytes);
   return block;
@@ -245,13 +253,21 @@ Block* new_segment(Memory& memory, int64_t nbytes, Queue queue, bool small) {
 void split(Memory& memory, Block* block, int64_t nbytes) {
   const int64_t remaining = block->nbytes - nbytes;
   if (block->small ? remaining < kRounding : remaining <= kSmallRequest) return;
-  auto* rest = new Block{block->address + nbytes, remaining, block->device, block->stream, block->small, block->segment};
+  auto* rest = new Block{block->address + nbytes, remaining, block->device, block->stream, block->small,
+                         block->pool, block->segment};
   rest->before = block;
   rest->after = block->after;
   if (rest->after) rest->after->before = rest;
   block->after = rest;
   block->nbytes = nbytes;
   memory.free[block->small ? kSmall : kLarge].insert(rest);
+}
+
+// Memory becomes NaN, here and where a graph that is captured has come to.
+void poison(const Block& block) {
+  memset(block.address, kNaN, block.nbytes);
+  if (!capture || block.pool != capture->pool) return;
+  capture->work.push_back({[address = block.address, nbytes = block.nbytes] { memset(address, kNaN, nbytes); }});
 }
 
 // Return a block, or none if the device has too little memory.
@@ -261,18 +277,21 @@ Block* take_block(int64_t requested, Queue queue) {
   const int64_t nbytes = rounded(requested, kRounding) + slack_nbytes;
   const bool small = nbytes <= kSmallRequest;
   auto& free_blocks = memory.free[small ? kSmall : kLarge];
-  Block least{nullptr, nbytes, queue.first, queue.second, small, 0};
+  const int64_t pool = is_captured(queue) ? capture->pool : in_replay ? kScratch : 0;
+  Block least{nullptr, nbytes, queue.first, queue.second, small, pool, 0};
   auto found = free_blocks.lower_bound(&least);
   Block* block;
-  if (found != free_blocks.end() && (*found)->stream == queue.second) {
+  if (found != free_blocks.end() && (*found)->stream == queue.second && (*found)->pool == pool) {
     block = *found;
     free_blocks.erase(found);
-  } else if (!(block = new_segment(memory, nbytes, queue, small))) {
+  } else if (!(block = new_segment(memory, nbytes, queue, small, pool))) {
     return nullptr;
   }
   split(memory, block, nbytes);
   block->allocated = true;
   block->requested = requested;
+  block->serial = ++allocations;
+  if (pool) poison(*block);
   block->writer = {queue, clock_of(queue)[index_of(queue)], "an earlier op"};
   block->readers.clear();
   blocks[block->address] = block;
@@ -286,9 +305,9 @@ Block* take_block(int64_t requested, Queue queue) {
 
 void give_back(Block* block) {
   Memory& memory = memories[block->device];
-  check_free(*block);
+  if (!block->pool || is_captured(block->queue())) check_free(*block);  // no other work gets what a graph has left
   blocks.erase(block->address);
-  memset(block->address, kNaN, block->nbytes);
+  poison(*block);
   block->allocated = false;
   memory.count(*block, kAllocation, -1);
   memory.count(*block, kAllocatedBytes, -block->nbytes);
@@ -303,6 +322,25 @@ void record_stream(const void* address, Queue queue) {
   std::lock_guard<std::recursive_mutex> lock(device_mutex);
   Block* block = block_at(address);
   if (block && block->queue() != queue) block->users.insert(queue);
+}
+
+// By device, pool and segment: its bytes, and those of them that are allocated.
+std::map<std::tuple<int64_t, int64_t, int64_t>, std::pair<int64_t, int64_t>> segments() {
+  std::map<std::tuple<int64_t, int64_t, int64_t>, std::pair<int64_t, int64_t>> found;
+  auto add = [&](const Block& block) {
+    if (block.pool == kScratch) return;
+    auto& [total, allocated] = found[{block.device, block.pool, block.segment}];
+    total += block.nbytes;
+    allocated += block.allocated ? block.nbytes : 0;
+  };
+  for (const auto& entry : blocks) add(*entry.second);
+  for (const auto& memory : memories) {
+    for (auto pool : {kSmall, kLarge}) {
+      for (const Block* block : memory.free[pool]) add(*block);
+    }
+    for (const auto& entry : memory.in_use) add(*entry.first);
+  }
+  return found;
 }
 
 struct CachingAllocator final : c10::Allocator {

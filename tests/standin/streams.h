@@ -49,6 +49,7 @@ struct Launch {
 struct Event {
   std::chrono::steady_clock::time_point at;
   Clock clock;
+  int64_t graph = 0;  // that it was captured into; 0: none
 };
 
 std::recursive_mutex device_mutex;  // of what follows, and of what memory.h keeps

@@ -16,7 +16,7 @@ from ac_client.planning import plan_batch
 from ac_client.planning.next_action import WATCHED_STEPS
 from autoac.planner import Bounds, bounds, build
 from autoac.planner.units import GIB
-from autoac.profiler import CannotProfile
+from autoac.tape.errors import CannotCapture
 from standin.tasks import bounds_of, task_of
 from standin.training import Task, Training, step
 
@@ -83,7 +83,7 @@ def test_step_over_its_budget_is_corrected_if_the_counter_is_reset_each_step(
     assert sum("planned again" in message for message in caplog.messages) == 1
 
 
-def test_first_step_is_refused_while_a_graph_is_captured(
+def test_step_without_its_final_plan_is_refused_while_a_graph_is_captured(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = task_of("cuda:1")
@@ -95,15 +95,17 @@ def test_first_step_is_refused_while_a_graph_is_captured(
 
     with monkeypatch.context() as capturing:
         capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with pytest.raises(CannotProfile, match="captured into a CUDA graph"):
+        with pytest.raises(CannotCapture, match="captured into a CUDA graph"):
             train_once()
         assert ac_client.applied(model).policy is None
     train_once()
     policy = ac_client.applied(model).policy
     with monkeypatch.context() as capturing:
         capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        train_once()  # gradients exist by now, for which a plan is made after the capture
+        with pytest.raises(CannotCapture, match="gradients exist before the step"):
+            train_once()
         assert ac_client.applied(model).policy is policy
+    train_once()
     train_once()
     assert ac_client.applied(model).policy is not policy
 

@@ -131,10 +131,68 @@ del x, work, gathered, parts  # their bytes are in no profile
 """
 
 
+CAPTURED = """
+def replays(budget=None):
+    "Train for 4 steps on a side stream and then 20: eager ones of the plain model, or replays."
+    model, _, x = made("FSDP2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False, capturable=True)
+    torch.manual_seed(rank)
+    if budget is not None:
+        ac_client.apply(model, budget / GIB, optimizer=optimizer)
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    side, losses, peak, graph = torch.cuda.Stream(), [], 0, None
+    for i in range(24):
+        x.copy_(torch.randn(16, 32, 32, generator=torch.Generator().manual_seed(2 * i + rank)))
+        if budget is None:
+            loss = step()
+        elif i < 4:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                loss = step()
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            if graph is None:
+                gpu.reset_peak(rank)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    loss = step()
+                peak = gpu.peak(rank)
+            graph.replay()
+        losses.append(loss.cpu())
+        if graph is None:
+            del loss
+    numbers = [*losses, *(local(p.detach()).cpu() for p in model.parameters())]
+    numbers.append(torch.cuda.get_rng_state(DEVICE))
+    return numbers, peak, ac_client.applied(model) if budget is not None else None
+
+budget = budget_of("FSDP2")
+plain, _, _ = replays()
+planned, peak, at = replays(budget)
+report = at.report()
+results = {
+    "equal": len(plain) == len(planned) and all(map(torch.equal, plain, planned)),
+    "peak": peak, "predicted": report.predicted_peak_bytes, "recomputed": report.recomputed,
+    "off_path": report.off_path, "races": gpu.take_races(),
+}
+"""
+
+
 @functools.cache
 def ranks() -> list[dict[str, Any]]:
     """Return the results of both ranks; starting them takes long."""
-    script = f"{COMMON}{COLLECTIVES}{TRAINING}print(json.dumps(results))\n"
+    return results_of(f"{COMMON}{COLLECTIVES}{TRAINING}")
+
+
+def results_of(script: str) -> list[dict[str, Any]]:
+    """Return the results of a script on both ranks."""
+    script += "print(json.dumps(results))\n"
     with tempfile.TemporaryDirectory() as folder:
         outputs = outputs_of_ranks(script, Path(folder) / "store", timeout=280, backend="standin")
     return [json.loads(out) for out in outputs]
@@ -171,3 +229,11 @@ def test_planned_ranks_have_the_plain_numbers_and_the_predicted_peak(way: str) -
         assert found["save_all"] <= found["plain"][-1] <= found["save_all"] + unpredicted
     first, second = (rank[way] for rank in ranks())
     assert first["policy"] == second["policy"]
+
+
+def test_replays_of_sharded_steps_communicate_and_equal_eager_steps() -> None:
+    for found in results_of(f"{COMMON}{CAPTURED}"):
+        assert found["equal"]
+        assert found["recomputed"] > 0
+        assert (found["off_path"], found["races"]) == ("", [])
+        assert found["peak"] == found["predicted"]

@@ -6,7 +6,8 @@ in this way once it has run a planned forward after `apply` was called for this 
 model that never trains: on a GPU it counts with the bytes that it holds now.
 
 On a GPU, all other tensors count too: a teacher, an average of the weights, the next batch, copies that an
-optimizer keeps. Their bytes are measured before the first steps of each plan.
+optimizer keeps. So does what the pools of captured graphs hold beyond tensors. These bytes are measured
+before the first steps of each plan.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.profiler.static_memory import static_bytes
 from autoac.tape.distributed.fsdp import gathered_nbytes, unreduced_nbytes
-from autoac.tape.torch_facts.libraries import free_workspaces
+from autoac.tape.torch_facts.libraries import free_workspaces, pool_nbytes
 from autoac.tape.torch_facts.streams import is_capturing
 
 MOST_ROOM_REQUESTS = 3  # by other planned models, of one bucket
@@ -112,20 +113,21 @@ class ModelOnDevice:
         if model is None or device_of(model).type != "cuda" or is_capturing():
             return
         device = device_of(model)
-        present = self._optimizers.state_nbytes(device)
+        state = self._optimizers.state_nbytes(device)
         workspaces = 0
         if counts is None:
             free_workspaces(device)
         else:
-            present, workspaces = min(present, counts.optimizer_state), counts.workspaces
-        held = static_bytes(model, args, kwargs, present, device).total + _unsharded_nbytes(model) + kept
+            state, workspaces = min(state, counts.optimizer_state), counts.workspaces
+        held = static_bytes(model, args, kwargs, state, device).total + _unsharded_nbytes(model) + kept
 
         def more_than_held() -> int:
             training = set(self._others())
             idle = (o for o in list(_all) if o is not self and o not in training and o.device() == device)
             self._idle = weakref.WeakKeyDictionary({other: other.standing_nbytes() for other in idle})
             by_models = sum(other._held_nbytes() for other in training) + sum(self._idle.values())
-            return max(0, torch.cuda.memory_allocated(device) - held - by_models - workspaces)
+            present = torch.cuda.memory_allocated(device) + pool_nbytes(device)
+            return max(0, present - held - by_models - workspaces)
 
         before, self._uncounted = self._uncounted, more_than_held()
         if self._idle or self._uncounted > before:
