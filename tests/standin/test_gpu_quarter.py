@@ -42,6 +42,14 @@ def test_row_that_fails_or_has_no_time_leaves_the_others(gpu: ModuleType, tmp_pa
     assert "| later | failed | no time was left |" in page(results(tmp_path))
 
 
+def test_captured_step_has_the_norms_of_the_eager_one(gpu: ModuleType, tmp_path: Path) -> None:
+    all_rows = {row.name: row for row in rows("tiny", tmp_path)}
+    run([all_rows["eager: captured step"]], "tiny", tmp_path, 100.0, STAND_IN)
+    text = results(tmp_path)["eager: captured step"]["text"]
+    assert int(text.split()[0]) > 0
+    assert text.endswith("norms of gradients differ by at most 0.0e+00")
+
+
 def test_ways_to_train_have_a_prediction() -> None:
     trained = [TRAINED[3]]
     lines = list(predict("tiny", "h100", trained))
