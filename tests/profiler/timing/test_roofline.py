@@ -80,6 +80,22 @@ def test_convolution_does_twice_the_work_in_backward_for_any_groups(groups: int)
     assert flops_of(aten.convolution_backward.default, backward_args, {}, (x, weight, None)) == 2 * forward
 
 
+def test_attention_with_fewer_heads_of_keys_counts_as_with_as_many() -> None:
+    """Up to 2.12, torch has no count for it and raises, in the user's forward."""
+    query, key, grouped = on_meta(2, 8, 64, 16), on_meta(2, 8, 64, 16), on_meta(2, 2, 64, 16)
+    forward, rest = aten._scaled_dot_product_flash_attention.default, (None, None, 64, 64, 0.0, False)
+    backward = aten._scaled_dot_product_flash_attention_backward.default
+    assert flops_of(forward, (query, grouped, grouped), {}, (query,)) == 2 * 2 * 2 * 8 * 64 * 64 * 16
+    assert flops_of(backward, (query, query, grouped, grouped, query, query, *rest), {}, (query,)) == (
+        flops_of(backward, (query, query, key, key, query, query, *rest), {}, (query,))
+    )
+
+
+def test_attention_of_a_shape_that_torch_does_not_count_counts_nothing() -> None:
+    query = on_meta(8, 64, 16)
+    assert flops_of(aten._scaled_dot_product_flash_attention.default, (query,) * 3, {}, (query,)) == 0
+
+
 @pytest.mark.parametrize("name", DATASHEETS)
 def test_datasheet_has_an_efficiency_for_each_kind(name: str) -> None:
     sheet = DATASHEETS[name]
