@@ -167,7 +167,7 @@ def rows(size: str, out: Path) -> list[Row]:
             Row(
                 f"{name}: {way.name}",
                 partial(train_way, case_of(name, sample, size), way),
-                75.0 if way.share is None else 110.0,
+                75.0 if way.share is None else 200.0,
                 "" if way.share is None else f"{name}, ours",
             )
             for name, sample, ways in cases

@@ -11,7 +11,6 @@ from torch.utils.flop_counter import flop_registry
 
 from autoac.tape.torch_facts.storage_table import has_storage
 
-
 _aten = torch.ops.aten
 _QUERY_OF: dict[Any, int] = {
     _aten._scaled_dot_product_flash_attention: 0,

@@ -409,6 +409,7 @@ get_cudnn_benchmark, set_cudnn_benchmark = _C._get_cudnn_benchmark, _C._set_cudn
 DeviceType = _autograd.DeviceType
 RecordScope = _profiler.RecordScope
 AllocationFields = _profiler._ExtraFields_Allocation
+OpFields = _profiler._ExtraFields_TorchOp
 profiler_enabled = _autograd._profiler_enabled
 prepare_profiler = _autograd._prepare_profiler
 enable_profiler: Callable[..., None] = _autograd._enable_profiler  # the stub lacks its scopes

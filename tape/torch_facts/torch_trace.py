@@ -161,6 +161,8 @@ class TorchTrace:
         for time_ns, event, fields, inside in sorted(self._walk(), key=itemgetter(0)):
             if type(fields) is private.AllocationFields:
                 yield AllocationEvent(time_ns, fields.ptr, fields.alloc_size, fields.device)
+            elif type(fields) is not private.OpFields:  # on a GPU, calls of its runtime
+                continue
             elif (name := event.name).startswith(_MARK):
                 yield MarkEvent(time_ns, name.removeprefix(_MARK))
             elif not inside:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,18 @@ def test_trace_has_what_the_allocator_of_a_device_reports(kind: str, device: CDe
         report(0x1000, -4096, 0, 0, device)
     found = [event for event in recording.events() if isinstance(event, AllocationEvent)]
     assert [(e.device.type, e.nbytes) for e in found] == [(kind, 4096), (kind, -4096)]
+
+
+def test_events_that_are_neither_ops_nor_allocations_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, the tree has calls of its runtime, whose fields have no scope."""
+    x = torch.ones(4, requires_grad=True)
+    with (trace := TorchTrace(nodes=True)):
+        x.sin().sum().backward()
+    found, of_runtime = list(trace._walk()), SimpleNamespace(name="cudaLaunchKernel", end_time_ns=1)
+    expected = list(trace.events())
+    monkeypatch.setattr(trace, "_walk", lambda: [(0, of_runtime, SimpleNamespace(), False), *found])
+    assert list(trace.events()) == expected
+    assert sum(isinstance(event, OpEvent) for event in expected) >= 2
 
 
 def test_record_can_be_read_after_the_next_one_has_run() -> None:
