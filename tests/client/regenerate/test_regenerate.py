@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ac_client import model_loader
 from ac_client.cli.exit_codes import DRIFT, ERROR, OK, USAGE
 from ac_client.cli.main import main
-from ac_client.regenerate import drift, model_source
+from ac_client.regenerate import drift
 from ac_client.regenerate.config import Config, ConstraintsTable, ModelTable, read
 from ac_client.regenerate.lock import Lock
 from ac_client.regenerate.model_source import ModelSource
@@ -491,9 +492,9 @@ def test_check_of_an_unchanged_local_model_measures_nothing(local, capsys, monke
 
 def test_measure_option_judges_by_new_times(local, capsys, monkeypatch):
     devices = []
-    observe = model_source.observe
+    observe = model_loader.observe
     monkeypatch.setattr(
-        model_source,
+        model_loader,
         "observe",
         lambda *args, on, **kwargs: devices.append(on) or observe(*args, on=on, **kwargs),
     )
@@ -549,14 +550,14 @@ def test_policies_that_an_earlier_release_planned_on_a_cpu_are_of_any(local, cap
 
 
 def test_model_without_a_fake_step_is_identified_on_the_local_device(local, capsys, monkeypatch):
-    observe = model_source.observe
+    observe = model_loader.observe
 
     def no_fakes(*args, on=None, **kwargs):
         if on is not None:
             raise CannotFake("aten.nonzero.default", "its output's shape depends on values")
         return observe(*args, on=on, **kwargs)
 
-    monkeypatch.setattr(model_source, "observe", no_fakes)
+    monkeypatch.setattr(model_loader, "observe", no_fakes)
     assert autoac(capsys)[0] == OK
     assert Lock.from_json((local / "policies" / "net.lock.json").read_text()).environment.device_name == "cpu"
     assert autoac(capsys, "--check")[0] == OK

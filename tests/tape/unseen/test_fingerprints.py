@@ -7,11 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+from stepping import SeenOps
 from torch import Tensor
 
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.unseen import fingerprints
-from autoac.tape.unseen.fingerprints import fingerprint, shows_whole_storage, storage_fingerprint
+from autoac.tape.unseen.fingerprints import _sum, fingerprint, shows_whole_storage, storage_fingerprint
 
 LENGTH, OPS = 1000, 50
 
@@ -69,3 +70,53 @@ def test_saved_tensor_is_read_when_it_is_made_packed_read_freed_and_unpacked() -
 
 def test_tensor_that_backward_does_not_unpack_is_read_when_it_is_made_and_read() -> None:
     assert bytes_read(lambda y: y + 1) <= 2
+
+
+LARGE = torch.randint(-(2**31), 2**31, (3 * 2**18 + 1025,), dtype=torch.int32)
+
+
+def halves_swapped(x: Tensor) -> Tensor:
+    return x.roll(len(x) // 2)
+
+
+def permuted(x: Tensor) -> Tensor:
+    return x[torch.randperm(len(x))]
+
+
+def signs_changed(x: Tensor) -> Tensor:
+    return x ^ -(2**31)
+
+
+def two_swapped(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[[5, 2**19]] = x[[2**19, 5]]
+    return x
+
+
+def last_changed(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[-1] += 1
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize(
+    "change", [halves_swapped, permuted, signs_changed, two_swapped, last_changed], ids=lambda f: f.__name__
+)
+def test_sum_of_many_elements_changes_with_them(
+    change: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    assert _sum(LARGE.view(dtype)) != _sum(change(LARGE).view(dtype))
+
+
+@pytest.mark.parametrize("offset", [1, 2, 8])
+def test_sum_of_many_elements_is_that_of_a_copy_at_another_offset(offset: int) -> None:
+    assert _sum(LARGE[offset:]) == _sum(LARGE[offset:].clone())
+
+
+def test_sum_of_many_elements_runs_few_kernels() -> None:
+    with SeenOps() as few:
+        _sum(LARGE)
+    with SeenOps() as also_few:
+        _sum(LARGE.repeat(16))
+    assert len(also_few.ops) <= len(few.ops) + 20 < 120
