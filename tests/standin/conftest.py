@@ -155,6 +155,7 @@ def gpu() -> Iterator[ModuleType]:
     for index in range(device.device_count()):
         device.set_stream(0, index)  # torch.cuda.graph leaves that of a capture that failed
     left = _left(device)
+    torch.cuda.empty_cache()  # pools of graphs that are gone: with any, workspaces are not freed
     races = device.take_races()
     for index in range(device.device_count()):
         device.set_limit(index, 1 << 50)
