@@ -67,7 +67,12 @@ class CannotProfile(ProfilerError):
 class CannotCapture(CannotProfile):
     """A step is captured into a CUDA graph, and its plan is not final or cannot be captured."""
 
-    def __init__(self, where: str, why: str, instead: str) -> None:
+    def __init__(
+        self,
+        where: str,
+        why: str,
+        instead: str = "run one more training step before the capture, on a batch of the same shape",
+    ) -> None:
         self.where, self.why, self.instead = where, why, instead
         ProfilerError.__init__(
             self, f"a step of {where} cannot be captured into a CUDA graph: {why}; {instead}"

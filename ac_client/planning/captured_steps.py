@@ -11,22 +11,9 @@ the begin of the graph.
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from ac_client.planning.loaded_policy import ForwardRoute, PlannedBucket
 from autoac.tape.errors import CannotCapture
 from autoac.tape.unseen.fingerprints import Comparison
-
-ONE_MORE_STEP = "run one more training step before the capture, on a batch of the same shape"
-
-
-def refuse_capture(name: str, reason: str, advice: str = ONE_MORE_STEP) -> NoReturn:
-    """Raise because a step of the model `name` is captured, and `reason`.
-
-    Raises:
-        CannotCapture: always.
-    """
-    raise CannotCapture(name, reason, advice)
 
 
 def check_capture(name: str, bucket: PlannedBucket, route: ForwardRoute) -> None:
@@ -36,10 +23,10 @@ def check_capture(name: str, bucket: PlannedBucket, route: ForwardRoute) -> None
         CannotCapture: it cannot.
     """
     if bucket.policy.moves:
-        refuse_capture(
+        raise CannotCapture(
             name,
             "its plan moves tensors to the host, which no captured step has done yet",
             "pass host_budget_gb=0 to ac_client.apply",
         )
     if Comparison.enabled and bucket.loaded.recomputes and not route.compared:
-        refuse_capture(name, "backward has not yet compared what this plan recomputes")
+        raise CannotCapture(name, "backward has not yet compared what this plan recomputes")

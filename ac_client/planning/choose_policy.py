@@ -14,7 +14,6 @@ from torch import nn
 
 from ac_client.errors import ShapeNotPlanned
 from ac_client.planning.batch_shape import Key, ModelCall, key_of
-from ac_client.planning.captured_steps import refuse_capture
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, largest
 from ac_client.planning.next_action import PlannedFor
 from ac_client.planning.plan_batch import (
@@ -47,7 +46,7 @@ from autoac.planner import (
 )
 from autoac.planner.formats.policy_set import Shape, shape_in_words
 from autoac.profiler import Loop, ProfilerBusy
-from autoac.tape.errors import CannotProfile, ProfilerError
+from autoac.tape.errors import CannotCapture, CannotProfile, ProfilerError
 from autoac.tape.torch_facts.streams import is_capturing
 from autoac.tape.torch_facts.torch_trace import profiler_is_running
 
@@ -259,7 +258,7 @@ class PolicyChooser:
                 if planned and (without_budget or planned >= MOST_BUCKETS):
                     return self._beyond(shape, key)
                 if is_capturing():
-                    refuse_capture(self._planner.name, "no plan covers its batch")
+                    raise CannotCapture(self._planner.name, "no plan covers its batch")
                 observation = self._planner.observation
                 if observation is not None and observation.runs_elsewhere:
                     return None  # it began while this thread waited

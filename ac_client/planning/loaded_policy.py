@@ -131,8 +131,9 @@ class ProfiledStep:
     shape: Shape | None = None  # of the profiled batch
     profile: Profile | None = None  # None: it is not here, so the step cannot be planned again
     rank_nbytes: int = 0  # held by the neediest rank beyond what this profile counts
+    n_adopted: int = 0  # optimizers that were seen to step the model, and are counted
     skipped: frozenset[str] = frozenset()  # modules with parameters that the profiled forward did not run
-    progress: tuple[int, int, int] = (0, 0, 0)  # of the optimizers, when their state was last counted
+    progress: tuple[int, int] = (0, 0)  # of the optimizers, when their state was last counted
 
 
 def other_environment(policy: Policy, device: torch.device, ranks: str = "1") -> str:

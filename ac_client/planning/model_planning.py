@@ -14,7 +14,6 @@ from torch import nn
 
 from ac_client.errors import OtherRanks
 from ac_client.planning.batch_shape import ModelCall, key_of
-from ac_client.planning.captured_steps import refuse_capture
 from ac_client.planning.choose_policy import PolicyChooser
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts
 from ac_client.planning.facts.step_watch import StepWatch
@@ -45,6 +44,7 @@ from autoac.profiler import ProfilerBusy, device_of
 from autoac.profiler.observed_step import BackwardListener, ObservedStep, recorded_step
 from autoac.profiler.static_memory import optimizer_bytes, static_bytes
 from autoac.tape.distributed.fsdp import layout_of
+from autoac.tape.errors import CannotCapture
 from autoac.tape.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
@@ -98,7 +98,7 @@ class ModelPlanning:
         """
         captures = is_capturing()
         if captures and self.chooser.plans_first:
-            refuse_capture(self._name, "its plan is not made yet")
+            raise CannotCapture(self._name, "its plan is not made yet")
         bucket = self.chooser.for_batch(call, waiting)
         if bucket is None:
             return None
@@ -117,7 +117,9 @@ class ModelPlanning:
             if action.profiles and call.shape != bucket.step.shape:
                 continue
             if captures and action.profiles and not waiting and _form_of(action) not in bucket.observed_for:
-                refuse_capture(self._name, f"a plan is to be made for another form of step: {action.reason}")
+                raise CannotCapture(
+                    self._name, f"a plan is to be made for another form of step: {action.reason}"
+                )
             if action.profiles:
                 if _form_of(action) in bucket.observed_for:
                     self._warn_of_turns(bucket, action, facts)

@@ -493,8 +493,7 @@ class BatchPlanner:
                 "block.compile()), or train larger batches",
             )
         skipped = skipped_modules(call.model, self.called)
-        progress = (self._optimizers.adopted, 0, 0)
-        return ProfiledStep(call.shape, profile, rank_nbytes, skipped, progress)
+        return ProfiledStep(call.shape, profile, rank_nbytes, self._optimizers.adopted, skipped)
 
 
 def _explain(error: PlannerError, profile: Profile, loop: Loop) -> None:

@@ -65,10 +65,9 @@ class ModelOptimizers:
         return optimizer_state_nbytes(self.all, device)
 
     @property
-    def progress(self) -> tuple[int, int, int]:
-        """Return numbers that change where state may appear: `adopted`, the first steps, new parameters."""
-        steps = min(self.steps, STEPS_THAT_MAKE_STATE)
-        return self.adopted, steps, sum(len(one.state) for one in self.all)
+    def progress(self) -> tuple[int, int]:
+        """Return numbers that change with steps that may make state: the first ones, or of new parameters."""
+        return min(self.steps, STEPS_THAT_MAKE_STATE), sum(len(one.state) for one in self.all)
 
     def has_state_of(self, model: nn.Module, profile: Profile) -> bool:
         """Return True if all the optimizer state that `profile` counts exists by now."""

@@ -75,13 +75,13 @@ class StepWatch:
         if bucket.profile is None:  # the policy stays
             return StepFacts(waiting, loop, ran_skipped=bucket.ran_skipped)
         needs, names = None, ""
-        before, progress = bucket.step.progress, self.optimizers.progress
-        if before != progress:
+        if bucket.step.n_adopted != self.optimizers.adopted:
+            bucket.step = replace(bucket.step, n_adopted=self.optimizers.adopted)
+            needs, names = self._needs_of_optimizers(call.model)
+        elif bucket.step.progress != (progress := self.optimizers.progress):
             bucket.step = replace(bucket.step, progress=progress)
             counted = bucket.planned_for.optimizers
-            if before[0] != self.optimizers.adopted:
-                needs, names = self._needs_of_optimizers(call.model)
-            elif (present := self.optimizers.state_nbytes(device_of(call.model))) > counted.state + SMALL:
+            if (present := self.optimizers.state_nbytes(device_of(call.model))) > counted.state + SMALL:
                 needs = replace(counted, state=present)
         graph = self._in_flight.kept_nbytes(bucket.profile.kept_nbytes)
         batch = self._kept_batch(call)
@@ -158,7 +158,7 @@ class StepWatch:
     def after_optimizer(self, model: nn.Module, bucket: PlannedBucket) -> StepFacts:
         """Return the facts after a step of an optimizer."""
         adopted, self._adopted = self._adopted, self.optimizers.adopted
-        if bucket.profile is None or self._adopted in (bucket.step.progress[0], adopted):
+        if bucket.profile is None or self._adopted in (bucket.step.n_adopted, adopted):
             return StepFacts()
         needs, names = self._needs_of_optimizers(model)
         return StepFacts(optimizers=needs, optimizer_names=names)
