@@ -1,6 +1,7 @@
 """Find which sizes fit a memory budget: the largest, and the fastest. `fit` is the entry.
 
-Nothing runs on a device: profiles are fake (profiled_sizes.py), and times are those of a datasheet.
+By the datasheet of a device nothing runs: profiles are fake (profiled_sizes.py). Without one, the steps of
+some sizes run for real, and a size whose step ran out of memory counts as one that does not fit.
 
 A plan that fits at one size fits at every smaller one with the same ops, because no block shrinks as the size
 grows. So the largest size is found by bisection. The fastest one is not: larger sizes use kernels better, but
@@ -13,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
 
 from ac_client.profiled_sizes import Make, ProfiledSizes
 from autoac.planner import (
@@ -35,9 +38,6 @@ from autoac.planner.plan import DEFAULT_GAP, step_time_us
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.report.loss_advice import find_loss, without_loss
 from autoac.profiler import DATASHEETS, Device
-
-if TYPE_CHECKING:
-    import torch
 
 Axis = Literal["batch", "tokens"]
 
@@ -81,7 +81,7 @@ class Fit:
     axis: Axis
     multiple: int  # sizes are multiples of this
     budget_bytes: int
-    device: str
+    device: str  # " (estimated)" ends it where nothing ran on the device
     rows: tuple[FitRow, ...] = field(repr=False)  # by size
     largest: int
     fastest: int
@@ -123,20 +123,21 @@ def fit(
     make: Make,
     budget_gb: float,
     *,
-    on: str | Device,
+    on: str | Device | None = None,
     axis: Axis = "batch",
     multiple: int = 1,
     most: int | None = None,
     autocast: torch.dtype | None = None,
     host_budget_gb: float = 0.0,
 ) -> Fit:
-    """Return the largest and the fastest size whose step fits in `budget_gb`, without running it.
+    """Return the largest and the fastest size whose step fits in `budget_gb`.
 
     Args:
         make: size -> (model, batch), or what else the function of `autoac profile` may return. Called for
-            about ten sizes; the model and the batch may be on the meta device.
+            about ten sizes; with `on`, the model and the batch may be on the meta device.
         budget_gb: GiB that the device may hold at any moment of the step.
-        on: the device: a name in DATASHEETS, such as "h100", or a datasheet.
+        on: the device: a name in DATASHEETS, such as "h100", or a datasheet. None: that of the model, where
+            steps run for real, without the optimizer. Gradients, buffers and generators are put back.
         axis: what the size counts: samples of the batch, or tokens. Only for words.
         multiple: sizes are multiples of this.
         most: the largest size to consider, such as the positions that the model has.
@@ -149,6 +150,7 @@ def fit(
         ValueError: `on` is not a name in DATASHEETS, or has no link for moves to the host.
         InfeasibleBudget: not even the smallest size fits.
         SolverOutOfTime: the smallest size may fit, but no plan was found.
+        torch.OutOfMemoryError: without `on`, the smallest size has no room on the device.
     """
     budget = budget_in_bytes(budget_gb)
     if isinstance(on, str) and on not in DATASHEETS:
@@ -157,12 +159,12 @@ def fit(
         raise InvalidLimit("multiple", multiple, "from 1 to the largest size to consider")
     device = DATASHEETS[on] if isinstance(on, str) else on
     host_bytes = headroom_in_bytes(host_budget_gb, "host_budget_gb")
-    if host_bytes and not device.link_bytes_per_s:
+    if host_bytes and device is not None and not device.link_bytes_per_s:
         raise ValueError(
             f"on must be a device with a link to its host, got {device.name}; see host_budget_gb"
         )
     sizes = ProfiledSizes(make, device, autocast)
-    return _Search(sizes, budget, host_bytes, multiple, most).fit(axis, device.name)
+    return _Search(sizes, budget, host_bytes, multiple, most).fit(axis)
 
 
 class _Search:
@@ -179,9 +181,10 @@ class _Search:
         self._rows: dict[int, FitRow] = {}
         self._found: dict[int, tuple[object, bool | None]] = {}  # bytes of sizes, and if they have plans
         self._proven: int | None = None
+        self._no_room = set[int]()  # sizes that ran out of memory
         self._bent = True  # run times do not lie on a line between the knots
 
-    def fit(self, axis: Axis, device: str) -> Fit:
+    def fit(self, axis: Axis) -> Fit:
         knots = {min(knot, self._most) for knot in KNOTS}
         self._join(*knots)
         if self._sizes.joined is None or self._sizes.joined.measured_only:
@@ -195,7 +198,7 @@ class _Search:
             axis=axis,
             multiple=m,
             budget_bytes=self._budget,
-            device=device,
+            device=self._at(largest).environment.device_name,
             rows=tuple(self._rows[n] for n in sorted(self._rows)),
             largest=largest * m,
             fastest=fastest * m,
@@ -218,10 +221,11 @@ class _Search:
         """Return the largest size with a plan, and the largest with nothing recomputed, both confirmed."""
         self._plan(1)  # raises if it does not fit
         while True:
-            highest = _last(lambda n: self._least(n) <= self._budget, 1, self._most)
-            self._proven = highest + 1 if highest < self._most else None
-            all_saved = _last(lambda n: bounds(build(self._at(n))).ceiling <= self._budget, 0, highest)
-            largest = _last(self._has_plan, max(all_saved, 1), highest)
+            highest = self._last(lambda n: self._least(n) <= self._budget, 1, self._most)
+            after = highest + 1
+            self._proven = after if highest < self._most and after not in self._no_room else None
+            all_saved = self._last(lambda n: bounds(build(self._at(n))).ceiling <= self._budget, 0, highest)
+            largest = self._last(self._has_plan, max(all_saved, 1), highest)
             joined = [n for n in {all_saved, largest} - {0} if n * self._multiple not in self._sizes.profiled]
             if not joined:
                 return largest, all_saved
@@ -233,6 +237,18 @@ class _Search:
         if self._constraints.host_budget_bytes:
             return self._at(n).static.total
         return bounds(build(self._at(n))).floor
+
+    def _last(self, holds: Callable[[int], bool], low: int, high: int) -> int:
+        """Return the last size that holds, and for whose step the device has room."""
+
+        def holds_with_room(n: int) -> bool:
+            try:
+                return holds(n)
+            except torch.OutOfMemoryError:
+                self._no_room.add(n)
+                return False
+
+        return _last(holds_with_room, low, high)
 
     def _has_plan(self, n: int) -> bool:
         """Return True if a plan of the size is found; note from where on there is proven to be none."""
@@ -351,7 +367,7 @@ class _Search:
             chunked = without_loss(graph, loss)
             return any(fits(chunked, save_set, self._budget) for save_set in saves)
 
-        within = _last(fits_chunked, largest, self._most)
+        within = self._last(fits_chunked, largest, self._most)
         return within * self._multiple if within > largest else None
 
 

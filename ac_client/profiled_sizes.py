@@ -1,14 +1,18 @@
-"""The fake profiles of a model by size: profiled at a few sizes, and joined everywhere else.
+"""The profiles of a model by size: profiled at a few sizes, and joined everywhere else.
 
 Knots (planner/sizes/profile_by_size.py) are profiled with the requested bytes, and one of them as the
-allocator of the device rounds. Sizes with other ops, such as a batch of 1, have a profile of their own.
+allocator of the device rounds. Sizes with other ops, such as a batch of 1, have a profile of their own. So
+has every size of steps that run for real where the allocator rounds: what they request is not known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ac_client.model_loader import call_function, setup_from
 from ac_client.planning.batch_shape import shape_of
@@ -16,9 +20,6 @@ from autoac.planner import Profile, ProfileBySize
 from autoac.planner.formats.policy_set import Shape
 from autoac.planner.sizes.profile_by_size import stream_of
 from autoac.profiler import Device
-
-if TYPE_CHECKING:
-    import torch
 
 Make = Callable[[int], Any]
 """Takes a size; returns the model and its batch, as the function of `autoac profile` does."""
@@ -30,9 +31,12 @@ class ProfiledSizes:
     Attributes:
         joined: the profiles by size through the knots of one op stream; None before there are two.
         shapes: of the batches that were built, by size.
+
+    Args:
+        device: a datasheet, for fake profiles; None for steps that run for real.
     """
 
-    def __init__(self, make: Make, device: Device, autocast: torch.dtype | None) -> None:
+    def __init__(self, make: Make, device: Device | None, autocast: torch.dtype | None) -> None:
         self._make = make
         self._device = device
         self._autocast = autocast
@@ -53,12 +57,20 @@ class ProfiledSizes:
         """
         for size in sizes:
             if size not in self._knots:
-                self._knots[size] = self._observe(size, replace(self._device, allocator_rounding=1))
+                with suppress(torch.OutOfMemoryError):  # raised by `at`, where it matters
+                    self._knots[size] = self._knot(size)
+        if any(knot.environment.allocator_rounding != 1 for knot in self._knots.values()) or not self._knots:
+            return
         of_stream = self._knots[max(self._knots)] if self.joined is None else self.joined.rounded
         stream = stream_of(of_stream)
         alike = {size: knot for size, knot in self._knots.items() if stream_of(knot) == stream}
         if len(alike) > 1 and stream_of(rounded := self.profile(min(alike))) == stream:
             self.joined = ProfileBySize.of(alike, (min(alike), rounded))
+
+    def _knot(self, size: int) -> Profile:
+        if self._device is None:
+            return self.profile(size)
+        return self._observe(size, replace(self._device, allocator_rounding=1))
 
     def profile(self, size: int) -> Profile:
         """Return the profile of `size` itself."""
@@ -77,7 +89,9 @@ class ProfiledSizes:
             return self.profile(size)
         return joined.at(size)
 
-    def _observe(self, size: int, device: Device) -> Profile:
+    def _observe(self, size: int, device: Device | None) -> Profile:
+        if device is None and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # so that room does not depend on the sizes before
         name = getattr(self._make, "__name__", type(self._make).__name__)
         setup = setup_from(call_function(self._make, f"{name}({size})", size), name)
         self.shapes[size] = shape_of(setup.args, setup.kwargs)

@@ -40,7 +40,14 @@ def fit_command(
         float,
         typer.Option("--budget-gb", help="GiB that may be live on the device at any moment of the step."),
     ],
-    on: Annotated[str, typer.Option(metavar="DEVICE", help="The device to plan for: h100, h200, a100, ...")],
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DEVICE",
+            help="The device to plan for: h100, h200, a100, ... By default that of the model, on which steps "
+            "of some sizes run.",
+        ),
+    ] = None,
     axis: Annotated[
         Axis,
         typer.Option(help="What the size counts: samples of the batch, or tokens."),
@@ -58,7 +65,7 @@ def fit_command(
 ) -> None:
     """Find the largest and the fastest batch size, or length, that fits a budget.
 
-    No device is needed: run times are estimated from the datasheet of the device.
+    With --on no device is needed: run times are estimated from the datasheet of the device.
     """
     import torch
 
@@ -66,7 +73,9 @@ def fit_command(
     from ac_client.model_loader import load_function
     from autoac.profiler import DATASHEETS
 
-    if on not in DATASHEETS:
+    if ranks is not None and on is None:
+        raise typer.BadParameter("must be left out without --on", param_hint="--ranks")
+    if on is not None and on not in DATASHEETS:
         raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
     make: Any = load_function(function, os.getcwd())
     with among_ranks(ranks), show_progress(f"fitting {function}"):
@@ -89,6 +98,7 @@ def fit_command(
 
 
 def _lines(found: Fit) -> Iterator[str]:
+    from autoac.planner.formats.profile import ESTIMATED
     from autoac.planner.report.by_module import aligned
     from autoac.planner.units import format_bytes
 
@@ -111,8 +121,10 @@ def _lines(found: Fit) -> Iterator[str]:
     yield ""
     yield from _answers(found)
     yield from _limits(found)
+    name = found.device.removesuffix(ESTIMATED)
+    source = "those of steps that ran on" if name == found.device else "estimated from the datasheet of"
     yield (
-        f"Run times are estimated from the datasheet of {found.device}, without the optimizer's step. "
+        f"Run times are {source} {name}, without the optimizer's step. "
         f"{found.fastest} and {found.largest} have profiles of their own."
     )
     if found.measured_only:

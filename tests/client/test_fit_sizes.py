@@ -127,6 +127,47 @@ def test_training_starts_under_the_policies_of_fit() -> None:
     assert timeline.peak_since("first step") <= found.budget_bytes
 
 
+def real(size: int) -> tuple[nn.Module, torch.Tensor]:
+    """Return real layers and `size` samples; a batch norm's statistics must stay as they were."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(layer for _ in range(4) for layer in (nn.Linear(63, 63), nn.BatchNorm1d(63), nn.GELU()))
+    )
+    return model, torch.ones(size * 256, 63)
+
+
+def test_steps_of_this_machine_find_the_largest_size_that_really_fits() -> None:
+    """Kernels have workspaces, which no fake step sees."""
+    budget = 2 << 20
+    found = ac_client.fit(real, budget / 2**30, most=64)
+    largest = 0
+    for size in range(1, 65):
+        model, rows = real(size)
+        try:
+            policy = plan(profile(model, rows), budget_bytes=budget).policy()
+        except InfeasibleBudget:
+            break
+        with AllocatorTimeline() as timeline:
+            model, rows = real(size)
+            ac_client.apply(model, policy=policy, strict=True)
+            timeline.mark("step")
+            out = model(rows)
+            torch.autograd.backward(out, torch.ones_like(out))
+        assert timeline.peak_since("step") <= budget
+        largest = size
+    assert 0 < found.all_saved < found.largest == largest < 64
+    assert found.proven_from == largest + 1
+    assert not found.device.endswith("(estimated)")
+
+
+def test_fit_leaves_a_real_model_as_it_was() -> None:
+    model, _ = real(1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ac_client.fit(lambda size: (model, real(size)[1]), 2 / 1024, most=8)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def products(size: int) -> tuple[nn.Module, torch.Tensor]:
     """Return layers that take longer to recompute than their outputs to move."""
     with torch.device("meta"):

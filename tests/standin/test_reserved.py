@@ -190,3 +190,21 @@ def test_budget_above_what_is_free_is_warned_of(gpu: ModuleType, caplog: pytest.
     model = Layers(1).to("cuda")
     ac_client.apply(model, 0.2)
     assert "more than the 100.00 MiB that this process can have" in caplog.text
+
+
+def test_fit_ends_at_the_sizes_that_run_on_the_device(gpu: ModuleType) -> None:
+    """A size that the device has no room for does not fit, and nothing is proven of it."""
+
+    def sized(size: int) -> tuple[nn.Module, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        return Layers(2).to("cuda"), {"x": torch.randn(size * 4096, 128, device="cuda")}
+
+    roomy = ac_client.fit(sized, 24 * MIB / GIB, most=12)
+    assert roomy.proven_from is not None
+    gpu.set_limit(0, 24 * MIB)
+    found = ac_client.fit(sized, 1.0, most=12)
+    gpu.set_limit(0, 1 << 50)
+    assert 0 < found.largest < 12
+    assert found.proven_from is None
+    gc.collect()
+    sized(found.largest)  # nothing of what ran out of memory is left
