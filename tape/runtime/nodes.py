@@ -152,9 +152,10 @@ class NodeVersion:
         "uses",
     )
 
-    def __init__(self, node: Node, tensor: Tensor, *, raw: bool = False) -> None:
+    def __init__(self, node: Node, tensor: Tensor, *, raw: bool | None = None) -> None:
         self.node = node
-        self.raw = raw  # replay caches some tensor on the storage, not the tensor that the op returned
+        # Replay caches some tensor on the storage, not one that `recipe` describes. None: none was cached.
+        self.raw: bool | None = raw or None
         self.tensor_ref = weakref.ref(tensor)  # the tensor that the op returned or wrote
         self.recipe: Recipe | None = None  # of that tensor, computed when first needed
         self.serial = next(_serials)  # names this version without keeping it alive

@@ -99,11 +99,6 @@ class Pass:
             if version.serial in self.arriving:
                 self.arriving.pop(version.serial)()
 
-    def track_handed_out(self, version: NodeVersion, tensor: Tensor) -> None:
-        """Note that backward received `tensor`, if its memory stays cached and other ops will read it."""
-        if version.serial in self.cache:
-            self.handed_out.setdefault(version.serial, []).append((tensor, tensor._version))
-
     def check_handed_out(self, version: NodeVersion, reader: str) -> None:
         """Check that backward did not write to the tensors on `version` that it received.
 
@@ -176,6 +171,10 @@ def nothing_held(_version: NodeVersion) -> Tensor | None:
     return None
 
 
+def _no_pass() -> None:
+    """Stand in for a weak reference to a pass, before there is one."""
+
+
 class RegionGraph:
     """State shared by all that one region recorded: its backward passes in progress, and a lock."""
 
@@ -183,6 +182,8 @@ class RegionGraph:
         self.lock = threading.RLock()
         self.registry = HandleRegistry()
         self.passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()  # by graph task
+        self.latest: Callable[[], Pass | None] = _no_pass  # of `passes`, the one that was started last
+        self.overlapped = False  # some pass was started while another lived
         self.suspended: Pass | None = None  # between two parts of a split backward
         self.log = log
         self.tape: StepTape | None = None  # of an observed step
@@ -255,7 +256,9 @@ class RegionGraph:
         return running
 
     def _start(self, running: Pass) -> None:
+        self.overlapped |= self.latest() not in (None, running)
         self.passes[running.task] = running
+        self.latest = weakref.ref(running)
         private.execution_engine.queue_callback(_PassOwner(running, self))
 
     def suspend(self, ended: Pass) -> None:
@@ -335,15 +338,16 @@ def save_functions_before(node: Node) -> None:
 
 def recompute(target: NodeVersion, running: Pass, graph: RegionGraph) -> Tensor:
     """Recompute `target`: run, in forward order, the ops since the nearest saved tensors."""
-    burst: set[Node] = set()
+    burst: dict[int, Node] = {}  # by order
     stack = [target]
     cache = running.cache
     while stack:
         version = stack.pop()
-        if version.serial not in cache and version.node not in burst:
-            burst.add(version.node)
-            stack.extend(version.node.reads)
-    if any(node.order in running.executed for node in burst):
+        node = version.node
+        if version.serial not in cache and node.order not in burst:
+            burst[node.order] = node
+            stack += node.reads
+    if not running.executed.isdisjoint(burst):
         # An op has consumed its uses and is needed again: a custom function unpacks late.
         counted, running = running, Pass(running.task)
         running.uncounted = True
@@ -351,7 +355,7 @@ def recompute(target: NodeVersion, running: Pass, graph: RegionGraph) -> Tensor:
         running.handed_out.update(counted.handed_out)
         running.arriving.update(counted.arriving)
     with FlagSwitcher() as flags:
-        for kind, nodes in itertools.groupby(sorted(burst, key=_order), key=type):
+        for kind, nodes in itertools.groupby(map(burst.__getitem__, sorted(burst)), key=type):
             if kind is MovedNode:
                 with _BelowAutograd():
                     for node in nodes:
@@ -367,10 +371,6 @@ def recompute(target: NodeVersion, running: Pass, graph: RegionGraph) -> Tensor:
     if not running.uncounted and running.remaining_uses(target) <= 0:
         del running.cache[target.serial]
     return recomputed
-
-
-def _order(node: Node) -> int:
-    return node.order
 
 
 def _fetch(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion) -> None:
@@ -395,32 +395,38 @@ def _fetch(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion) -
 
 def _replay(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, flags: FlagSwitcher) -> None:
     """Run `node` again, cache its outputs, and consume one use of each version that it reads."""
-    cache = running.cache
+    cache, uses, tape = running.cache, running.uses, graph.tape
     if running.handed_out:
         for read in node.reads:
             running.check_handed_out(read, node.name)
     if running.arriving:
         running.await_arrival(node.reads)
     buffers = _buffers_to_write(node, running) if node.rewrites or node.writes_sources else _NO_BUFFERS
-    if type(node) is FunctionNode:  # it runs above autograd
-        with _BelowAutograd():
+    if buffers or type(node) is FunctionNode:
+        with _BelowAutograd():  # a Function runs above it
             args = [_argument(arg, node, cache, buffers) for arg in node.args]
     else:
-        args = [_argument(arg, node, cache, buffers) for arg in node.args]
+        args = [
+            cache[arg.serial]
+            if type(arg) is NodeVersion and arg.raw is False
+            else _argument(arg, node, cache, buffers)
+            for arg in node.args
+        ]
     kwargs = node.kwargs
     if kwargs:
         kwargs = {name: _argument(arg, node, cache, buffers) for name, arg in kwargs.items()}
     if graph.log is not None and node.order >= 0:  # a negative order marks a pinned version
         graph.log.add("recompute", node.name)
-    flags.set(node.flags)
-    began = graph.tape.replays.begin() if graph.tape is not None else None
+    if node.flags != flags.current:
+        flags.set(node.flags)
+    began = tape.replays.begin() if tape is not None else None
     if node.rng_state is None:
-        out = node.func(*args, **kwargs)
+        out = node.func(*args, **kwargs) if kwargs else node.func(*args)
     else:
         with rng.generator_at(node.rng_state):
             out = node.func(*args, **kwargs)
-    if graph.tape is not None:
-        graph.tape.note_replay(node.order, began)
+    if tape is not None:
+        tape.note_replay(node.order, began)
     for old, new in node.rewrites:
         version = new()
         if version is not None and running.needs(version, target):
@@ -428,8 +434,15 @@ def _replay(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, 
             cache[version.serial] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     for tensor, ref in zip((out,) if type(out) is Tensor else outputs_of(out), node.outs, strict=True):
         version = ref() if ref is not None else None
-        if version is not None and running.needs(version, target):
+        if version is None:
+            continue
+        left = uses.get(version.serial)  # as `remaining_uses`; a call would cost as much
+        if left is None:
+            left = uses[version.serial] = version.uses
+        if left > 0 or version is target or running.uncounted:
             cache[version.serial] = tensor
+            if version.raw is None and version.recipe is not None:
+                version.raw = not matches_recipe(tensor, version.recipe)
     del args, kwargs, out, buffers
     if running.uncounted:
         return

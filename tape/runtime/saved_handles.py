@@ -84,8 +84,13 @@ class RecomputedHandle:
             StaleError: a tensor that the recompute reads was written after forward.
             ContentsDiffer: the contents are not those of forward.
         """
-        with self.graph.lock:
-            running, consumes = self.graph.current_pass()
+        graph = self.graph
+        with graph.lock:
+            latest = graph.latest()
+            if latest is not None and latest.task == private.current_graph_task_id():
+                running, consumes = latest, True
+            else:
+                running, consumes = graph.current_pass()
             if (
                 self._last_task == running.task
                 and self._last is not None
@@ -97,32 +102,35 @@ class RecomputedHandle:
                 and self._used_in == running.first_task
                 and self._last_task != running.task
             ):
-                running = self.graph.restart()
+                running = graph.restart()
             if self.trigger is not None and consumes:
                 self.trigger.fetch(running)
-            version = self._version
+            version, held = self._version, None
             recomputed = running.cache.get(version.serial)
             if recomputed is None:
-                recomputed = self.graph.held_in_forward(version)
+                recomputed = held = graph.held_in_forward(version)
             if recomputed is None:
-                recomputed = recompute(version, running, self.graph)
+                recomputed = recompute(version, running, graph)
             elif running.handed_out:
                 running.check_handed_out(version, "backward")
             if running.arriving:
                 running.await_arrival((version,))
-            tensor = view_of(version, recomputed, self.recipe)
+            if version.raw is False and self.recipe is version.recipe and held is None:
+                tensor = recomputed
+            else:
+                tensor = view_of(version, recomputed, self.recipe)
             if self.contents is not None and not same_contents(fingerprint(tensor), self.contents):
                 node = version.node
                 save_functions_before(node)
                 shape = f"{tensor.dtype} {list(tensor.shape)}"
-                raise ContentsDiffer(node.name, self.graph.modules.get(node.order, ""), shape)
+                raise ContentsDiffer(node.name, graph.modules.get(node.order, ""), shape)
             if consumes:
                 if self._used_in != running.first_task and not (
                     running.split is not None and leaves_gradients()
                 ):
                     running.consume_use(version)
-                    if running.cache:
-                        running.track_handed_out(version, tensor)
+                    if version.serial in running.cache:  # other ops will read it
+                        running.handed_out.setdefault(version.serial, []).append((tensor, tensor._version))
                     self._used_in = running.first_task
                 self._last_task = running.task
                 self._last = weakref.ref(tensor)
@@ -153,10 +161,12 @@ class RecomputedHandle:
     def __del__(self) -> None:
         graph, version = self.graph, self._version
         with graph.lock:
-            for ref in graph.passes.valuerefs():
-                running = ref()
-                if running is not None and running.first_task != self._used_in:
-                    running.drop_use(version)
+            running = graph.latest()
+            if graph.overlapped or running is None or running.first_task != self._used_in:
+                for ref in graph.passes.valuerefs():
+                    running = ref()
+                    if running is not None and running.first_task != self._used_in:
+                        running.drop_use(version)
             if version.uses > 1:
                 version.uses -= 1
             else:
@@ -288,7 +298,9 @@ def _(key: int, size: Any, stride: Any, dtype: torch.dtype, device: torch.device
 def unpack(handle: Any) -> Tensor:
     """Return the tensor behind `handle`; autograd calls this hook."""
     kind = type(handle)
-    if (kind is RecomputedHandle or kind is SavedHandle) and torch.compiler.is_dynamo_compiling():
+    if kind is not RecomputedHandle and kind is not SavedHandle:
+        return handle if isinstance(handle, Tensor) else handle.unpack()
+    if torch.compiler.is_dynamo_compiling():
         if kind is RecomputedHandle:
             dtype, size, stride = handle.recipe[:3]
             device = handle.device
@@ -296,7 +308,5 @@ def unpack(handle: Any) -> Tensor:
             saved = handle.tensor
             dtype, size, stride, device = saved.dtype, saved.size(), saved.stride(), saved.device
         return _unpack_by_key(handle.key, size, stride, dtype, device)  # type: ignore[no-any-return]
-    if isinstance(handle, Tensor):
-        return handle
     tensor: Tensor = handle.unpack()
     return tensor

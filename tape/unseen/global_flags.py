@@ -72,23 +72,22 @@ class FlagSwitcher:
     Ops do not change flags, so only a difference between two ops costs anything.
     """
 
-    __slots__ = ("_before", "_current", "_warns")
+    __slots__ = ("_before", "_warns", "current")
 
     def __enter__(self) -> FlagSwitcher:
-        self._before = self._current = current_flags()
+        self._before = self.current = current_flags()
         return self
 
     def set(self, flags: Flags) -> None:
-        """Switch torch's global flags to `flags`."""
-        if flags != self._current:
-            if self._current == self._before:
-                self._warns = private.get_deterministic_algorithms_warn_only()
-            _switch(self._current, flags)
-            self._current = flags
+        """Switch torch's global flags to `flags`, which are not the `current` ones."""
+        if self.current == self._before:
+            self._warns = private.get_deterministic_algorithms_warn_only()
+        _switch(self.current, flags)
+        self.current = flags
 
     def __exit__(self, *_: Any) -> None:
-        if self._current != self._before:
-            _switch(self._current, self._before)
+        if self.current != self._before:
+            _switch(self.current, self._before)
             private.set_deterministic_algorithms(_deterministic(), warn_only=self._warns)
 
 
