@@ -310,8 +310,11 @@ def view_of(version: NodeVersion, recomputed: Tensor, recipe: Recipe) -> Tensor:
     """
     if _shows(version, recomputed, recipe):
         return recomputed
-    with _BelowAutograd():
+    recording_off.depth += 1
+    try:
         return make_view(recomputed.untyped_storage(), recipe)
+    finally:
+        recording_off.depth -= 1
 
 
 def _shows(version: NodeVersion, recomputed: Tensor, recipe: Recipe) -> bool:

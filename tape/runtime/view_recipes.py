@@ -40,7 +40,7 @@ def matches_recipe(tensor: Tensor, recipe: Recipe) -> bool:
 
 
 def make_view(storage: torch.UntypedStorage, recipe: Recipe) -> Tensor:
-    """Return a new tensor that views `storage` as `recipe` describes. Call it below autograd."""
+    """Return a new tensor that views `storage` as `recipe` describes. Call it unrecorded."""
     dtype, size, stride, offset, conjugate, negative = recipe
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     tensor.set_(storage, offset, size, stride)
