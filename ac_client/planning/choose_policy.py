@@ -45,7 +45,7 @@ from autoac.planner import (
     as_planned,
 )
 from autoac.planner.formats.policy_set import Shape, shape_in_words
-from autoac.profiler import Loop, ProfilerBusy
+from autoac.profiler import Loop, ProfilerBusy, device_of
 from autoac.tape.errors import CannotCapture, CannotProfile, ProfilerError
 from autoac.tape.torch_facts.streams import is_capturing
 from autoac.tape.torch_facts.torch_trace import profiler_is_running
@@ -150,6 +150,8 @@ class PolicyChooser:
             self._planner.missed += step.missed_backward
             step.discard()
         elif ranks is not None:
+            with self._giving_up():
+                self._planner.host.agree(ranks, device_of(call.model, call.args, call.kwargs))
             need: Need | Exception
             profile, loop = None, Loop(observation.forwards)
             try:
@@ -341,6 +343,9 @@ class PolicyChooser:
             return policy
 
         policies, static = meet(ranks, need, plan)
+        if not self._planner.pins_on_all(ranks, [one.policy for one in policies]):
+            own_plan.clear()
+            policies, static = meet(ranks, need, plan)
         assert profile is not None
         assert isinstance(need, Need), "meet raises the error of a rank"
         for one in policies:

@@ -30,6 +30,7 @@ from ac_client.planning.loaded_policy import (
 )
 from ac_client.planning.next_action import PlannedFor, of_others
 from ac_client.planning.options import ApplyOptions
+from ac_client.planning.ranks import Ranks
 from ac_client.planning.warn_once import WarnOnce
 from ac_client.service_client.errors import ServiceUnavailable
 from ac_client.service_client.policy_requests import request_policy
@@ -335,6 +336,13 @@ class BatchPlanner:
             return made
         self._latest = None
         return self._plan_within(profile, limit, extra_static, start)
+
+    def pins_on_all(self, ranks: Ranks, policies: Sequence[Policy]) -> bool:
+        """Pin what `policies` move on every rank; return False if they are to be made again without moves."""
+        if self.host.pins_on_all(policies, self._on_device.device(), ranks):
+            return True
+        self._latest = None
+        return False
 
     def _plan_within(
         self, profile: Profile, limit: int, extra_static: int, start: SaveSet | None

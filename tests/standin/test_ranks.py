@@ -22,7 +22,7 @@ from benchmarks.models.modules import Transformer
 import ac_client
 from autoac.planner import build, simulate
 from autoac.planner.units import GIB
-from autoac.profiler import observe
+from autoac.profiler import link_of, observe
 
 DEVICE = torch.device("cuda", rank)
 results = {}
@@ -104,6 +104,7 @@ def compare(way):
         "races": gpu.take_races(),
     }
 
+link_of(DEVICE)  # measured now, since it takes 32 MiB of the device
 for way in WAYS:
     results[way] = compare(way)
 """
@@ -138,7 +139,7 @@ def replays(budget=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False, capturable=True)
     torch.manual_seed(rank)
     if budget is not None:
-        ac_client.apply(model, budget / GIB, optimizer=optimizer)
+        ac_client.apply(model, budget / GIB, optimizer=optimizer, host_budget_gb=0)
 
     def step():
         optimizer.zero_grad()
@@ -181,6 +182,52 @@ results = {
     "peak": peak, "predicted": report.predicted_peak_bytes, "recomputed": report.recomputed,
     "off_path": report.off_path, "races": gpu.take_races(),
 }
+"""
+
+
+MOVES = """
+import logging
+import re
+from ac_client.planning.facts import host_budget
+from ac_client.planning.plan_batch import BatchPlanner
+from autoac.planner.formats.profile import LinkRates
+from autoac.tape.runtime.moves.host_memory import host_memory
+
+class Lines(logging.Handler):
+    def emit(self, record):
+        if (said := re.search("nothing moves to the host, since (.*)", record.getMessage())):
+            lines.append(said[1])
+
+lines = []
+logging.getLogger("ac_client").addHandler(Lines())
+logging.getLogger("ac_client").setLevel(logging.INFO)
+host_budget._free_nbytes = lambda: (64 - 16 * rank) << 20
+register = torch.cuda.cudart().cudaHostRegister
+linked, observed = [], BatchPlanner.observed
+BatchPlanner.observed = lambda *args: linked.append(observed(*args)) or linked[-1]
+budget = budget_of("FSDP2") * 5 // 8
+_, expected, _ = train("FSDP2")
+
+def moved(gb_s, status=None):
+    lines.clear()
+    host_memory.release()
+    host_budget.link_of = lambda _: LinkRates(
+        out_bytes_per_us=1e3 * gb_s + rank, in_bytes_per_us=1e3 * gb_s - rank, latency_us=0.0
+    )
+    torch.cuda.cudart().cudaHostRegister = register if status is None else lambda *_: status
+    _, numbers, at = train("FSDP2", budget)
+    found = {
+        "equal": all(map(torch.equal, expected, numbers)), "moved": at.report().moved_bytes,
+        "host": at.policy.constraints.host_budget_bytes if at.policy.constraints else 0,
+        "link": [] if (link := linked[-1].link) is None else [link.out_bytes_per_us, link.in_bytes_per_us],
+        "policy": at.policy.to_json(), "lines": list(lines), "races": gpu.take_races(),
+    }
+    at.remove()
+    return {**found, "pinned": host_memory.reserved}
+
+results["all"] = moved(1e3)
+results["slow on one"] = moved(7.9 if rank else 1e3)
+results["refused on one"] = moved(1e3, 2 if rank else None)
 """
 
 
@@ -237,3 +284,22 @@ def test_replays_of_sharded_steps_communicate_and_equal_eager_steps() -> None:
         assert found["recomputed"] > 0
         assert (found["off_path"], found["races"]) == ("", [])
         assert found["peak"] == found["predicted"]
+
+
+def test_ranks_of_a_machine_share_its_memory_and_stop_moving_together() -> None:
+    both = results_of(f"{COMMON}{MOVES}")
+    assert all(found[case]["equal"] and not found[case]["races"] for found in both for case in found)
+    moving = [found["all"] for found in both]
+    assert [found["host"] for found in moving] == [4 << 20] * 2  # a quarter of 48 MiB, halved, a power of two
+    assert [found["link"] for found in moving] == [[1e6, 1e6 - 1]] * 2
+    assert all(found["moved"] > 0 and found["pinned"] == 0 and not found["lines"] for found in moving)
+    assert len({found["policy"] for found in moving}) == 1
+    slow, refused = ([found[f"{case} on one"] for found in both] for case in ("slow", "refused"))
+    assert [found["moved"] for found in slow + refused] == [0] * 4
+    others = ["another rank moves nothing"]
+    assert [found["lines"] for found in slow] == [
+        others,
+        ["the link to the host carries 7.9 GB/s, less than 8"],
+    ]
+    assert refused[0]["lines"] == others
+    assert "cannot be pinned" in refused[1]["lines"][0]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from ac_client.planning.options import ApplyOptions
+from ac_client.planning.ranks import Ranks, has_other_ranks
 from autoac.planner import Constraints, Policy
 from autoac.planner.formats.profile import LinkRates
 from autoac.planner.units import GIB
@@ -21,6 +26,7 @@ log = logging.getLogger("ac_client")
 SHARE = 0.25  # of what the host has free
 MOST_NBYTES = 64 * GIB
 LEAST_BYTES_PER_US = 8e3  # of the link, in both directions: 8 GB/s
+OTHERS_STOP = "another rank moves nothing"
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -36,6 +42,30 @@ class HostBudget:
         self._name, self._options = name, options
         passed = options.constraints.host_budget_bytes if options.constraints is not None else 0
         self._nbytes = None if options.finds_host_budget else passed  # None: not looked at yet
+        self._agreed: LinkRates | None = None  # with the other ranks
+
+    def agree(self, ranks: Ranks, device: torch.device) -> None:
+        """Measure the link at the same time as the other ranks, and take the least of any; divide the host.
+
+        Every rank must call this. If one does not move by itself, no other does.
+        """
+        finds = self._options.finds_host_budget
+        mine = json.dumps([socket.gethostname(), _free_nbytes() if finds and device.type == "cuda" else 0])
+        hosts = [json.loads(text) for text in ranks.gather(mine)]
+        here = Counter(host for host, _ in hosts)
+        if finds:
+            self._nbytes = min(_part(free, here[host]) for host, free in hosts)
+        link = None
+        with suppress(RuntimeError):  # of a budget that was passed: `link` raises it again
+            link = self.link(device)
+        texts = ranks.gather(link.model_dump_json() if link is not None else "")
+        if not all(texts) and finds:
+            self.stop(OTHERS_STOP)
+        if links := [LinkRates.model_validate_json(text) for text in texts if text]:
+            slowest = (min(one.out_bytes_per_us for one in links), min(one.in_bytes_per_us for one in links))
+            self._agreed = links[0].model_copy(
+                update=dict(zip(("out_bytes_per_us", "in_bytes_per_us"), slowest, strict=True))
+            )
 
     def link(self, device: torch.device) -> LinkRates | None:
         """Return the rates of the link of `device`, measured; None if nothing moves."""
@@ -43,6 +73,8 @@ class HostBudget:
             self._nbytes = _found(device)
         if not self._nbytes:
             return None
+        if self._agreed is not None:
+            return self._agreed
         if not self._options.finds_host_budget:
             return link_of(device)
         try:
@@ -76,6 +108,20 @@ class HostBudget:
             return False
         return True
 
+    def pins_on_all(self, policies: Sequence[Policy], device: torch.device | None, ranks: Ranks) -> bool:
+        """Pin what `policies` move, as `pins`; if a rank refuses, all stop. Every rank must call this.
+
+        Return False if `policies` move nevertheless.
+        """
+        for policy in policies:
+            self.pins(policy, device)
+        finds = self._options.finds_host_budget
+        if not ranks.any(finds and not self._nbytes):
+            return True
+        if finds:
+            self.stop(OTHERS_STOP)
+        return not any(policy.moves for policy in policies)
+
     def stop(self, why: str) -> None:
         """Plan without moves from now on."""
         if self._nbytes != 0:
@@ -84,11 +130,13 @@ class HostBudget:
 
 
 def _found(device: torch.device) -> int:
-    """Return the bytes that plans may use by themselves: a power of two, so that runs find stored plans."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if device.type != "cuda" or several:
-        return 0
-    nbytes = min(int(SHARE * _free_nbytes()), MOST_NBYTES)
+    """Return the bytes that plans may use by themselves where ranks do not meet."""
+    return 0 if device.type != "cuda" or has_other_ranks() else _part(_free_nbytes(), 1)
+
+
+def _part(free_nbytes: int, ranks: int) -> int:
+    """Return what plans of one of `ranks` ranks may use: a power of two, so that runs find stored plans."""
+    nbytes = min(int(SHARE * free_nbytes / ranks), MOST_NBYTES)
     return 1 << (nbytes.bit_length() - 1) if nbytes > 0 else 0
 
 
