@@ -27,6 +27,7 @@ from .executor import (
     tag,
 )
 from .fit import Fit, FitRow, fit
+from .layouts import LayoutRow, compare_layouts, layouts_of
 from .measure.report import Report
 from .pins import Pin, pin
 from .service_client.errors import RemoteError, ServiceRefused, ServiceUnavailable
@@ -44,6 +45,7 @@ __all__ = [
     "InfeasibleBudget",
     "InvalidBudget",
     "InvalidConstraints",
+    "LayoutRow",
     "LeftThePath",
     "NotApplied",
     "Pin",
@@ -63,7 +65,9 @@ __all__ = [
     "apply",
     "checkpoint",
     "checkpoint_sequential",
+    "compare_layouts",
     "fit",
+    "layouts_of",
     "pin",
     "save_recompute_policy",
     "split_backward",

@@ -164,10 +164,10 @@ def fit(
             f"on must be a device with a link to its host, got {device.name}; see host_budget_gb"
         )
     sizes = ProfiledSizes(make, device, autocast)
-    return _Search(sizes, budget, host_bytes, multiple, most).fit(axis)
+    return SizeSearch(sizes, budget, host_bytes, multiple, most).fit(axis)
 
 
-class _Search:
+class SizeSearch:
     """The search of one `fit`. Sizes are counted in multiples."""
 
     def __init__(
@@ -185,11 +185,7 @@ class _Search:
         self._bent = True  # run times do not lie on a line between the knots
 
     def fit(self, axis: Axis) -> Fit:
-        knots = {min(knot, self._most) for knot in KNOTS}
-        self._join(*knots)
-        if self._sizes.joined is None or self._sizes.joined.measured_only:
-            self._join(min(FOURTH_KNOT, self._most))
-        largest, all_saved = self._largest()
+        largest, all_saved = self.largest()
         self._join(largest)
         fastest = self._fastest(largest, all_saved)
         joined = self._sizes.joined
@@ -217,8 +213,11 @@ class _Search:
     def _at(self, n: int) -> Profile:
         return self._sizes.at(n * self._multiple)
 
-    def _largest(self) -> tuple[int, int]:
+    def largest(self) -> tuple[int, int]:
         """Return the largest size with a plan, and the largest with nothing recomputed, both confirmed."""
+        self._join(*{min(knot, self._most) for knot in KNOTS})
+        if self._sizes.joined is None or self._sizes.joined.measured_only:
+            self._join(min(FOURTH_KNOT, self._most))
         self._plan(1)  # raises if it does not fit
         while True:
             highest = self._last(lambda n: self._least(n) <= self._budget, 1, self._most)

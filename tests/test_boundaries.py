@@ -53,7 +53,7 @@ GROUP_OF_FILE = {
     "ac_client": {
         "base": ("errors", "files", "model_loader"),
         "entry": ("apply", "applied_model", "arguments", "pins", "executor"),
-        "sizes": ("fit", "profiled_sizes"),
+        "sizes": ("fit", "layouts", "profiled_sizes"),
     },
 }
 

@@ -57,6 +57,14 @@ def fit_command(
         int | None, typer.Option(help="The largest size to consider, such as the model's positions.")
     ] = None,
     ranks: Ranks = None,
+    layouts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=N,N...",
+            help="Compare layouts of --ranks by their bytes, such as 'tp=1,2,4'. FUNCTION takes a size and a "
+            "mesh, whose first dimension, dp, has the ranks that no other has.",
+        ),
+    ] = None,
     autocast: Annotated[
         Autocast | None, typer.Option(help="Run the step under autocast to this type.")
     ] = None,
@@ -78,6 +86,13 @@ def fit_command(
     if on is not None and on not in DATASHEETS:
         raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
     make: Any = load_function(function, os.getcwd())
+    dtype = getattr(torch, autocast) if autocast is not None else None
+    if layouts is not None:
+        meshes = _layouts(ranks, layouts, host_budget_gb)
+        assert on is not None, "--ranks needs it"
+        options = {"on": DATASHEETS[on], "multiple": multiple, "most": most, "autocast": dtype}
+        _compare(make, budget_gb, meshes, options, as_json=as_json)
+        return
     with among_ranks(ranks), show_progress(f"fitting {function}"):
         found = fit(
             make,
@@ -86,7 +101,7 @@ def fit_command(
             axis=axis.value,
             multiple=multiple,
             most=most,
-            autocast=getattr(torch, autocast) if autocast is not None else None,
+            autocast=dtype,
             host_budget_gb=host_budget_gb,
         )
     if as_json:
@@ -95,6 +110,48 @@ def fit_command(
         print(json.dumps(facts, indent=1))
     else:
         say("\n".join(_lines(found)))
+
+
+def _layouts(ranks: int | None, layouts: str, host_budget_gb: float) -> list[dict[str, int]]:
+    from ac_client import layouts_of
+
+    if ranks is None or host_budget_gb:
+        raise typer.BadParameter("needs --ranks, and no --host-budget-gb", param_hint="--layouts")
+    try:
+        pairs = [one.split("=") for one in layouts.split()]
+        return layouts_of(ranks, {name: [int(n) for n in sizes.split(",")] for name, sizes in pairs})
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}; write 'tp=1,2,4 cp=1,2'", param_hint="--layouts") from error
+
+
+def _compare(
+    make: Any, budget_gb: float, layouts: list[dict[str, int]], options: dict[str, Any], *, as_json: bool
+) -> None:
+    from ac_client import compare_layouts
+    from autoac.planner.report.by_module import aligned
+    from autoac.planner.units import format_bytes
+
+    with show_progress(f"comparing {len(layouts)} layouts"):
+        found = compare_layouts(make, budget_gb, layouts, **options)
+    if as_json:
+        print(json.dumps([as_json_types(row) for row in found], indent=1))
+        return
+    head = ("layout", "nothing recomputed", "smallest peak", "largest", "of all ranks")
+    rows = [
+        (
+            " ".join(f"{name}={n}" for name, n in row.dimensions.items()),
+            format_bytes(row.save_all_peak_bytes),
+            format_bytes(row.smallest_peak_bytes),
+            str(row.largest or "-"),
+            str(row.largest_of_job or "-"),
+        )
+        for row in found
+    ]
+    say("\n".join(aligned([head, *rows])))
+    say(
+        f"\nPeaks are those of size {options['multiple']} on rank 0; `largest` is the largest size of a rank "
+        "that has a plan within the budget. Collectives are not timed, so neither are layouts."
+    )
 
 
 def _lines(found: Fit) -> Iterator[str]:

@@ -23,6 +23,12 @@ def make(size):
 
 def wrong(size):
     return 3
+
+def laid(size, mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(1 + mesh["tp"].size())))
+    return fully_shard(model, mesh=mesh["dp"]), torch.empty(size * 1024, 256)
 """
 
 
@@ -63,9 +69,25 @@ def test_json_has_the_answers_and_every_row(capsys: Any) -> None:
     assert facts["proven_from"] == facts["largest"] + 2
 
 
+def test_layouts_are_compared_by_bytes_and_not_by_time(capsys: Any) -> None:
+    argv = ("sized:laid", "--budget-gb", "0.1", "--on", "h100", "--ranks", "4", "--layouts", "tp=2,1")
+    code, out, err = run(capsys, *argv, "--most", "8")
+    assert code == OK, err
+    head, *rows = out.splitlines()
+    assert head.split()[-3:] == ["of", "all", "ranks"]
+    assert [row.split()[:2] for row in rows[:2]] == [["dp=4", "tp=1"], ["dp=2", "tp=2"]]
+    assert "Collectives are not timed" in out
+    code, out, _ = run(capsys, *argv, "--most", "8", "--json")
+    assert [row["dimensions"] for row in json.loads(out)] == [{"dp": 4, "tp": 1}, {"dp": 2, "tp": 2}]
+
+
 @pytest.mark.parametrize(
     ("argv", "code"),
     [
+        (("sized:make", "--budget-gb", "1", "--on", "h100", "--layouts", "tp=1"), USAGE),
+        (("sized:laid", "--budget-gb", "1", "--on", "h100", "--ranks", "4", "--layouts", "tp=3"), USAGE),
+        (("sized:laid", "--budget-gb", "1", "--on", "h100", "--ranks", "4", "--layouts", "tp"), USAGE),
+        (("sized:make", "--budget-gb", "1", "--on", "h100", "--ranks", "4", "--layouts", "tp=1"), ERROR),
         (("sized:make", "--budget-gb", "1", "--on", "abacus"), USAGE),
         (("sized:make", "--budget-gb", "-1", "--on", "h100"), USAGE),
         (("sized:make", "--budget-gb", "1", "--on", "h100", "--multiple", "8", "--most", "4"), USAGE),
