@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PIN := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast test-torch test-oldest nightly check check-install check-resolve schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-ranks bench-placements bench-block-bounds bench-random-plans bench-offload bench-predictions bench-fit clean
+.PHONY: setup demo test test-fast test-torch test-oldest nightly check check-install check-resolve schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-ranks bench-placements bench-block-bounds bench-random-plans bench-offload bench-predictions bench-fit bench-splitting clean
 
 setup: $(READY)
 
@@ -183,6 +183,10 @@ bench-predictions: $(READY)
 # `fit` next to real steps of 25 models on the CPU: the largest batch, and peaks of sizes. Some minutes.
 bench-fit: $(READY)
 	$(BIN)/python -m benchmarks.fit
+
+# What `fit` says of micro-batches, next to measured steps on the CPU: a quarter of an hour.
+bench-splitting: $(READY)
+	$(BIN)/python -m benchmarks.splitting
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
