@@ -50,7 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import find_minimum_peak
+from autoac.planner import Constraints, find_minimum_peak
 from autoac.planner.units import GIB
 from autoac.tape.distributed.fsdp import unreduced_nbytes
 from benchmarks.results import add_out_argument, markdown_table, write_result
@@ -158,6 +158,8 @@ class Setup:
     whole_loss: bool = True  # False: a loss over shards of the words
     split: int = 1  # ranks that share one batch
     stages: int = 1  # of a pipeline, whose ranks of one stage are next to each other
+    constraints: Constraints | None = None
+    share: float = SHARE
 
 
 def ddp(**settings: Any) -> Wrap:
@@ -307,6 +309,8 @@ def staged(model: Words) -> nn.Module:
     return fully_shard(model, mesh=mesh["data"])
 
 
+AGAIN: dict[str, Any] = {"constraints": Constraints(save_collectives=False), "share": 0.08}
+
 SETUPS: dict[str, Setup] = {
     "DDP": Setup(ddp()),
     "DDP, static graph": Setup(ddp(static_graph=True)),
@@ -330,6 +334,11 @@ SETUPS: dict[str, Setup] = {
     "TP, dropout": Setup(tensor_parallel(sequence=True), lambda: Words(dropout=0.1), split=2),
     "TP, uneven shards": Setup(tensor_parallel(sequence=True), lambda: Words(words=97), split=2),
     "FSDP2 over TP 2x2": Setup(tensor_parallel(sequence=True, also_sharded=True), world=4, split=2),
+    "TP, collectives again": Setup(tensor_parallel(), split=2, **AGAIN),
+    "TP, sequence, collectives again": Setup(tensor_parallel(sequence=True), split=2, **AGAIN),
+    "FSDP2 over TP 2x2, collectives again": Setup(
+        tensor_parallel(sequence=True, also_sharded=True), world=4, split=2, **AGAIN
+    ),
     "TP, functions": Setup(by_hand(), split=2),
     "experts": Setup(ddp(), lambda: Words(experts=True)),
     "FSDP2, 1F1B": Setup(staged, world=4, microbatches=4, stages=2),
@@ -440,7 +449,7 @@ def run(name: str, backend: str) -> Facts:
     plain, plain_peak, plain_count = train(setup, made(setup))
     _, checkpoint_peak, _ = train(setup, made(setup, checkpoints=True))
     tight = made(setup)
-    ac_client.apply(tight, 1 if setup.stages > 1 else 1e-6, group=group)
+    ac_client.apply(tight, 1 if setup.stages > 1 else 1e-6, group=group, constraints=setup.constraints)
     smallest = 0
     for number in range(2):
         tight.zero_grad()
@@ -454,10 +463,10 @@ def run(name: str, backend: str) -> Facts:
     if setup.stages > 1:  # an error would leave the other stages waiting
         plan = ac_client.applied(tight).plan
         smallest, static = find_minimum_peak(plan.graph).found, plan.profile.static.total
-    budget = torch.tensor([int(smallest + SHARE * max(0, plain_peak + static - smallest))])
+    budget = torch.tensor([int(smallest + setup.share * max(0, plain_peak + static - smallest))])
     if setup.stages == 1:
         dist.all_reduce(budget, dist.ReduceOp.MAX)
-    ac_client.apply(planned, int(budget) / GIB, group=group)
+    ac_client.apply(planned, int(budget) / GIB, group=group, constraints=setup.constraints)
     ours, peak, count = train(setup, planned)
     applied = ac_client.applied(planned)
     predicted, report = applied.policy.predicted, applied.report()

@@ -124,6 +124,10 @@ class PlanningOptions:
         bool,
         typer.Option("--lift-deciding", help="Allow recomputing outputs that decide (top-k, comparisons)."),
     ] = False
+    lift_collectives: Annotated[
+        bool,
+        typer.Option("--lift-collectives", help="Allow recomputes that communicate, alike on all ranks."),
+    ] = False
     forward_budget_gb: Annotated[
         float | None, typer.Option(help="GiB that may be live on the device in forward.")
     ] = None
@@ -156,6 +160,7 @@ class PlanningOptions:
                 recompute_only=tuple(self.recompute_only or ()),
                 fsdp_units=tuple(self.fsdp_units or ()),
                 save_deciding=not self.lift_deciding,
+                save_collectives=not self.lift_collectives,
                 forward_budget_bytes=(
                     None if forward is None else budget_in_bytes(forward, "--forward-budget-gb")
                 ),

@@ -29,6 +29,7 @@ from ac_client.planning.ranks import (
     AUTO,
     Need,
     Ranks,
+    digest_of,
     has_other_ranks,
     meet,
     ranks_of,
@@ -156,7 +157,8 @@ class PolicyChooser:
             profile, loop = None, Loop(observation.forwards)
             try:
                 profile = self._planner.observed(call, observation)
-                need = Need(observation.shape, self._planner.limit_of(profile), profile.static.total)
+                limit, static = self._planner.limit_of(profile), profile.static.total
+                need = Need(observation.shape, limit, static, digest_of(profile))
                 loop, profile = _as_shown(observation, profile)
             except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
                 need = error
@@ -336,9 +338,9 @@ class PolicyChooser:
         assert ranks is not None
         own_plan: list[Plan] = []
 
-        def plan(limit: int, extra_static: int) -> Policy:
+        def plan(limit: int, extra_static: int, alike: bool) -> Policy:
             assert profile is not None
-            policy, plan = self._planner.plan_within(profile, limit, extra_static)
+            policy, plan = self._planner.plan_within(profile, limit, extra_static, together=alike)
             own_plan.append(plan)
             return policy
 

@@ -25,10 +25,10 @@ from torch import nn
 from ac_client.compiled.policy_parts import PartCalls
 from ac_client.planning.batch_shape import leaves_of
 from ac_client.planning.facts.peak_counter import PeakBounds
-from ac_client.planning.next_action import Action, CorrectPrediction, PlannedFor
+from ac_client.planning.next_action import ELSEWHERE, TOGETHER, Action, CorrectPrediction, PlannedFor
 from autoac.planner import Plan, Policy, Profile
 from autoac.planner.errors import Holding
-from autoac.planner.formats.policy import Decision, cudnn_text
+from autoac.planner.formats.policy import SAVE, Decision, cudnn_text
 from autoac.planner.formats.policy_set import Extent, Shape
 from autoac.planner.formats.profile import ESTIMATED
 from autoac.planner.memory.lifetimes import live_at_peak, waiting_storages
@@ -73,6 +73,12 @@ class LoadedPolicy:
     def recomputes(self) -> bool:
         """Return True if the policy recomputes or moves at least one op."""
         return any(decision != "save" for decision in self.policy.decisions.values())
+
+    @cached_property
+    def communicates(self) -> bool:
+        """Return True if backward repeats collectives: NOTE [ Recomputes that communicate ] in ranks.py."""
+        decisions = self.policy.decisions.items()
+        return any(how != SAVE and "/_c10d_functional." in key for key, how in decisions)
 
     @cached_property
     def forwards(self) -> tuple[ForwardRoute, ...]:
@@ -312,7 +318,7 @@ class PlannedBucket:
             gained_us=loaded.plan.gained_us if loaded.plan is not None else math.inf,
             forward_nbytes=own,
             recomputes=loaded.recomputes,
-            elsewhere=profile is None,
+            stays=ELSEWHERE if profile is None else TOGETHER if loaded.communicates else "",
             gradients=profile is None or bool(profile.static.gradients),
         )
 

@@ -43,6 +43,9 @@ MOST_TRIES = 2  # steps that are observed because a forward ran other modules or
 
 NO_OPTIMIZER = OptimizerBytes(0, 0)
 
+ELSEWHERE = "planned elsewhere"  # the policy was given, and its profile is not here
+TOGETHER = "planned by all ranks together (its recomputes communicate)"
+
 
 @dataclass(frozen=True, slots=True)
 class Correction:
@@ -72,7 +75,7 @@ class PlannedFor:
     peak: int = 0  # predicted, the correction included
     forward_nbytes: int = 0  # that one more forward in flight holds at most
     recomputes: bool = True  # at least one op
-    elsewhere: bool = False  # the policy was given, and its profile is not here
+    stays: str = ""  # why it is never made again: how it was planned; "" if it may be
     loop: Loop = field(default_factory=Loop)
     gradients: bool = False  # existed before the step
     frees_gradients: bool = False  # the loop does, before backward
@@ -155,7 +158,7 @@ KEEP = Keep()
 def next_action(planned: PlannedFor, facts: StepFacts) -> Action:
     """Return what to do about a plan, now that these facts are known: the first row that applies.
 
-    A plan that was made elsewhere stays; then only the warning is left.
+    If the plan stays, as one that was made elsewhere, only the warning is left.
     """
     measured = facts.peak is not None or facts.reserved_over > 0
     kept = KEEP
@@ -163,7 +166,7 @@ def next_action(planned: PlannedFor, facts: StepFacts) -> Action:
         action = row(planned, facts)
         if action is None:
             continue
-        if isinstance(action, PlanAgain) and planned.elsewhere:
+        if isinstance(action, PlanAgain) and planned.stays:
             action = Keep(action.warning)
         if not isinstance(action, Keep):
             return replace(action, row=name)
@@ -189,10 +192,10 @@ def _over_limit(planned: PlannedFor, facts: StepFacts) -> Action | None:
     peak, correction = facts.peak, planned.correction
     if peak is None or peak.at_least <= max(planned.limit, planned.peak):
         return None
-    if planned.elsewhere or correction.times >= MOST_CORRECTIONS:
+    if planned.stays or correction.times >= MOST_CORRECTIONS:
         if facts.of_reserved:
             return None  # fragments may leave room for it
-        why = "planned elsewhere" if planned.elsewhere else f"corrected {correction.times} times"
+        why = planned.stays or f"corrected {correction.times} times"
         return Keep(
             f"measured a peak of {format_bytes(peak.at_least)}, over the limit of "
             f"{format_bytes(planned.limit)}. The plan stays, because it was {why}"
@@ -214,7 +217,7 @@ def _fragments(planned: PlannedFor, facts: StepFacts) -> Action | None:
         return None
     held = f"the allocator has reserved {format_bytes(over)} more than the budget, for fragments"
     is_tightest = planned.peak > planned.limit - correction.withheld  # of those found: it is over its limit
-    if not facts.of_reserved or planned.elsewhere or is_tightest or correction.times >= MOST_CORRECTIONS:
+    if not facts.of_reserved or planned.stays or is_tightest or correction.times >= MOST_CORRECTIONS:
         advice = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         if not facts.of_reserved:
             advice += ', or pass budget_of="reserved" with the budget, which then counts them'
@@ -266,7 +269,7 @@ def _measured(planned: PlannedFor, nbytes: int) -> str:
 def _mispredicted(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Say what steps take in truth. Loops: those that hold less than is planned for, as dropped outputs."""
     peak = facts.peak
-    if peak is None or peak.at_least != peak.at_most or not facts.whole or planned.elsewhere:
+    if peak is None or peak.at_least != peak.at_most or not facts.whole or planned.stays == ELSEWHERE:
         return None
     change = peak.at_least - planned.peak
     return CorrectPrediction(change) if abs(change) > MISPREDICTED * planned.limit else None
@@ -579,7 +582,7 @@ def _may_go_over(planned: PlannedFor, observed: str, advice: str, *, again: bool
     """
     if again:
         steps = "this step"
-        then = "It was planned elsewhere and stays; " if planned.elsewhere else "It is planned again; "
+        then = f"It was {planned.stays} and stays; " if planned.stays else "It is planned again; "
         then += advice
     else:
         steps, then = "this step and later steps", advice[0].upper() + advice[1:]

@@ -30,7 +30,7 @@ from ac_client.planning.loaded_policy import (
 )
 from ac_client.planning.next_action import PlannedFor, of_others
 from ac_client.planning.options import ApplyOptions
-from ac_client.planning.ranks import Ranks
+from ac_client.planning.ranks import Ranks, others_wait
 from ac_client.planning.warn_once import WarnOnce
 from ac_client.service_client.errors import ServiceUnavailable
 from ac_client.service_client.policy_requests import request_policy
@@ -146,7 +146,7 @@ class BatchPlanner:
         self._thread = _ThreadState()
         self._state_at_first: int | None = None  # bytes of optimizer state that the first profile counts
         # The latest plan made here, with profile and terms: `limit_of` tries what `plan` then takes.
-        self._latest: tuple[Profile, tuple[int, int], tuple[Policy, Plan]] | None = None
+        self._latest: tuple[Profile, tuple[int, int, bool], tuple[Policy, Plan]] | None = None
         self.observation: Observation | None = None
         self.needs_checkpoints = False
         self.missed = 0
@@ -318,24 +318,32 @@ class BatchPlanner:
         return limit
 
     def plan_within(
-        self, profile: Profile, limit: int, extra_static: int = 0, start: SaveSet | None = None
+        self,
+        profile: Profile,
+        limit: int,
+        extra_static: int = 0,
+        start: SaveSet | None = None,
+        *,
+        together: bool = False,
     ) -> tuple[Policy, Plan]:
         """Plan `profile` for a peak of at most `limit` bytes, by the service if there is one.
 
         Args:
             extra_static: static bytes that are not in the profile.
             start: a save set that may fit already.
+            together: all ranks will carry out this plan, over the same ops.
 
         Raises:
             PlannerError: no plan was found, or the service's is of other ops.
             ServiceUnavailable: the service is away, and is required.
             ServiceRefused: the service refused the request.
         """
-        made = self._plan_within(profile, limit, extra_static, start)
+        terms = limit, extra_static, together or not others_wait()
+        made = self._plan_within(profile, terms, start)
         if self.host.pins(made[0], self._on_device.device()):
             return made
         self._latest = None
-        return self._plan_within(profile, limit, extra_static, start)
+        return self._plan_within(profile, terms, start)
 
     def pins_on_all(self, ranks: Ranks, policies: Sequence[Policy]) -> bool:
         """Pin what `policies` move on every rank; return False if they are to be made again without moves."""
@@ -345,10 +353,11 @@ class BatchPlanner:
         return False
 
     def _plan_within(
-        self, profile: Profile, limit: int, extra_static: int, start: SaveSet | None
+        self, profile: Profile, terms: tuple[int, int, bool], start: SaveSet | None
     ) -> tuple[Policy, Plan]:
+        limit, extra_static, together = terms
         latest = self._latest
-        if latest is not None and latest[0] is profile and latest[1] == (limit, extra_static):
+        if latest is not None and latest[0] is profile and latest[1] == terms:
             return latest[2]
         log.info("%s: planning %d ops for %s", self.name, len(profile.ops), format_bytes(limit))
         headroom, service = self.options.headroom_bytes, self.options.service
@@ -358,6 +367,14 @@ class BatchPlanner:
             constraints = constraints or Constraints()
             total = constraints.extra_static_bytes + extra_static
             constraints = constraints.model_copy(update={"extra_static_bytes": total})
+        if constraints is not None and not constraints.save_collectives and not together:
+            constraints = constraints.model_copy(update={"save_collectives": True})
+            self.warn_once(
+                "collectives",
+                "a plan saves collectives in spite of save_collectives=False: this rank makes it alone, or "
+                "other ranks run other ops or shapes. Ranks that recompute them differently would wait for "
+                "each other forever",
+            )
         if service is not None:
             try:
                 policy = request_policy(
@@ -383,7 +400,7 @@ class BatchPlanner:
             start=() if start is None else (start,),
         )
         stored.write(made.policy())
-        self._latest = profile, (limit, extra_static), (made.policy(), made)
+        self._latest = profile, terms, (made.policy(), made)
         return self._latest[2]
 
     def plan_or_tightest(

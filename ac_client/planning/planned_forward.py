@@ -94,7 +94,7 @@ class PlannedForward:
             return
         self._cursor = Cursor(
             route.route,
-            strict=self._options.strict,
+            strict=self._options.strict or loaded.communicates,
             report=self._report,
             in_forward=partial(is_called, weakref.ref(call.model)),
             side_modules=self._wrappers,

@@ -6,6 +6,12 @@ training forward begins of a model that is known to be run by all together: in D
 a new shape, for gradients that exist, for a correction) are made by each rank alone; policies that differ
 between ranks change no gradient and no collective.
 
+NOTE [ Recomputes that communicate ] With `save_collectives=False`, a backward repeats functional
+collectives, each when it is needed. That is at the same moment on all ranks only if they carry out one policy
+over the same ops. So only a plan of a meeting in which all ranks have shown the same step may do this. The
+plan stays: no rank plans this step again by itself, and a forward that leaves the policy raises. Plans that a
+rank makes alone (for a new shape, which all ranks of a tensor-parallel group have at once) save collectives.
+
 Ranks send each other JSON, as bytes in a tensor. Nothing is pickled.
 
 NOTE [ Ranks of collectives ] Under tensor, expert and context parallelism no wrapper names the ranks. But a
@@ -21,9 +27,10 @@ order of the ranks in them, so that no two ranks wait for each other.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
@@ -32,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ac_client.errors import RankFailed, RankMissing
-from autoac.planner import Policy
+from autoac.planner import Policy, Profile
 from autoac.planner.errors import PlannerError, from_dict
 from autoac.planner.formats.policy_set import Extent, Shape
 from autoac.profiler import CannotProfile, NothingToProfile, device_of
@@ -169,6 +176,11 @@ def has_other_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def others_wait() -> bool:
+    """Return True if there are other ranks in this job, which a collective of this one waits for."""
+    return has_other_ranks() and dist.get_backend() != "fake"
+
+
 def ranks_of_collectives(groups: Groups, model: nn.Module) -> tuple[Ranks | None, str]:
     """Return the ranks that run each forward together, and a reason if they are not known.
 
@@ -212,6 +224,7 @@ class Need:
     shape: Shape
     limit: int  # the budget less headroom
     static: int  # live over the whole step, inputs included
+    step: str = ""  # `digest_of` its profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +236,14 @@ class SharedPolicy:
     policy: Policy
 
 
+def digest_of(profile: Profile) -> str:
+    """Return a digest of what a step runs and unpacks, in order: if equal, one policy recomputes alike."""
+    parts = profile.keys(), profile.ops.reads, profile.values, profile.saved.value, profile.backward.unpacks
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
 def meet(
-    ranks: Ranks, need: Need | Exception, plan: Callable[[int, int], Policy]
+    ranks: Ranks, need: Need | Exception, plan: Callable[[int, int, bool], Policy]
 ) -> tuple[list[SharedPolicy], int]:
     """Return policies for the first batches of all ranks, the same on each rank, and static bytes.
 
@@ -237,7 +256,7 @@ def meet(
         ranks: all of them, each of which calls this.
         need: what this rank needs, or the error that kept it from finding out.
         plan: makes this rank's policy, if this rank plans: for a limit that has to fit on every rank, and the
-            bytes that the neediest rank holds beyond what this one holds.
+            bytes that the neediest rank holds beyond what this one holds; with True if all run the same step.
 
     Raises:
         Exception: the first error of any rank. If it is not an error of the planner or the profiler, the
@@ -248,11 +267,12 @@ def meet(
     needs = [_decode_need(text) for text in messages]
     limit = min(each.limit for each in needs)
     static = max(each.static for each in needs)
+    alike = all((each.shape, each.step) == (needs[0].shape, needs[0].step) for each in needs)
     mine: Policy | Exception | None = None
     planners = planners_of([each.shape for each in needs])
     if ranks.rank in planners:
         try:
-            mine = plan(limit, static - needs[ranks.rank].static)
+            mine = plan(limit, static - needs[ranks.rank].static, alike)
         except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
             mine = error
     message = "" if mine is None else mine.to_json() if isinstance(mine, Policy) else _encode(mine)
@@ -281,7 +301,7 @@ def planners_of(shapes: Sequence[Shape]) -> list[int]:
 
 def _encode(need: Need | Exception) -> str:
     if isinstance(need, Need):
-        return json.dumps({"shape": dict(need.shape), "limit": need.limit, "static": need.static})
+        return json.dumps({**asdict(need), "shape": dict(need.shape)})
     data: dict[str, Any] = {"failed": type(need).__name__, "message": str(need)}
     match need:
         case PlannerError():
@@ -293,7 +313,7 @@ def _encode(need: Need | Exception) -> str:
 
 def _decode_need(text: str) -> Need:
     data = json.loads(text)
-    return Need(data["shape"], data["limit"], data["static"])
+    return Need(**data)
 
 
 def _raise_first(ranks: Ranks, messages: Sequence[tuple[int, str]], mine: Any) -> None:

@@ -49,6 +49,7 @@ class ConstraintsTable(ConfigTable):
     recompute_only: Patterns = ()
     fsdp_units: Patterns = ()
     save_deciding: Flag = True
+    save_collectives: Flag = True
     forward_budget_gb: Annotated[Number, Field(gt=0)] | None = None
     host_budget_gb: Gb = 0.0
     extra_static_gb: Gb = 0.0
@@ -63,6 +64,7 @@ class ConstraintsTable(ConfigTable):
             recompute_only=self.recompute_only,
             fsdp_units=self.fsdp_units,
             save_deciding=self.save_deciding,
+            save_collectives=self.save_collectives,
             forward_budget_bytes=None if forward is None else max(bytes_from_gb(forward), 1),
             host_budget_bytes=bytes_from_gb(self.host_budget_gb),
             extra_static_bytes=bytes_from_gb(self.extra_static_gb),

@@ -41,6 +41,8 @@ class Constraints(FrozenModel):
     recompute_only: Patterns = ()  # modules or ops; all ops outside are saved. Empty: no such limit
     fsdp_units: Patterns = ()  # modules; the inputs that a unit reads from outside are saved
     save_deciding: bool = True  # save outputs whose values decide where data goes
+    # Save what functional collectives return, so that no recompute communicates.
+    save_collectives: Annotated[bool, Field(exclude_if=lambda saves: saves)] = True
     forward_budget_bytes: Annotated[int, Field(gt=0, le=2**53)] | None = None  # most bytes live in forward
     extra_static_bytes: Count = 0  # live during the whole step, and not in the profile
     # Of the host, that outputs may be moved to. Nothing moves without the link of the profile.

@@ -41,7 +41,9 @@ VERSION: Final = 1
 ESTIMATED: Final = " (estimated)"  # ends the name of a device that was not there
 
 # Reasons for `must_save`:
-DECIDES: Final = "its values decide"  # the user may lift this one (`Constraints.save_deciding`)
+DECIDES: Final = "its values decide"
+FUNCTIONAL_COLLECTIVE: Final = "functional collective"
+LIFTABLE: Final = ("", DECIDES, FUNCTIONAL_COLLECTIVE)  # by `Constraints.save_deciding`, `save_collectives`
 SHAPED_BY_DATA: Final = "its shape depends on data"
 PINNED: Final = "pinned"  # the user pinned the op
 UNSEEN: Final = "written by a kernel that PyTorch does not dispatch"

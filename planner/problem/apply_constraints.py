@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from autoac.planner.errors import ConflictingPins, InvalidConstraints
 from autoac.planner.formats.constraints import Constraints, Gradients
-from autoac.planner.formats.profile import CROSSES, DECIDES, PINNED, Profile
+from autoac.planner.formats.profile import CROSSES, DECIDES, FUNCTIONAL_COLLECTIVE, PINNED, Profile
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, OpId
 from autoac.planner.problem.op_patterns import OpNames
@@ -50,8 +50,9 @@ def constrained(profile: Profile | Graph, constraints: Constraints) -> Graph:
     graph = profile if isinstance(profile, Graph) else build(profile)
     graph = _with_gradients(graph, profile, constraints.gradients)
     graph = replace(graph, static_bytes=graph.static_bytes + constraints.extra_static_bytes)
-    if not constraints.save_deciding:
-        ops = (replace(op, must_save="") if op.must_save == DECIDES else op for op in graph.ops)
+    lifted = {DECIDES: not constraints.save_deciding, FUNCTIONAL_COLLECTIVE: not constraints.save_collectives}
+    if any(lifted.values()):
+        ops = (replace(op, must_save="") if lifted.get(op.must_save) else op for op in graph.ops)
         graph = replace(graph, ops=tuple(ops))
     return _pinned(graph, constraints) if constraints.pins else graph
 

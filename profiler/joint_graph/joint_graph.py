@@ -140,7 +140,7 @@ def never_again(graph: fx.Graph, joint: JointGraph, mutated: Sequence[bool]) -> 
         facts = facts_of(node.target)  # type: ignore[arg-type]
         unread = old_statistics(facts.name, node.args)
         if facts.never_recomputed or facts.collective or facts.mutates or _has_effect(node):
-            reasons[node.name] = facts.must_save or "it has an effect"
+            reasons[node.name] = "collective" if facts.collective else facts.must_save or "it has an effect"
         elif facts.draws(node.args, node.kwargs) and RNG_STATE not in node.kwargs:
             reasons[node.name] = "it draws random numbers inside compiled code"
         elif any(read in written for read in storages_read(node) if read not in unread):

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoac.planner.formats.profile import ANOTHER_GRAPH, CROSSES, DECIDES, OVERWRITTEN, PINNED, UNSEEN
+from autoac.planner.formats.profile import (
+    ANOTHER_GRAPH,
+    CROSSES,
+    DECIDES,
+    LIFTABLE,
+    OVERWRITTEN,
+    PINNED,
+    UNSEEN,
+)
 from autoac.tape.checkpoints.own_checkpoints import need_checkpoints, running_call
 from autoac.tape.distributed.process_groups import note_groups, note_mesh
 from autoac.tape.distributed.wrapped_tensors import below
@@ -73,7 +81,7 @@ class RecordedOp:
 
     def force_save(self, reason: str) -> None:
         """Mark the op as one that cannot run again, which overrides a pin."""
-        self.must_save = self.must_save or reason
+        self.must_save = reason if self.must_save in LIFTABLE else self.must_save
         self.must_recompute = False
 
 
@@ -165,15 +173,13 @@ class OpRecorder:
         must_save = PINNED if pin == MUST_SAVE else facts.must_save
         if pin == MUST_RECOMPUTE and not facts.never_recomputed:
             must_save = ""
-        if self.compiled and not self._compiled_depth:
-            must_save = must_save or BETWEEN_GRAPHS
-        if self._in_loss:
-            must_save = must_save or OUTSIDE_OF_MODEL
+        reason = BETWEEN_GRAPHS if self.compiled and not self._compiled_depth else ""
+        reason = reason or (OUTSIDE_OF_MODEL if self._in_loss else "")
         written = list(written_tensors(facts, args, kwargs))
         unread = (*written, *old_statistics(facts.name, args))
         tensors = list(tensors_in(args, kwargs))
         if not all(map(has_storage, tensors)):
-            must_save = must_save or "reads a tensor without a storage of its own"
+            reason = reason or "reads a tensor without a storage of its own"
         reads = self._reads(tensors, index, unread, unread_argument(facts, args, kwargs))
         if facts.collective:
             note_groups(facts, args, kwargs)
@@ -193,6 +199,8 @@ class OpRecorder:
             compiled=self._compiled_depth > 0,
             begins_graph=self._graph_begins,
         )
+        if reason:
+            op.force_save(reason)
         self._graph_begins = False
         self.record.ops.append(op)
         operands = tensor_versions((args, kwargs)) if facts.opaque else []

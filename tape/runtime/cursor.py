@@ -74,8 +74,8 @@ class LeftThePath(RuntimeError):
     def __init__(self, off: OffPath) -> None:
         self.off = off
         super().__init__(
-            f"the model left its policy: {off}. Plan again for this batch, or pass strict=False to let such "
-            "ops be saved"
+            f"the model left its policy: {off}. Plan again for this batch, or pass strict=False (and leave "
+            "save_collectives at True) to let such ops be saved"
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from autoac.planner.formats.policy import OFFLOAD, SAVE, Decision
-from autoac.planner.formats.profile import DECIDES
+from autoac.planner.formats.profile import LIFTABLE
 from autoac.tape.checkpoints.own_checkpoints import context_of_forward
 from autoac.tape.runtime.cursor import Cursor, UseGroup
 from autoac.tape.torch_facts.op_facts import OpFacts
@@ -341,16 +341,17 @@ class PolicyStack:
             PolicyConflict: two policies of the stack insist on different decisions.
         """
         if self._cursor is not None:
-            # A plan recomputes ops whose results decide only where the user lifted the default.
+            # A plan recomputes what is LIFTABLE only where the user lifted the default.
             self.planned = decision_of_plan = self._cursor.next_decision(facts.name_in_keys)
             saved = decision_of_plan is None or decision_of_plan in (SAVE, OFFLOAD)
-            return saved or facts.must_save not in ("", DECIDES)
+            return saved or facts.must_save not in LIFTABLE
         decision = self._constant
         if decision is None:
             decision, decided_by = resolve(self.frames, op, facts, args, kwargs or {}, out)
             self.forced_by = str(decided_by) if decision is CheckpointPolicy.MUST_RECOMPUTE else ""
         return decision in SAVES or (
-            facts.must_save != "" and decision is not CheckpointPolicy.MUST_RECOMPUTE
+            facts.must_save != ""
+            and (facts.never_recomputed or decision is not CheckpointPolicy.MUST_RECOMPUTE)
         )
 
     def saves_function(self, facts: OpFacts) -> bool | None:

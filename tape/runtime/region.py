@@ -366,7 +366,7 @@ class Region(RecordingMode):
                 self._holds.free_due()
             if not saved and facts.in_place and not self.storages.writes_a_version(facts, args, kwargs):
                 saved = True  # it writes a tensor from outside, whose new contents are from outside too
-            if saved or facts.never_recomputed:
+            if saved or (facts.never_recomputed and facts.again is None):
                 out = self._run_saved(func, facts, args, kwargs)
                 if moves is not None and policy.planned is not None:
                     if policy.planned == OFFLOAD and not facts.blank:
@@ -481,8 +481,8 @@ class Region(RecordingMode):
                 self.storages.before_silent_write(written)
             else:
                 self.storages.before_write(written, untrack=True)
-        if self._tape is not None:
-            return self._tape.call(facts.call, args, kwargs or {})
+        if self._tape is not None:  # whose times are those of a recompute: a collective is waited for
+            return self._tape.call(facts.again or facts.call, args, kwargs or {})
         return facts.call(*args, **kwargs) if kwargs else facts.call(*args)
 
     def _run_opaque(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -540,7 +540,7 @@ class Region(RecordingMode):
         rng_state = None
         if facts.random and facts.draws(args, kwargs or {}):
             rng_state = capture_generator(generator_of(args, kwargs or {}))
-        call = facts.call_again() if facts.nested else facts.call
+        call = facts.call_again() if facts.nested or facts.collective else facts.call
         node = Node(next_order(), facts.name, call, stand_ins, named, reads, rng_state, self._stream)
         if self.graph.weights is not None and self.module is not None:
             self.graph.modules[node.order] = self.module()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autoac.planner.formats.op_key import name_in_keys
-from autoac.planner.formats.profile import DECIDES, SHAPED_BY_DATA
+from autoac.planner.formats.profile import DECIDES, FUNCTIONAL_COLLECTIVE, SHAPED_BY_DATA
 from autoac.tape.torch_facts.nested_ops import NestedOp
 from autoac.tape.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.tape.torch_facts.private import HigherOrderOperator, OpOverload, tree_leaves
@@ -117,6 +117,18 @@ _NESTED = _aten("_trilinear linalg_pinv.atol_rtol_tensor")
 # Collectives of torch whose schemas mark what they write, except for those in `_RECEIVES`.
 _MARKED_COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 
+# Those of them that return new memory and write nothing: `Constraints.save_collectives`.
+_FUNCTIONAL = frozenset(
+    f"_c10d_functional::{name}"
+    for name in [
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_to_all_single",
+        "broadcast",
+        "reduce_scatter_tensor",
+    ]
+)
+
 _OWN_NAMESPACES = {"aten", "prims", "prim", "c10d"} | _MARKED_COLLECTIVES  # torch's own: tagged if they draw
 
 _COLLECTIVE_NAMESPACES = (
@@ -176,7 +188,8 @@ class OpFacts:
     must_save: str = ""  # why its outputs are saved by default; "" if they are not
     collective: bool = False  # communicates with other ranks, so it is never recomputed
     writes_any: bool = False  # may write any argument
-    never_recomputed: bool = False  # whatever a policy says
+    never_recomputed: bool = False  # whatever a policy says, but for what `again` says
+    again: Callable[..., Any] | None = None  # a functional collective that waits, for plans that repeat it
     opaque: bool = False  # a higher-order op: the ops inside are not seen
     fills_packed: int = -1  # argument that it fills after autograd has packed it
     statistics: tuple[int, ...] = ()  # arguments that it updates, and that do not affect its outputs
@@ -194,7 +207,7 @@ class OpFacts:
 
     def call_again(self) -> Callable[..., Any]:
         """Return a function that calls the op in backward. Call this from the mode that records the op."""
-        return self.call.rerun() if isinstance(self.call, NestedOp) else self.call
+        return self.call.rerun() if isinstance(self.call, NestedOp) else self.again or self.call
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return True if a call draws random numbers: not if its dropout probability is 0."""
@@ -263,6 +276,7 @@ def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         and op.namespace not in _MARKED_COLLECTIVES
         and schema.name not in _SENDS,
         never_recomputed=collective or schema.name in _REBINDS | _OWN_STATE,
+        again=_Waiting(op) if schema.name in _FUNCTIONAL else None,
         fills_packed=_FILLS_PACKED.get(schema.name, -1),
         statistics=hidden,
         shaped_by_argument=_key(op) in _SHAPED_BY_ARGUMENT,
@@ -292,6 +306,18 @@ def _is_collective(op: OpOverload[Any, Any]) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Run a functional collective, and wait for what it returns."""
+
+    op: OpOverload[Any, Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.op(*args, **kwargs)
+        torch.ops._c10d_functional.wait_tensor.default(out)
+        return out
+
+
 def _dropout_position(positional: Sequence[Any]) -> int:
     names = [a.name for a in positional]
     # Only an op that also does something else is not random at probability 0: bernoulli's p does not count.
@@ -300,7 +326,7 @@ def _dropout_position(positional: Sequence[Any]) -> int:
 
 def _must_save(op: OpOverload[Any, Any], collective: bool) -> str:
     if collective:
-        return "collective"
+        return FUNCTIONAL_COLLECTIVE if op._schema.name in _FUNCTIONAL else "collective"
     by_data = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
     if by_data and _key(op) not in _SHAPED_BY_ARGUMENT:
         return SHAPED_BY_DATA

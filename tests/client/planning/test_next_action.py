@@ -10,6 +10,7 @@ import pytest
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts
 from ac_client.planning.facts.peak_counter import PeakBounds
 from ac_client.planning.next_action import (
+    ELSEWHERE,
     LAST_MARGIN,
     MOST_CORRECTIONS,
     MOST_LOOSENINGS,
@@ -110,7 +111,7 @@ def test_peak_over_the_limit_is_corrected_and_the_last_time_with_a_margin() -> N
 
 @pytest.mark.parametrize(
     "planned",
-    [replace(PLANNED, elsewhere=True), replace(PLANNED, correction=Correction(MOST_CORRECTIONS, nbytes=50))],
+    [replace(PLANNED, stays=ELSEWHERE), replace(PLANNED, correction=Correction(MOST_CORRECTIONS, nbytes=50))],
     ids=["elsewhere", "corrected"],
 )
 def test_peak_over_the_limit_is_warned_of_if_the_plan_stays(planned: PlannedFor) -> None:
@@ -311,7 +312,7 @@ def test_larger_loss_outside_of_the_model_is_warned_of_and_observed() -> None:
 
 
 def test_plan_that_was_made_elsewhere_stays_with_the_warning_of_each_row() -> None:
-    elsewhere = replace(PLANNED, elsewhere=True)
+    elsewhere = replace(PLANNED, stays=ELSEWHERE)
     action = next_action(elsewhere, backward(retains_graph=True))
     assert isinstance(action, Keep)
     assert "It was planned elsewhere and stays; one backward" in action.warning

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from rank_setups import Facts, facts_of
+from ranks import outputs_of_ranks
 from stepping import recomputed
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -16,13 +18,16 @@ from autoac.tape.runtime.replay import EventLog
 
 ON_TWO = ["TP", "TP, sequence", "TP, loss", "TP, dropout", "TP, uneven shards", "TP, functions"]
 ON_FOUR = ["FSDP2 over TP 2x2"]
+AGAIN = "TP, sequence, collectives again"
+AGAIN_ON_FOUR = "FSDP2 over TP 2x2, collectives again"
 
 BySetup = dict[str, list[Facts]]
 
 
 def facts_on(backend: str, stores: pytest.TempPathFactory) -> BySetup:
     folder = stores.mktemp(backend)
-    return facts_of(ON_TWO, folder / "2", backend) | facts_of(ON_FOUR, folder / "4", backend)
+    on_two = facts_of([*ON_TWO, AGAIN], folder / "2", backend)
+    return on_two | facts_of([*ON_FOUR, AGAIN_ON_FOUR], folder / "4", backend)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +55,80 @@ def test_tensor_parallel_model_is_recomputed_below_its_dtensors(setup: str, on_f
     for facts in on_fake_ranks[setup]:
         assert facts["smallest"] < facts["checkpoint"] < 0.7 * facts["plain"]
         assert facts["off"] == 0
+
+
+@pytest.mark.parametrize("setup", [AGAIN, AGAIN_ON_FOUR])
+def test_collectives_that_are_repeated_lower_the_smallest_peak(
+    setup: str, on_ranks: BySetup, on_fake_ranks: BySetup
+) -> None:
+    saving = setup.removesuffix(", collectives again")
+    for facts in on_ranks[setup]:
+        assert facts["equal"]
+        assert facts["off path"] == ""
+        assert facts["collectives"][0] > facts["collectives"][1]
+    for facts, default in zip(on_fake_ranks[setup], on_fake_ranks[saving], strict=True):
+        assert facts["smallest"] < 0.95 * default["smallest"]
+        assert abs(facts["off"]) <= 12  # scalars that Python makes for a masked embedding
+
+
+REFUSED = """
+import json
+import logging
+import torch.nn.functional as F
+from rank_setups import AGAIN, SETUPS, made, step, gradients
+import ac_client
+from autoac.planner.units import GIB
+
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("ac_client").addHandler(handler)
+
+def smallest(setup, **options):
+    model = made(setup)
+    ac_client.apply(model, 1e-6, **options)
+    said.clear()
+    for number in range(2):
+        model.zero_grad()
+        try:
+            step(setup, model, number)
+        except ac_client.InfeasibleBudget as error:
+            return error.smallest_found, any("saves collectives" in message for message in said)
+
+again = {"constraints": AGAIN["constraints"]}
+found = {}
+for name, options in ("TP, uneven shards", {}), ("TP, sequence", {"group": None}), ("TP, sequence", {}):
+    setup = SETUPS[name]
+    found[f"{name}{options}"] = [*smallest(setup, **options), *smallest(setup, **options, **again)]
+
+setup = SETUPS["TP, sequence"]
+model = made(setup)
+ac_client.apply(model, found["TP, sequence{}"][2] * 1.02 / GIB, **again)
+for number in range(3):  # gradients exist from the second step on
+    step(setup, model, number)
+    before, policy = (policy if number else None), ac_client.applied(model).policy
+found["stays"] = before.decisions == policy.decisions
+model.blocks[1].feed.forward = lambda x: model.blocks[1].feed.down(F.gelu(model.blocks[1].feed.up(x)))
+try:
+    step(setup, model, 3)
+except RuntimeError as error:
+    found["left"] = str(error)
+print(json.dumps(found))
+"""
+
+
+def test_collectives_are_saved_or_the_forward_raises_where_ranks_may_differ(tmp_path: Path) -> None:
+    ranks = [json.loads(out.splitlines()[-1]) for out in outputs_of_ranks(REFUSED, tmp_path / "store")]
+    for found in ranks:
+        for case in "TP, uneven shards{}", "TP, sequence{'group': None}":
+            default, _, again, _ = found[case]
+            assert again > 0.9 * default
+            assert any(one[case][3] for one in ranks), "the rank that plans warns"
+        default, _, again, warned = found["TP, sequence{}"]
+        assert again < 0.9 * default
+        assert not warned
+        assert found["stays"]
+        assert "save_collectives" in found["left"]
 
 
 def test_sharded_stages_of_a_pipeline_are_planned_for_forwards_in_flight(tmp_path: Path) -> None:

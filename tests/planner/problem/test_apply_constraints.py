@@ -39,7 +39,7 @@ from autoac.planner import (
     why,
     why_in_words,
 )
-from autoac.planner.formats.profile import DECIDES, OpFlag
+from autoac.planner.formats.profile import DECIDES, FUNCTIONAL_COLLECTIVE, OpFlag
 from autoac.planner.infeasibility import peak_found
 from autoac.planner.memory.schedule import Compute, recompute_us
 from autoac.planner.memory.simulate import peak_bytes
@@ -465,6 +465,20 @@ def test_collectives_and_deciding_ops_stay_saved_in_a_recomputed_module() -> Non
     lifted = constrained(tape.profile(), Constraints(pin_recompute=("m/topk",), save_deciding=False))
     assert [op.must_recompute for op in lifted.ops] == [False, False, True, False]
     assert lifted.ops[1].must_save == "collective"
+
+
+def test_functional_collective_is_lifted_by_a_constraint_of_its_own() -> None:
+    tape = graphs.Tape()
+    (a,) = tape.op("mm", [], 1)
+    (b,) = tape.op("all_gather", [a], 1, flags=int(OpFlag.COLLECTIVE), must=FUNCTIONAL_COLLECTIVE)
+    tape.op("topk", [b], 1, must=DECIDES)
+    rules = Constraints(save_collectives=False)
+    assert [op.must_save for op in constrained(tape.profile(), rules).ops] == ["", "", DECIDES]
+    assert [op.must_save for op in constrained(tape.profile(), Constraints()).ops[1:]] == [
+        FUNCTIONAL_COLLECTIVE,
+        DECIDES,
+    ]
+    assert rules.digest != Constraints().digest == Constraints(save_collectives=True).digest
 
 
 def test_in_place_op_is_recomputed_with_the_ops_it_writes_over() -> None:
