@@ -97,6 +97,7 @@ from autoac.tape.unseen.function_calls import Apply, FunctionCall, watch_functio
 from autoac.tape.unseen.held_storages import recorded
 
 _NO_KWARGS: dict[str, Any] = {}
+_COMPILED_CODE = "higher_order.inductor_compiled_code"  # of `wrap_inductor_compiled_regions`
 
 
 class Region(RecordingMode):
@@ -329,6 +330,9 @@ class Region(RecordingMode):
         facts = known_facts.get(id(func)) or facts_of(func)
         if facts.view or recording_off.depth:
             return facts.call(*args, **kwargs) if kwargs else facts.call(*args)
+        if facts.opaque and self._function is not None and facts.name == _COMPILED_CODE:
+            with self:  # its ops are seen one by one, as those of compiled code that is not wrapped
+                return args[0](args[1])
         tape = self._tape
         if tape is not None and not tape.inside:
             return tape.run(self.__torch_dispatch__, func, facts, args, kwargs or {})

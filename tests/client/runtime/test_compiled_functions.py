@@ -125,6 +125,27 @@ def test_compiled_function_is_recomputed_and_needs_no_more_than_its_ops(
     assert ac_client.applied(again).report().off_path == ""
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._inductor.config, "wrap_inductor_compiled_regions"), reason="this torch wraps no regions"
+)
+@pytest.mark.parametrize("backend", [INDUCTOR])
+@pytest.mark.parametrize(("function", "n_recomputed"), [(mixed, 3), (counted, 0)])
+def test_compiled_function_whose_code_is_wrapped_is_planned_as_one_that_is_not(
+    function: Function, n_recomputed: int, backend: str
+) -> None:
+    least = smallest(torch.compile(function, backend=backend))
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(wrap_inductor_compiled_regions=True):
+        compiled = torch.compile(function, backend=backend)
+        assert smallest(compiled) == least
+        model = ac_client.apply(Net(compiled), 1.01 * least / GIB)
+        assert all(map(torch.equal, trained(model), trained(Net(compiled))))
+    policy = ac_client.applied(model).policy
+    assert policy is not None
+    calls = [how for key, how in policy.decisions.items() if "CompiledFunction" in key]
+    assert calls == ["recompute"] * n_recomputed
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_function_that_writes_a_buffer_is_saved(backend: str) -> None:
     compiled = torch.compile(counted, backend=backend)
