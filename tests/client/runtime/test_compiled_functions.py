@@ -126,7 +126,8 @@ def test_compiled_function_is_recomputed_and_needs_no_more_than_its_ops(
 
 
 @pytest.mark.skipif(
-    not hasattr(torch._inductor.config, "wrap_inductor_compiled_regions"), reason="this torch wraps no regions"
+    not hasattr(torch._inductor.config, "wrap_inductor_compiled_regions"),
+    reason="this torch wraps no regions",
 )
 @pytest.mark.parametrize("backend", [INDUCTOR])
 @pytest.mark.parametrize(("function", "n_recomputed"), [(mixed, 3), (counted, 0)])
