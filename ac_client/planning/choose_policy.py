@@ -158,7 +158,8 @@ class PolicyChooser:
             try:
                 profile = self._planner.observed(call, observation)
                 limit, static = self._planner.limit_of(profile), profile.static.total
-                need = Need(observation.shape, limit, static, digest_of(profile))
+                among = ranks.include(step.groups or {})
+                need = Need(observation.shape, limit, static, digest_of(profile) if among else "")
                 loop, profile = _as_shown(observation, profile)
             except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
                 need = error

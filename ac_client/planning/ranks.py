@@ -8,7 +8,8 @@ between ranks change no gradient and no collective.
 
 NOTE [ Recomputes that communicate ] With `save_collectives=False`, a backward repeats functional
 collectives, each when it is needed. That is at the same moment on all ranks only if they carry out one policy
-over the same ops. So only a plan of a meeting in which all ranks have shown the same step may do this. The
+over the same ops. So only a plan of a meeting in which all ranks have shown the same step may do this, and
+only if the ranks that meet include all those that the step communicates with. The
 plan stays: no rank plans this step again by itself, and a forward that leaves the policy raises. Plans that a
 rank makes alone (for a new shape, which all ranks of a tensor-parallel group have at once) save collectives.
 
@@ -78,6 +79,12 @@ class Ranks:
         _, device_of_group = private.require(private.MEETING)
         backend = torch.device(device_of_group(groups[0]))
         self._device = device if device.type == backend.type else backend
+
+    def include(self, groups: Groups) -> bool:
+        """Return True if all ranks of `groups` are known to be among these."""
+        own = [set(dist.get_process_group_ranks(group)) for group in self._groups]
+        every = self.size == dist.get_world_size()
+        return every or all(any(set(ranks) <= mine for mine in own) for ranks in groups)
 
     def any(self, flag: bool) -> bool:
         """Return True if `flag` is true on any rank."""
@@ -224,7 +231,7 @@ class Need:
     shape: Shape
     limit: int  # the budget less headroom
     static: int  # live over the whole step, inputs included
-    step: str = ""  # `digest_of` its profile
+    step: str = ""  # `digest_of` its profile; "" if it communicates with ranks that do not meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +274,8 @@ def meet(
     needs = [_decode_need(text) for text in messages]
     limit = min(each.limit for each in needs)
     static = max(each.static for each in needs)
-    alike = all((each.shape, each.step) == (needs[0].shape, needs[0].step) for each in needs)
+    first = needs[0]
+    alike = first.step != "" and all((each.shape, each.step) == (first.shape, first.step) for each in needs)
     mine: Policy | Exception | None = None
     planners = planners_of([each.shape for each in needs])
     if ranks.rank in planners:

@@ -142,25 +142,36 @@ def test_model_that_accelerate_compiles_is_planned(regional: bool) -> None:
 
 RANKS = """
 import hashlib, os
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 os.environ.update(
     RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
     MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
 )
 sys.path.append(sys.argv[1] + "/client/integrations")
-from test_accelerate import Accelerator, BUDGET_GB, planned, prepared, state, train
+from test_accelerate import Accelerator, BUDGET_GB, planned, prepared, train
 
-def digest(accelerator, model):
-    tensors = state(accelerator, model).values()
+def digest(model):
+    tensors = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in model.state_dict().values())
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 assert accelerator.num_processes == world
+if {fsdp}:  # accelerate sets this on GPUs alone
+    for kind in PartialState, AcceleratorState:
+        kind._shared_state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
+        transformer_cls_names_to_wrap=["Block"],
+    )
+    assert accelerator.is_fsdp2
 found = []
 for ours in (False, True):
     accelerator.free_memory()
     model, optimizer, loader = prepared(accelerator, 14 * world)
-    assert isinstance(model, DistributedDataParallel)
+    assert isinstance(model, FSDPModule if {fsdp} else DistributedDataParallel)
     if ours:
         with planned(accelerator, model, BUDGET_GB, optimizer=optimizer) as at:
             peak = train(accelerator, model, optimizer, loader)
@@ -168,12 +179,15 @@ for ours in (False, True):
         assert 0 < peak < 0.95 * plain_peak, (peak, plain_peak)
     else:
         plain_peak = train(accelerator, model, optimizer, loader)
-    found.append(digest(accelerator, model))
+    assert accelerator.is_fsdp2 == {fsdp}
+    found.append(digest(model))
 print(*found)
 """
 
 
-def test_two_ranks_train_to_the_weights_of_two_unplanned_ranks(tmp_path: Path) -> None:
-    first, second = (said.split() for said in outputs_of_ranks(RANKS, tmp_path / "store"))
+@pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
+def test_two_ranks_train_to_the_weights_of_two_unplanned_ranks(fsdp: bool, tmp_path: Path) -> None:
+    script = RANKS.replace("{fsdp}", str(fsdp))
+    first, second = (said.split() for said in outputs_of_ranks(script, tmp_path / "store"))
     assert first[-2:] == second[-2:]
     assert first[-1] == first[-2]

@@ -1,15 +1,17 @@
-"""A transformers model with `tp_plan` is planned on its mesh."""
+"""A transformers model with `tp_plan` or a `DistributedConfig` is planned on its mesh."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
 from ranks import outputs_of_ranks
 
 SCRIPT = """
 import json, os
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
 import ac_client
 from autoac.planner import InfeasibleBudget
 os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
@@ -21,7 +23,7 @@ if rank == 0:
 dist.barrier()
 
 def trained(budget_gb=None):
-    model = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto").train()
+    model = LlamaForCausalLM.from_pretrained(folder, {how}).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if budget_gb is not None:
         ac_client.apply(model, budget_gb, optimizer=optimizer)
@@ -50,11 +52,27 @@ print(json.dumps({
 """
 
 
-def test_model_with_a_tensor_parallel_plan_is_recomputed_below_its_dtensors(tmp_path: Path) -> None:
-    for out in outputs_of_ranks(SCRIPT, tmp_path / "store", timeout=300):
+@pytest.mark.parametrize(
+    ("how", "world", "mesh"),
+    [
+        ('tp_plan="auto"', 2, "2, mesh tp 2"),
+        ("distributed_config=DistributedConfig(fsdp_size=2)", 2, "2, mesh fsdp 2"),
+        (
+            "distributed_config=DistributedConfig(fsdp_size=2, tp_size=2)",
+            4,
+            "4, mesh fsdp 2 x tp 2, mesh fsdp 2",
+        ),
+    ],
+    ids=["tp_plan", "fsdp", "fsdp and tp"],
+)
+def test_model_that_transformers_distributes_is_recomputed_below_its_dtensors(
+    how: str, world: int, mesh: str, tmp_path: Path
+) -> None:
+    script = SCRIPT.replace("{how}", how)
+    for out in outputs_of_ranks(script, tmp_path / "store", world, timeout=300):
         facts = json.loads(out.splitlines()[-1])
         assert facts["kind"] == "DTensor"
         assert facts["equal"]
         assert facts["recomputed"] > 0
-        assert facts["ranks"] == "2, mesh tp 2"
+        assert facts["ranks"] == mesh
         assert facts["saves"] > 1.5
