@@ -513,6 +513,7 @@ def test_reducer_that_the_first_forward_builds_reduces_the_real_gradients(
 
 PARALLEL = """
 import logging
+from autoac.planner import Constraints
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 import torch.distributed._functional_collectives as functional
@@ -548,12 +549,12 @@ def sharded():
 mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("outer", "inner"))
 inner, outer = mesh["inner"].get_group(), mesh["outer"].get_group()
 
-def attempt(model, budget_gb=1 + rank):
+def attempt(model, budget_gb=1 + rank, **options):
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage()) if record.levelno > logging.INFO else None
     logging.getLogger("ac_client").addHandler(handler)
-    ac_client.apply(model, budget_gb)
+    ac_client.apply(model, budget_gb, **options)
     try:
         for i in range(2):
             step(model, batch(), i)
@@ -571,6 +572,9 @@ results["in a larger one"] = attempt(Parallel(inner, dist.group.WORLD))
 results["mesh"] = attempt(Parallel(inner, outer))
 results["dtensor"] = attempt(sharded())
 results["none"] = attempt(nn.Linear(32, 4))
+repeats = Constraints(save_collectives=False)
+results["repeats"] = attempt(Functional(inner), constraints=repeats)
+results["repeats beyond its group"] = attempt(Functional(inner), group=outer, constraints=repeats)
 results["one is too small"] = attempt(Parallel(inner), 1e-5 if rank == 1 else 1.0)
 """
 
@@ -586,6 +590,11 @@ def test_ranks_of_a_parallel_model_are_found_by_the_collectives_of_its_profile(t
     assert by_rank("mesh") == by_rank("none") == [1, 2, 3, 4]
     assert all("groups that overlap" in one["mesh"][0] for one in found)
     assert [len(one["none"]) for one in found] == [1] * 4, "nothing to say where no rank waits for another"
+    assert by_rank("repeats") == [1, 1, 3, 3]
+    assert by_rank("repeats beyond its group") == [1, 2, 1, 2]
+    beyond = [one["repeats beyond its group"] for one in found]
+    assert all(any("saves collectives" in str(said) for one in beyond[i::2] for said in one) for i in range(2))
+    assert all(len(one["repeats"]) == 1 for one in found), "nothing to say where all ranks plan together"
     assert all(one["one is too small"][-2] == "InfeasibleBudget" for one in found[:2])
     assert all("of 2 raised this error" in one["one is too small"][-1] for one in found[:2])
     assert by_rank("one is too small")[2:] == [1, 1]
