@@ -593,7 +593,9 @@ def test_ranks_of_a_parallel_model_are_found_by_the_collectives_of_its_profile(t
     assert by_rank("repeats") == [1, 1, 3, 3]
     assert by_rank("repeats beyond its group") == [1, 2, 1, 2]
     beyond = [one["repeats beyond its group"] for one in found]
-    assert all(any("saves collectives" in str(said) for one in beyond[i::2] for said in one) for i in range(2))
+    assert all(
+        any("saves collectives" in str(said) for one in beyond[i::2] for said in one) for i in range(2)
+    )
     assert all(len(one["repeats"]) == 1 for one in found), "nothing to say where all ranks plan together"
     assert all(one["one is too small"][-2] == "InfeasibleBudget" for one in found[:2])
     assert all("of 2 raised this error" in one["one is too small"][-1] for one in found[:2])
