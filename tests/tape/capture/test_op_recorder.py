@@ -1,4 +1,4 @@
-"""Which reason to save an op stays if there are several."""
+"""Test which reason for saving an op wins, and which of them a plan may lift."""
 
 from __future__ import annotations
 
