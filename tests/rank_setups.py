@@ -337,7 +337,7 @@ SETUPS: dict[str, Setup] = {
     "TP, dropout": Setup(tensor_parallel(sequence=True), lambda: Words(dropout=0.1), split=2),
     "TP, uneven shards": Setup(tensor_parallel(sequence=True), lambda: Words(words=97), split=2),
     "FSDP2 over TP 2x2": Setup(tensor_parallel(sequence=True, also_sharded=True), world=4, split=2),
-    "TP, collectives again": Setup(tensor_parallel(), split=2, **AGAIN),
+    "TP, collectives again": Setup(tensor_parallel(), split=2, constraints=AGAIN["constraints"]),
     "TP, sequence, collectives again": Setup(tensor_parallel(sequence=True), split=2, **AGAIN),
     "FSDP2 over TP 2x2, collectives again": Setup(
         tensor_parallel(sequence=True, also_sharded=True), world=4, split=2, **AGAIN
