@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 import ac_client
+from ac_client.planning.facts import host_budget
 from autoac.planner import Constraints, bounds, build
+from autoac.planner.formats.profile import LinkRates
 from autoac.planner.units import GIB
 from autoac.profiler import observe
 from autoac.tape.errors import CannotCapture
@@ -280,7 +282,11 @@ def test_plan_must_be_compared_and_gradients_be_planned_for_before_a_capture(gpu
         loop.capture()
 
 
-def test_plan_that_moves_to_the_host_is_refused_in_a_capture(gpu: ModuleType) -> None:
+def test_plan_that_moves_to_the_host_is_refused_in_a_capture(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = LinkRates(out_bytes_per_us=1e6, in_bytes_per_us=1e6, latency_us=0.0)
+    monkeypatch.setattr(host_budget, "link_of", lambda _: rates)  # that of a busy machine is too slow
     loop = Loop("dropout")
     moves = Constraints(host_budget_bytes=1 << 20)
     ac_client.apply(loop.model, budget_of("dropout") / GIB, optimizer=loop.optimizer, constraints=moves)
