@@ -180,7 +180,7 @@ bench-random-plans: $(READY)
 bench-predictions: $(READY)
 	$(BIN)/python -m benchmarks.predictions --out docs/predictions.md
 
-# `fit` next to real steps of 25 models on the CPU: the largest batch, and peaks of sizes. Some minutes.
+# `fit` next to real steps of 27 models on the CPU: the largest batch, and peaks of sizes. Half an hour.
 bench-fit: $(READY)
 	$(BIN)/python -m benchmarks.fit
 

@@ -28,12 +28,12 @@ Make = Callable[[int], Any]
 class ProfiledSizes:
     """The profiles of one model on one device, by size.
 
+    Args:
+        device: a datasheet, for fake profiles; None for steps that run for real.
+
     Attributes:
         joined: the profiles by size through the knots of one op stream; None before there are two.
         shapes: of the batches that were built, by size.
-
-    Args:
-        device: a datasheet, for fake profiles; None for steps that run for real.
     """
 
     def __init__(self, make: Make, device: Device | None, autocast: torch.dtype | None) -> None:

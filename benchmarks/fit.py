@@ -1,4 +1,4 @@
-"""Compare the sizes that `fit` finds with real training steps on the CPU, over 25 models.
+"""Compare the sizes that `fit` finds with real training steps on the CPU, over 27 models.
 
     python -m benchmarks.fit [--only PATTERN] [--out FILE]
 

@@ -9,9 +9,9 @@ between ranks change no gradient and no collective.
 NOTE [ Recomputes that communicate ] With `save_collectives=False`, a backward repeats functional
 collectives, each when it is needed. That is at the same moment on all ranks only if they carry out one policy
 over the same ops. So only a plan of a meeting in which all ranks have shown the same step may do this, and
-only if the ranks that meet include all those that the step communicates with. The
-plan stays: no rank plans this step again by itself, and a forward that leaves the policy raises. Plans that a
-rank makes alone (for a new shape, which all ranks of a tensor-parallel group have at once) save collectives.
+only if the ranks that meet include all those that the step communicates with. The plan stays: no rank plans
+this step again by itself, and a forward that leaves the policy raises. Plans that a rank makes alone (for a
+new shape, which all ranks of a tensor-parallel group have at once) save collectives.
 
 Ranks send each other JSON, as bytes in a tensor. Nothing is pickled.
 

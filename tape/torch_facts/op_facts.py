@@ -186,7 +186,7 @@ class OpFacts:
     random: bool = False  # may draw from a generator
     dropout_at: int = -1  # position of the dropout probability; -1: draws for all arguments
     must_save: str = ""  # why its outputs are saved by default; "" if they are not
-    collective: bool = False  # communicates with other ranks, so it is never recomputed
+    collective: bool = False  # communicates with other ranks
     writes_any: bool = False  # may write any argument
     never_recomputed: bool = False  # whatever a policy says, but for what `again` says
     again: Callable[..., Any] | None = None  # a functional collective that waits, for plans that repeat it
