@@ -1,7 +1,8 @@
 """Find which sizes fit a memory budget: the largest, and the fastest. `fit` is the entry.
 
 By the datasheet of a device nothing runs: profiles are fake (profiled_sizes.py). Without one, the steps of
-some sizes run for real, and a size whose step ran out of memory counts as one that does not fit.
+some sizes run for real, and a size whose step ran out of memory counts as one that does not fit. Which of the
+few fastest by their profiles is the fastest is then measured: planned steps in turns (timed_sizes.py).
 
 A plan that fits at one size fits at every smaller one with the same ops, because no block shrinks as the size
 grows. So the largest size is found by bisection. The fastest one is not: larger sizes use kernels better, but
@@ -12,13 +13,16 @@ recompute more. So the sizes from the largest with nothing recomputed up to the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
 import torch
 
+from ac_client.measure.quartiles import Quartiles
 from ac_client.profiled_sizes import Make, ProfiledSizes
+from ac_client.timed_sizes import PlannedSize, times_in_turns
 from autoac.planner import (
     Constraints,
     InfeasibleBudget,
@@ -50,6 +54,8 @@ WORK_LIMIT = 5.0  # of one plan
 FIND_WORK = 0.2  # to find any plan of a size
 BENT = 0.003  # of a step: what run times between knots may be off
 STEP_GAP = 0.002  # of a step: plans are near enough to the best one
+MOST_TIMED = 4  # sizes whose steps are timed in turns
+MAY_BE_LESS = 0.15  # of a step: what the run times of one profile may be off
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +66,10 @@ class FitRow:
     save_all_peak_bytes: int  # with nothing recomputed
     peak_bytes: int  # of the plan
     extra_us: float  # what recomputes take, and waiting for moves
-    step_us: float  # of forward and backward, these included, without the optimizer's step
-    per_second: float  # samples or tokens
+    step_us: float  # of forward and backward, these included, without the optimizer's step, by the profile
+    per_second: float  # samples or tokens, by the profile
     plan: Plan = field(repr=False)
+    measured: Quartiles | None = None  # samples or tokens a second, of steps in turns; None: not timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,7 @@ class MicroBatches:
 
     size: int  # of the whole step
     count: int
-    step_us: float  # of all of them, without the optimizer's step
+    share: float  # of the time of a step that is not split, without the optimizer's step
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +92,13 @@ class Fit:
     rows: tuple[FitRow, ...] = field(repr=False)  # by size
     largest: int
     fastest: int
+    equals: tuple[int, ...]  # sizes that measurements cannot tell from the fastest
     all_saved: int  # the largest size with nothing recomputed; 0 if none
     proven_from: int | None  # this size and larger ones are proven not to fit; None: the search ended before
     split: MicroBatches | None  # of the largest size, where that is faster than its plan; None for tokens
     largest_without_loss: int | None  # that fits with a chunked loss; None: no larger one
     measured_only: tuple[str, ...]  # columns of profiles that are not exact between the profiled sizes
+    profiled: tuple[int, ...]  # sizes that have profiles of their own; others are interpolated
     profile_of: Callable[[int], Profile] = field(repr=False)
     shapes: Mapping[int, Mapping[str, str]] = field(repr=False)  # of batches that were built, by size
 
@@ -104,6 +113,11 @@ class Fit:
     def row(self, size: int) -> FitRow:
         """Return the row of `size`, one of those planned."""
         return next(row for row in self.rows if row.size == size)
+
+    def per_second(self, size: int) -> float:
+        """Return samples or tokens a second of a size with a row: measured in turns, or by its profile."""
+        row = self.row(size)
+        return row.per_second if row.measured is None else row.measured.median
 
     def admits(self, lengths: Iterable[int]) -> bool:
         """Return True if a sequence packed from others of these lengths is within the largest size."""
@@ -187,7 +201,10 @@ class SizeSearch:
     def fit(self, axis: Axis) -> Fit:
         largest, all_saved = self.largest()
         self._join(largest)
-        fastest = self._fastest(largest, all_saved)
+        fastest, equals = self._fastest(largest, all_saved), list[int]()
+        split = self._split(largest) if axis == "batch" else None
+        if self._sizes.runs:
+            fastest, equals = self._time(largest, all_saved)
         joined = self._sizes.joined
         m = self._multiple
         return Fit(
@@ -198,11 +215,13 @@ class SizeSearch:
             rows=tuple(self._rows[n] for n in sorted(self._rows)),
             largest=largest * m,
             fastest=fastest * m,
+            equals=tuple(n * m for n in equals),
             all_saved=all_saved * m,
             proven_from=None if self._proven is None else self._proven * m,
-            split=self._split(largest) if axis == "batch" else None,
+            split=split,
             largest_without_loss=self._largest_without_loss(largest),
             measured_only=() if joined is None else joined.measured_only,
+            profiled=self._sizes.profiled,
             profile_of=self._sizes.at,
             shapes=self._sizes.shapes,
         )
@@ -322,11 +341,17 @@ class SizeSearch:
             while len(self._rows) < MOST_PLANS and (n := self._next_to_plan()) is not None:
                 self._row(n)
             fastest = max(sorted(self._rows), key=self._row)
-            if fastest * self._multiple in self._sizes.profiled:
+            if not self._confirm(fastest):
                 return fastest
-            self._sizes.profile(fastest * self._multiple)
-            del self._rows[fastest]
-            self._row(fastest)
+
+    def _confirm(self, n: int) -> bool:
+        """Plan a size of the table by a profile of its own; return False if it was."""
+        if n * self._multiple in self._sizes.profiled:
+            return False
+        self._sizes.profile(n * self._multiple)
+        del self._rows[n]
+        self._row(n)
+        return True
 
     def _next_to_plan(self) -> int | None:
         """Return a size halfway from the fastest one so far to a neighbor; None if there is none."""
@@ -336,17 +361,51 @@ class SizeSearch:
         width, middle = max(gaps, default=(0, 0))
         return middle if width > 1 else None
 
+    def _time(self, largest: int, all_saved: int) -> tuple[int, list[int]]:
+        """Time planned steps of sizes that may be the fastest; return it, and those that may be instead."""
+        by_speed = sorted(self._rows, key=self._row, reverse=True)
+        chosen = dict.fromkeys([largest, *([all_saved] if all_saved else []), *by_speed])
+        sizes = list(chosen)[:MOST_TIMED]
+        for n in sizes:
+            self._confirm(n)
+        taken = dict(zip(sizes, self._times([self._way(n) for n in sizes]), strict=True))
+        rates = {n: [n * self._multiple / us * 1e6 for us in times] for n, times in taken.items() if times}
+        for n, values in rates.items():
+            self._rows[n] = replace(self._rows[n], measured=Quartiles.of(values))
+        if not rates:
+            return by_speed[0], []
+        fastest = max(rates, key=lambda n: Quartiles.of(rates[n]).median)
+        others = (n for n in sorted(rates) if n != fastest)
+        return fastest, [n for n in others if Quartiles.of_ratios(rates[n], rates[fastest]).high >= 1]
+
+    def _way(self, n: int) -> PlannedSize:
+        return PlannedSize(n * self._multiple, self._rows[n].plan.policy())
+
+    def _times(self, ways: list[PlannedSize]) -> list[list[float]]:
+        """Return the times of steps in turns; nothing if there was no room."""
+        try:
+            return times_in_turns(self._sizes.setup, ways, self._sizes.autocast)
+        except torch.OutOfMemoryError:
+            return [[] for _ in ways]
+
     def _split(self, n: int) -> MicroBatches | None:
         """Return the fastest way to split a size that has a row, if one is faster than the row's plan."""
-        ways = []
+        ways: dict[int, FitRow] = {}
         for count in (k for k in range(2, MOST_MICRO_BATCHES + 1) if n % k == 0):
-            try:
-                part = self._plan(n // count, accumulates=True)
-            except (InfeasibleBudget, SolverOutOfTime):
-                continue
-            ways.append(MicroBatches(n * self._multiple, count, count * part.step_us))
-        best = min(ways, key=lambda way: way.step_us, default=None)
-        return best if best is not None and best.step_us < self._rows[n].step_us else None
+            with suppress(InfeasibleBudget, SolverOutOfTime):
+                ways[count] = self._plan(n // count, accumulates=True)
+        if not ways:
+            return None
+        count = min(ways, key=lambda count: count * ways[count].step_us)
+        part = ways[count]
+        share = Quartiles.of([count * part.step_us / self._rows[n].step_us])
+        if self._sizes.runs:
+            if share.median > 1 + MAY_BE_LESS:
+                return None
+            split = PlannedSize(part.size, part.plan.policy(), count)
+            one_us, split_us = self._times([self._way(n), split])
+            share = Quartiles.of_ratios(split_us, one_us) if split_us else share
+        return MicroBatches(n * self._multiple, count, share.median) if share.high < 1 else None
 
     def _largest_without_loss(self, largest: int) -> int | None:
         """Return a size that a chunked loss would allow; None if it allows none beyond the largest.

@@ -7,6 +7,7 @@ has every size of steps that run for real where the allocator rounds: what they 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -14,12 +15,14 @@ from typing import Any
 
 import torch
 
-from ac_client.model_loader import call_function, setup_from
+from ac_client.model_loader import TrainingSetup, call_function, setup_from
 from ac_client.planning.batch_shape import shape_of
 from autoac.planner import Profile, ProfileBySize
 from autoac.planner.formats.policy_set import Shape
 from autoac.planner.sizes.profile_by_size import stream_of
 from autoac.profiler import Device
+
+log = logging.getLogger("ac_client.fit")
 
 Make = Callable[[int], Any]
 """Takes a size; returns the model and its batch, as the function of `autoac profile` does."""
@@ -34,12 +37,15 @@ class ProfiledSizes:
     Attributes:
         joined: the profiles by size through the knots of one op stream; None before there are two.
         shapes: of the batches that were built, by size.
+        runs: steps run for real.
+        autocast: the type that steps are cast to.
     """
 
     def __init__(self, make: Make, device: Device | None, autocast: torch.dtype | None) -> None:
         self._make = make
         self._device = device
-        self._autocast = autocast
+        self.runs = device is None
+        self.autocast = autocast
         self._knots: dict[int, Profile] = {}
         self._profiled: dict[int, Profile] = {}
         self.joined: ProfileBySize | None = None
@@ -89,10 +95,15 @@ class ProfiledSizes:
             return self.profile(size)
         return joined.at(size)
 
+    def setup(self, size: int) -> TrainingSetup:
+        """Return the model and a batch of `size`."""
+        name = getattr(self._make, "__name__", type(self._make).__name__)
+        return setup_from(call_function(self._make, f"{name}({size})", size), name)
+
     def _observe(self, size: int, device: Device | None) -> Profile:
         if device is None and torch.cuda.is_available():
             torch.cuda.empty_cache()  # so that room does not depend on the sizes before
-        name = getattr(self._make, "__name__", type(self._make).__name__)
-        setup = setup_from(call_function(self._make, f"{name}({size})", size), name)
+        log.info("profiling a step of size %d", size)
+        setup = self.setup(size)
         self.shapes[size] = shape_of(setup.args, setup.kwargs)
-        return setup.observe(device, self._autocast)
+        return setup.observe(device, self.autocast)

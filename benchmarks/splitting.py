@@ -99,7 +99,7 @@ def measure(case: str) -> Row:
         for way in rotated(ways, number):
             taken[way].append(way.seconds())
     one_s, split_s = (statistics.median(taken[way]) for way in ways)
-    predicted = split.step_us / row.step_us if split is not None else 0.0
+    predicted = split.share if split is not None else 0.0
     recomputed = len(row.plan.recompute_set)
     return Row(name, float(share), size, recomputed, count, split is not None, predicted, split_s / one_s)
 

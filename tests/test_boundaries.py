@@ -38,6 +38,7 @@ GROUP_OF_FILE = {
             "observed_step",
             "fake_step",
             "step_profile",
+            "plain_step",
             "to_profile",
             "environment",
             "autocast",
@@ -53,7 +54,7 @@ GROUP_OF_FILE = {
     "ac_client": {
         "base": ("errors", "files", "model_loader"),
         "entry": ("apply", "applied_model", "arguments", "pins", "executor"),
-        "sizes": ("fit", "layouts", "profiled_sizes"),
+        "sizes": ("fit", "layouts", "profiled_sizes", "timed_sizes"),
     },
 }
 
@@ -102,8 +103,9 @@ ac_client/planning:     base service_client compiled measure planner planner/bas
 ac_client/entry:        base service_client measure planning planner planner/base planner/formats
                         tape/runtime tape/torch_facts tape/checkpoints tape/distributed profiler
                         profiler/compiler profiler/static
-ac_client/sizes:        base planning planner planner/base planner/formats planner/problem planner/memory
-                        planner/plans planner/report planner/sizes profiler
+ac_client/sizes:        base entry measure planning planner planner/base planner/formats planner/problem
+                        planner/memory planner/plans planner/report planner/sizes profiler profiler/entry
+                        profiler/steps
 ac_client:              base entry sizes planner/base
 ac_client/integrations: base planning planner planner/base profiler ac_client
 ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler

@@ -6,15 +6,16 @@ import json
 import os
 from collections.abc import Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ac_client.cli.options import Autocast, HostBudget, Json, Ranks, among_ranks
-from ac_client.cli.output import as_json_types, say, show_progress
+from ac_client.cli.output import as_json_types, check_output, deliver, messages_of, say, show_progress
 
 if TYPE_CHECKING:
-    from ac_client import Fit
+    from ac_client import Fit, FitRow
     from autoac.planner import Plan
 
 MOST_NAMED = 3  # modules in a row of the table
@@ -69,9 +70,18 @@ def fit_command(
         Autocast | None, typer.Option(help="Run the step under autocast to this type.")
     ] = None,
     host_budget_gb: HostBudget = 0.0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write the policies of the fastest and the largest size to this file, with which training "
+            "starts planned.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the largest and the fastest batch size, or length, that fits a budget.
+    """Find the largest and the fastest batch size, or length, that fits a budget under a plan.
 
     With --on no device is needed: run times are estimated from the datasheet of the device.
     """
@@ -85,15 +95,23 @@ def fit_command(
         raise typer.BadParameter("must be left out without --on", param_hint="--ranks")
     if on is not None and on not in DATASHEETS:
         raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
+    if output is not None:
+        check_output(output)
     make: Any = load_function(function, os.getcwd())
     dtype = getattr(torch, autocast) if autocast is not None else None
     if layouts is not None:
+        if output is not None:
+            raise typer.BadParameter("must be left out with --layouts", param_hint="--output")
         meshes = _layouts(ranks, layouts, host_budget_gb)
         assert on is not None, "--ranks needs it"
         options = {"on": DATASHEETS[on], "multiple": multiple, "most": most, "autocast": dtype}
         _compare(make, budget_gb, meshes, options, as_json=as_json)
         return
-    with among_ranks(ranks), show_progress(f"fitting {function}"):
+    with (
+        among_ranks(ranks),
+        show_progress(f"fitting {function}") as progress,
+        messages_of("ac_client.fit", progress),
+    ):
         found = fit(
             make,
             budget_gb,
@@ -104,12 +122,17 @@ def fit_command(
             autocast=dtype,
             host_budget_gb=host_budget_gb,
         )
-    if as_json:
-        facts = as_json_types(found)
-        del facts["profile_of"], facts["shapes"]
+    facts = as_json_types(found)
+    del facts["profile_of"], facts["shapes"]
+    lines = "\n".join(_lines(found))
+    if output is not None:
+        call = f'ac_client.apply(model, policy="{output}")'
+        lines += f"\nThe policies of these sizes are in {output}; train with {call}."
+        deliver(output, found.policies.to_json(), facts, lines, as_json)
+    elif as_json:
         print(json.dumps(facts, indent=1))
     else:
-        say("\n".join(_lines(found)))
+        say(lines)
 
 
 def _layouts(ranks: int | None, layouts: str, host_budget_gb: float) -> list[dict[str, int]]:
@@ -159,44 +182,70 @@ def _lines(found: Fit) -> Iterator[str]:
     from autoac.planner.report.by_module import aligned
     from autoac.planner.units import format_bytes
 
-    unit = "samples" if found.axis == "batch" else "tokens"
-    head = (found.axis, "nothing recomputed", "peak", f"{unit}/s", "recompute", "")
-    rows: list[tuple[str, ...]] = [head]
+    unit = f"{'samples' if found.axis == 'batch' else 'tokens'}/s"
+    is_timed = any(row.measured for row in found.rows)
+    head = (
+        found.axis,
+        "nothing recomputed",
+        "planned",
+        "recompute",
+        unit,
+        *(["measured"] if is_timed else []),
+    )
+    rows: list[tuple[str, ...]] = [(*head, "")]
     for row in found.rows:
         share = row.extra_us / row.step_us
-        rows.append(
-            (
-                str(row.size),
-                format_bytes(row.save_all_peak_bytes),
-                format_bytes(row.peak_bytes),
-                f"{row.per_second:,.{2 if row.per_second < 100 else 0}f}",
-                f"{share:.1%}" if row.plan.recompute_set else "-",
-                " ".join(name for name in ("fastest", "largest") if getattr(found, name) == row.size),
-            )
+        cells = (
+            str(row.size),
+            format_bytes(row.save_all_peak_bytes),
+            format_bytes(row.peak_bytes),
+            f"{share:.1%}" if row.plan.recompute_set else "-",
+            _rate(row.per_second),
+            *([_measured(row)] if is_timed else []),
+            " ".join(name for name in ("fastest", "largest") if getattr(found, name) == row.size),
         )
+        rows.append(cells)
     yield from aligned(rows)
     yield ""
-    yield from _answers(found)
+    yield from _answers(found, unit)
     yield from _limits(found)
     name = found.device.removesuffix(ESTIMATED)
     source = "those of steps that ran on" if name == found.device else "estimated from the datasheet of"
+    environment = found.profile_of(found.largest).environment
     yield (
-        f"Run times are {source} {name}, without the optimizer's step. "
-        f"{found.fastest} and {found.largest} have profiles of their own."
+        f"Run times are {source} {name}, without the optimizer's step; parameters are {environment.dtype}, "
+        f"autocast is {environment.autocast}."
     )
-    if found.measured_only:
-        yield f"Other rows are estimates: not exact between profiles are {', '.join(found.measured_only)}."
+    if is_timed:
+        yield "Measured are planned steps of these sizes, which took turns: the middle half of each size's."
+    others = [str(row.size) for row in found.rows if row.size not in found.profiled]
+    if others:
+        yield f"Interpolated between the profiles of other sizes: {', '.join(others)}."
+    if others and found.measured_only:
+        yield f"Not exact there: {', '.join(found.measured_only)}."
 
 
-def _answers(found: Fit) -> Iterator[str]:
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.{2 if per_second < 100 else 0}f}"
+
+
+def _measured(row: FitRow) -> str:
+    found = row.measured
+    return f"{_rate(found.low)} to {_rate(found.high)}" if found is not None else ""
+
+
+def _answers(found: Fit, unit: str) -> Iterator[str]:
     fastest, largest = found.row(found.fastest), found.row(found.largest)
-    if found.fastest != found.largest:
-        slower = 1 - largest.per_second / fastest.per_second
-        yield f"The largest size, {found.largest}, is {slower:.1%} slower than the fastest, {found.fastest}."
+    if found.equals:
+        names = ", ".join(map(str, found.equals))
+        yield f"The measurements cannot tell {names} from the fastest, {found.fastest}."
+    if found.fastest != found.largest and found.largest not in found.equals:
+        less = 1 - found.per_second(found.largest) / found.per_second(found.fastest)
+        yield f"The largest size, {found.largest}, makes {less:.1%} fewer {unit} than {found.fastest}."
     if (split := found.split) is not None:
-        less = 1 - split.step_us / largest.step_us
         parts = f"{split.count} micro-batches of {split.size // split.count}"
-        yield f"{parts}, with their gradients added, take {less:.1%} less than one of {split.size}."
+        more = 1 / split.share - 1
+        yield f"{parts}, with their gradients added, make {more:.1%} more {unit} than one of {split.size}."
     yield from dict.fromkeys(f"{row.size}: {_recomputed(row.plan)}." for row in (fastest, largest))
     after = found.largest + found.multiple
     if found.proven_from is None:
@@ -235,6 +284,9 @@ def _limits(found: Fit) -> Iterator[str]:
         "saved tensors, temporaries and new gradients": plan.peak - static.total,
     }
     words = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items() if nbytes)
-    yield f"At {found.largest}, {format_bytes(plan.peak)} are live at {plan.peak_at}: {words}."
+    yield (
+        f"At {found.largest}, {format_bytes(plan.peak)} of {format_bytes(found.budget_bytes)} are live at "
+        f"{plan.peak_at}: {words}."
+    )
     if found.largest_without_loss is not None:
         yield f"With a chunked or fused cross-entropy, {found.largest_without_loss} fits."

@@ -6,6 +6,7 @@ Results go to stdout. Progress goes to stderr: a bar on a terminal, plain lines 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -125,7 +126,7 @@ class _ProgressLines:
         if task:
             say(f"{task} ...", file=sys.stderr)
 
-    def start(self, task: str, done: int, total: int) -> None:
+    def start(self, task: str, done: int = 0, total: int | None = None) -> None:
         say(task, file=sys.stderr)
 
     def solving(self, progress: Progress) -> None:
@@ -138,7 +139,7 @@ class _ProgressBar:
     def __init__(self, bar: Any, bar_id: TaskID, task: str) -> None:
         self._bar, self._bar_id, self._task = bar, bar_id, printable(task)
 
-    def start(self, task: str, done: int, total: int) -> None:
+    def start(self, task: str, done: int = 0, total: int | None = None) -> None:
         self._bar.update(self._bar_id, description=printable(task), completed=done, total=total)
 
     def solving(self, progress: Progress) -> None:
@@ -159,6 +160,33 @@ def show_progress(task: str = "") -> Iterator[_ProgressLines | _ProgressBar]:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
         yield _ProgressBar(bar, bar.add_task(printable(task), total=None), task)
+
+
+class _Starts(logging.Handler):
+    """Show each message as what starts now."""
+
+    def __init__(self, progress: _ProgressLines | _ProgressBar) -> None:
+        super().__init__(logging.INFO)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._progress.start(record.getMessage())
+
+
+@contextmanager
+def messages_of(name: str, progress: _ProgressLines | _ProgressBar) -> Iterator[None]:
+    """Show what the logger `name` says inside of the block as progress, and nowhere else."""
+    log, handler = logging.getLogger(name), _Starts(progress)
+    before = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before[0])
+        log.propagate = before[1]
 
 
 def one_line(error: BaseException) -> str:

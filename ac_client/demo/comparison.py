@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from statistics import quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 from ac_client.demo.rows import Memory, Row, Step, measure
 from ac_client.demo.setting import Setting
 from ac_client.measure.forked_call import iterate_in_child
+from ac_client.measure.quartiles import Quartiles
 
 PLAIN = "plain"
 CHECKPOINT = "checkpoint every block"
@@ -19,19 +19,6 @@ OURS = "autoac at that peak"
 HALF = "autoac at half of that saving"
 
 OnRow = Callable[[str, int, int], None]  # called with the row's name, its number from 1, the number of rows
-
-
-class Quartiles(NamedTuple):
-    """The middle half of some values, and their median."""
-
-    low: float
-    median: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Quartiles:
-        """Return the quartiles of at least one value."""
-        return cls(*(quantiles(values, method="inclusive") if len(values) > 1 else [*values] * 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +47,7 @@ class Line:
 
     def time_over(self, other: Line) -> Quartiles:
         """Return the time of a step as a multiple of the other row's step of the same turn."""
-        return Quartiles.of([a.cpu_s / b.cpu_s for a, b in zip(self.steps, other.steps, strict=True)])
+        return Quartiles.of_ratios([step.cpu_s for step in self.steps], [step.cpu_s for step in other.steps])
 
     def equal_steps(self, plain: Line) -> list[bool]:
         """Return for each step, the first ones too, if loss and gradients are those of plain bit for bit."""

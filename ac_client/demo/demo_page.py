@@ -6,8 +6,9 @@ import html
 from importlib.resources import files
 from typing import Any
 
-from ac_client.demo.comparison import DemoComparison, Line, Quartiles
+from ac_client.demo.comparison import DemoComparison, Line
 from ac_client.demo.terminal import facts, gradients, mib, time_over_plain
+from ac_client.measure.quartiles import Quartiles
 from autoac.planner.report.page import page, read
 
 COLUMNS = ("row", "budget MiB", "predicted MiB", "peak MiB", "step time / plain", "gradients equal")

@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ac_client.demo.comparison import DemoComparison, Line, Quartiles, multiple
+from ac_client.demo.comparison import DemoComparison, Line, multiple
+from ac_client.measure.quartiles import Quartiles
 
 MIB = 1 << 20
 BAR_WIDTH = 24

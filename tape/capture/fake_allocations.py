@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,8 +15,9 @@ from autoac.planner.units import rounded_bytes
 from autoac.tape.capture.allocations import AllocatedBlock, Change
 from autoac.tape.capture.known_values import KnownValues, is_integral, is_real
 from autoac.tape.capture.op_recorder import RecordedStorage
+from autoac.tape.errors import CannotFake
 from autoac.tape.torch_facts import private
-from autoac.tape.torch_facts.op_facts import facts_of
+from autoac.tape.torch_facts.op_facts import OpFacts, facts_of
 from autoac.tape.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.tape.torch_facts.private import (
     FakeTensorMode,
@@ -66,6 +68,7 @@ class FakeAllocations(KnownValues):
         self._blocks: list[AllocatedBlock] = []  # by address, which counts from 1
         self._block_of_storage: StorageTable[AllocatedBlock] = StorageTable()
         self._gradient_sum: tuple[AllocatedBlock | None, AllocatedBlock | None] = (None, None)  # see _settle
+        self._with_memories: Any = private.WeakIdKeyDictionary()  # by tensor on meta
         self._deaths: set[weakref.ref[torch.UntypedStorage]] = set()
 
     def new_memory(self, tensor: Tensor) -> Tensor:
@@ -113,6 +116,26 @@ class FakeAllocations(KnownValues):
                 self._gradient_sum = (self._unshared_block_of(args[0]), self._block_of(out))
             self._now_us += self._runtime_us(facts, func, args, kwargs, out)
         return out
+
+    def _run(self, facts: OpFacts, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if any(map(_has_no_values, tensors_in(args, kwargs))):
+            args, kwargs = private.tree_map_only(
+                Tensor, partial(self._with_memory, facts.name), (args, dict(kwargs))
+            )
+        return super()._run(facts, func, args, kwargs)
+
+    def _with_memory(self, op: str, tensor: Tensor) -> Tensor:
+        """Return a fake tensor for one on meta that the step did not copy, such as one in a closure."""
+        if not _has_no_values(tensor):
+            return tensor
+        if tensor.requires_grad:
+            raise CannotFake(
+                op, "it trains a tensor on meta that is not a parameter of the model; make it one"
+            )
+        found: Tensor | None = self._with_memories.get(tensor)
+        if found is None:
+            self._with_memories[tensor] = found = self.new_memory(tensor)
+        return found
 
     def _block_of(self, tensor: Any) -> AllocatedBlock | None:
         if not isinstance(tensor, Tensor) or not has_storage(tensor):
@@ -209,3 +232,7 @@ class FakeAllocations(KnownValues):
 
     def check_complete(self, _where: str, _storages: Iterable[RecordedStorage]) -> None:
         """Return: all storages are seen."""
+
+
+def _has_no_values(tensor: Tensor) -> bool:
+    return tensor.is_meta and not isinstance(tensor, private.FakeTensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ import torch
 from torch import nn
 
 import ac_client
-from ac_client import Fit, InfeasibleBudget, InvalidBudget
+from ac_client import Fit, InfeasibleBudget, InvalidBudget, NotApplied
 from ac_client.measure.memory_timeline import AllocatorTimeline
+from ac_client.model_loader import TrainingSetup
+from ac_client.timed_sizes import TURNS, PlannedSize, times_in_turns
 from autoac.planner import Constraints, InvalidLimit, Profile, bounds, build, plan
 from autoac.profiler import DATASHEETS, Device, profile
+from autoac.profiler.errors import CannotFake
 
 MIB_IN_GB = 1 / 1024
 ROWS = 4096  # of one sample
@@ -89,8 +93,9 @@ def test_the_largest_size_is_split_where_micro_batches_are_faster(found: Fit) ->
         budget_bytes=found.budget_bytes,
         constraints=Constraints(gradients="present"),
     )
-    assert found.split.step_us == pytest.approx(count * (half.step_us + half.extra_us), rel=0.01)
-    assert found.split.step_us < found.row(found.largest).step_us
+    split_us = count * (half.step_us + half.extra_us)
+    assert found.split.share == pytest.approx(split_us / found.row(found.largest).step_us, rel=0.01)
+    assert found.split.share < 1
     roomy = ac_client.fit(layers, 600 * MIB_IN_GB, on="h100", most=2)
     assert roomy.largest == roomy.all_saved
     assert roomy.split is None
@@ -158,6 +163,75 @@ def test_steps_of_this_machine_find_the_largest_size_that_really_fits() -> None:
     assert 0 < found.all_saved < found.largest == largest < 64
     assert found.proven_from == largest + 1
     assert not found.device.endswith("(estimated)")
+
+
+def test_the_fastest_size_of_this_machine_is_measured_in_turns() -> None:
+    found = ac_client.fit(real, 2 / 1024, most=64)
+    timed = {row.size: row.measured.median for row in found.rows if row.measured is not None}
+    assert {found.largest, found.all_saved, found.fastest} <= set(timed)
+    assert timed[found.fastest] == max(timed.values()) == found.per_second(found.fastest)
+    assert set(found.equals) < set(timed)
+    assert set(timed) <= set(found.profiled)
+    assert found.split is None or found.split.share < 1
+
+
+def test_a_fake_fit_measures_nothing(found: Fit) -> None:
+    assert not any(row.measured for row in found.rows)
+    assert found.equals == ()
+
+
+def test_times_in_turns_put_the_model_back() -> None:
+    model, rows = real(2)
+    policies = {size: plan(profile(*real(size)), budget_bytes=3 << 20).policy() for size in (2, 4)}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    calls = list[int]()
+    model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
+    ways = [PlannedSize(2, policies[2], 2), PlannedSize(4, policies[4])]
+    taken = times_in_turns(lambda size: TrainingSetup(model, (real(size)[1],)), ways, None)
+    assert [len(times) for times in taken] == [TURNS, TURNS]
+    assert sorted(calls) == [len(rows)] * 2 * (TURNS + 1) + [2 * len(rows)] * (TURNS + 1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(NotApplied):
+        ac_client.applied(model)
+
+
+def classes(size: int, *, closed_over: bool) -> dict[str, Any]:
+    """Return a classifier on the meta device, whose loss reads targets."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1000))
+        rows, targets = torch.empty(size * 128, 64), torch.empty(size * 128, dtype=torch.long)
+    if closed_over:
+        return {
+            "model": model,
+            "args": (rows,),
+            "loss": lambda out: nn.functional.cross_entropy(out, targets),
+        }
+    return {
+        "model": model,
+        "args": (rows,),
+        "loss": partial(nn.functional.cross_entropy, target=targets),
+    }
+
+
+def test_a_loss_may_close_over_targets_on_meta() -> None:
+    found, other = (
+        ac_client.fit(partial(classes, closed_over=closed_over), 0.2, on="h100")
+        for closed_over in (True, False)
+    )
+    assert [(row.size, row.peak_bytes) for row in found.rows] == [
+        (row.size, row.peak_bytes) for row in other.rows
+    ]
+
+
+def test_a_loss_that_trains_a_tensor_on_meta_is_told_to_add_it_to_the_model() -> None:
+    def with_head(size: int) -> dict[str, Any]:
+        setup = classes(size, closed_over=True)
+        head = nn.Linear(1000, 10, device="meta")
+        return setup | {"loss": lambda out: head(out).sum()}
+
+    with pytest.raises(CannotFake, match="not a parameter of the model"):
+        ac_client.fit(with_head, 0.2, on="h100")
 
 
 def test_fit_leaves_a_real_model_as_it_was() -> None:

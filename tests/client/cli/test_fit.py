@@ -11,6 +11,7 @@ import pytest
 
 from ac_client.cli.exit_codes import ERROR, OK, USAGE
 from ac_client.cli.main import main
+from autoac.planner import PolicySet
 
 SIZED = """
 import torch
@@ -20,6 +21,10 @@ def make(size):
     with torch.device("meta"):
         model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())))
         return model, torch.empty(size * 1024, 256)
+
+def real(size):
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+    return model, torch.ones(size * 64, 64)
 
 def wrong(size):
     return 3
@@ -67,6 +72,19 @@ def test_json_has_the_answers_and_every_row(capsys: Any) -> None:
     assert {facts["largest"], facts["fastest"]} <= set(sizes)
     assert all(size % 2 == 0 for size in sizes)
     assert facts["proven_from"] == facts["largest"] + 2
+
+
+def test_policies_are_written_for_training_to_start_planned(capsys: Any) -> None:
+    code, out, err = run(capsys, "sized:real", "--budget-gb", "0.004", "--most", "6", "-o", "policies.json")
+    assert code == OK, err
+    assert out.splitlines()[-1].endswith('train with ac_client.apply(model, policy="policies.json").')
+    policies = PolicySet.from_json(Path("policies.json").read_text())
+    head = next(line for line in out.splitlines() if line.startswith("batch"))
+    assert "measured" in head
+    largest = next(line.split()[0] for line in out.splitlines() if "largest" in line.split())
+    assert max(bucket.shape["0"] for bucket in policies.buckets) == f"float32[{64 * int(largest)}, 64]"
+    assert "profiling a step of size 1" in err
+    assert "in turns" in err
 
 
 def test_layouts_are_compared_by_bytes_and_not_by_time(capsys: Any) -> None:

@@ -1,0 +1,80 @@
+"""Time training steps of several sizes side by side, each under its plan."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ac_client.applied_model import applied
+from ac_client.apply import apply
+from ac_client.model_loader import TrainingSetup
+from ac_client.planning.batch_shape import shape_of
+from autoac.planner import Policy, PolicySet
+from autoac.planner.formats.policy_set import Bucket
+from autoac.profiler.plain_step import run_batches, steps_put_back
+from autoac.profiler.steps.training_loop import TrainingStep
+
+log = logging.getLogger("ac_client.fit")
+
+TURNS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSize:
+    """A training step as one or several equal batches, whose gradients add up."""
+
+    size: int  # of each batch
+    policy: Policy
+    batches: int = 1
+
+
+def times_in_turns(
+    setup: Callable[[int], TrainingSetup], ways: Sequence[PlannedSize], autocast: torch.dtype | None
+) -> list[list[float]]:
+    """Return the microseconds of `TURNS` steps of each way, without the optimizer's step.
+
+    The ways take turns, so that what else the machine does adds to all alike. A step of each before is not
+    counted. Gradients, buffers and generators are put back.
+
+    Args:
+        setup: returns the model and the batch of a size. The first one's model runs all steps.
+        ways: of different sizes.
+
+    Raises:
+        torch.OutOfMemoryError: a step has no room on the device.
+    """
+    log.info("timing steps of sizes %s in turns", ", ".join(_name(way) for way in ways))
+    first = setup(ways[0].size)
+    model, device = first.model, first.device
+    steps = [_step(first, model), *(_step(setup(way.size), model) for way in ways[1:])]
+    buckets = [
+        Bucket(shape=dict(shape_of(tuple(step.args), step.kwargs)), policy=way.policy)
+        for step, way in zip(steps, ways, strict=True)
+    ]
+    taken: list[list[float]] = [[] for _ in ways]
+    with steps_put_back(model, steps, device):
+        apply(model, policy=PolicySet(buckets=tuple(buckets)))
+        try:
+            for turn in range(-1, TURNS):
+                for place in range(len(ways)):
+                    number = (turn + place) % len(ways)
+                    began = time.perf_counter()
+                    run_batches(steps[number], ways[number].batches, device, autocast)
+                    if turn >= 0:
+                        taken[number].append((time.perf_counter() - began) * 1e6)
+        finally:
+            applied(model).remove()
+    return taken
+
+
+def _name(way: PlannedSize) -> str:
+    return str(way.size) if way.batches == 1 else f"{way.batches} x {way.size}"
+
+
+def _step(setup: TrainingSetup, model: nn.Module) -> TrainingStep:
+    return TrainingStep(model, setup.args, setup.kwargs, setup.loss)
