@@ -97,7 +97,6 @@ class Fit:
     proven_from: int | None  # this size and larger ones are proven not to fit; None: the search ended before
     split: MicroBatches | None  # of the largest size, where that is faster than its plan; None for tokens
     largest_without_loss: int | None  # that fits with a chunked loss; None: no larger one
-    measured_only: tuple[str, ...]  # columns of profiles that are not exact between the profiled sizes
     profiled: tuple[int, ...]  # sizes that have profiles of their own; others are interpolated
     profile_of: Callable[[int], Profile] = field(repr=False)
     shapes: Mapping[int, Mapping[str, str]] = field(repr=False)  # of batches that were built, by size
@@ -205,7 +204,6 @@ class SizeSearch:
         split = self._split(largest) if axis == "batch" else None
         if self._sizes.runs:
             fastest, equals = self._time(largest, all_saved)
-        joined = self._sizes.joined
         m = self._multiple
         return Fit(
             axis=axis,
@@ -220,7 +218,6 @@ class SizeSearch:
             proven_from=None if self._proven is None else self._proven * m,
             split=split,
             largest_without_loss=self._largest_without_loss(largest),
-            measured_only=() if joined is None else joined.measured_only,
             profiled=self._sizes.profiled,
             profile_of=self._sizes.at,
             shapes=self._sizes.shapes,
@@ -244,10 +241,12 @@ class SizeSearch:
             self._proven = after if highest < self._most and after not in self._no_room else None
             all_saved = self._last(lambda n: bounds(build(self._at(n))).ceiling <= self._budget, 0, highest)
             largest = self._last(self._has_plan, max(all_saved, 1), highest)
+            while largest < highest and self._last(self._has_plan_with_work, largest, largest + 1) > largest:
+                largest += 1
             joined = [n for n in {all_saved, largest} - {0} if n * self._multiple not in self._sizes.profiled]
             if not joined:
                 return largest, all_saved
-            for n in joined:  # where bytes between the knots are not exact, its own profile may not fit
+            for n in joined:
                 self._sizes.profile(n * self._multiple)
 
     def _least(self, n: int) -> int:
@@ -273,16 +272,22 @@ class SizeSearch:
         step = self._at(n)
         needs = step.static, step.storages, step.temporaries, step.ops.other_nbytes, step.backward.peak_nbytes
         if n not in self._found or self._found[n][0] != needs:
-            self._found[n] = needs, self._find_plan(n)
+            self._found[n] = needs, self._find_plan(n, FIND_WORK)
         has_plan = self._found[n][1]
         if has_plan is False:
             self._proven = n if self._proven is None else min(n, self._proven)
         return bool(has_plan)
 
-    def _find_plan(self, n: int) -> bool | None:
+    def _has_plan_with_work(self, n: int) -> bool:
+        """Return True if a plan of the size is found, with the work of a plan of the table."""
+        if not self._has_plan(n) and self._found[n][1] is None:
+            self._found[n] = self._found[n][0], self._find_plan(n, WORK_LIMIT)
+        return self._has_plan(n)
+
+    def _find_plan(self, n: int, work_limit: float) -> bool | None:
         """Return True if a plan of the size is found, False if there is proven to be none."""
         try:
-            self._planned(n, gap=1.0, work_limit=FIND_WORK)
+            self._planned(n, gap=1.0, work_limit=work_limit)
         except InfeasibleBudget:  # with moves to the host, it is about plans without
             return None if self._constraints.host_budget_bytes else False
         except SolverOutOfTime:

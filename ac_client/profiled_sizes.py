@@ -89,9 +89,9 @@ class ProfiledSizes:
         if size in self._profiled:
             return self._profiled[size]
         joined = self.joined
-        if joined is None or size < joined.sizes[0] or (size in self._knots and size not in joined.sizes):
+        if joined is None or joined.measured_only:  # bytes that no curve through the knots has
             return self.profile(size)
-        if joined.measured_only and size > joined.sizes[-1]:
+        if size < joined.sizes[0] or (size in self._knots and size not in joined.sizes):
             return self.profile(size)
         return joined.at(size)
 

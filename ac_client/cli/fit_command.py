@@ -221,8 +221,6 @@ def _lines(found: Fit) -> Iterator[str]:
     others = [str(row.size) for row in found.rows if row.size not in found.profiled]
     if others:
         yield f"Interpolated between the profiles of other sizes: {', '.join(others)}."
-    if others and found.measured_only:
-        yield f"Not exact there: {', '.join(found.measured_only)}."
 
 
 def _rate(per_second: float) -> str:

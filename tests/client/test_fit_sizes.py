@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,17 @@ from ac_client import Fit, InfeasibleBudget, InvalidBudget, NotApplied
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.model_loader import TrainingSetup
 from ac_client.timed_sizes import TURNS, PlannedSize, times_in_turns
-from autoac.planner import Constraints, InvalidLimit, Profile, bounds, build, plan
+from autoac.planner import (
+    Constraints,
+    InvalidLimit,
+    Plan,
+    Profile,
+    SolverOutOfTime,
+    bounds,
+    build,
+    plan,
+    plan_with_host,
+)
 from autoac.profiler import DATASHEETS, Device, profile
 from autoac.profiler.errors import CannotFake
 
@@ -232,6 +243,45 @@ def test_a_loss_that_trains_a_tensor_on_meta_is_told_to_add_it_to_the_model() ->
 
     with pytest.raises(CannotFake, match="not a parameter of the model"):
         ac_client.fit(with_head, 0.2, on="h100")
+
+
+class Recurrent(nn.Module):
+    """An LSTM, whose kernel takes memory that is on no line in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(24, 40, num_layers=2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0].square().mean()  # type: ignore[no-any-return]
+
+
+def recurrent(size: int) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Recurrent(), torch.ones(size, 12, 24)
+
+
+def test_sizes_whose_bytes_are_on_no_line_have_profiles_of_their_own() -> None:
+    found = ac_client.fit(recurrent, 0.5 / 1024, most=16)
+    for size in (6, 7, 9, 11, 13):
+        own = profile(*recurrent(size))
+        assert found.peak_bytes(size) == bounds(build(own)).ceiling
+
+
+def test_a_size_is_given_up_only_after_the_work_of_a_plan(
+    found: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Little work finds the plans of the other tests, so here it finds none."""
+    module = sys.modules["ac_client.fit"]
+
+    def planned(*args: Any, work_limit: float, **options: Any) -> Plan:
+        if work_limit == module.FIND_WORK:  # type: ignore[attr-defined]
+            raise SolverOutOfTime(found.budget_bytes, None)
+        return plan_with_host(*args, work_limit=work_limit, **options)
+
+    monkeypatch.setattr(module, "plan_with_host", planned)
+    again = ac_client.fit(layers, 600 * MIB_IN_GB, on="h100")
+    assert found.all_saved < again.largest == found.largest
 
 
 def test_fit_leaves_a_real_model_as_it_was() -> None:
