@@ -52,6 +52,7 @@ MOST_PLANS = 12  # for the table
 MOST_MICRO_BATCHES = 8
 WORK_LIMIT = 5.0  # of one plan
 FIND_WORK = 0.2  # to find any plan of a size
+LAST_WORK = 2.0  # to find any plan of the size after the largest
 BENT = 0.003  # of a step: what run times between knots may be off
 STEP_GAP = 0.002  # of a step: plans are near enough to the best one
 MOST_TIMED = 4  # sizes whose steps are timed in turns
@@ -193,6 +194,7 @@ class SizeSearch:
         self._most = MOST_MULTIPLES if most is None else most // multiple
         self._rows: dict[int, FitRow] = {}
         self._found: dict[int, tuple[object, bool | None]] = {}  # bytes of sizes, and if they have plans
+        self._given_up = set[int]()
         self._proven: int | None = None
         self._no_room = set[int]()  # sizes that ran out of memory
         self._bent = True  # run times do not lie on a line between the knots
@@ -279,9 +281,10 @@ class SizeSearch:
         return bool(has_plan)
 
     def _has_plan_with_work(self, n: int) -> bool:
-        """Return True if a plan of the size is found, with the work of a plan of the table."""
-        if not self._has_plan(n) and self._found[n][1] is None:
-            self._found[n] = self._found[n][0], self._find_plan(n, WORK_LIMIT)
+        """Return True if a plan of the size is found, with more work than while sizes are many."""
+        if not self._has_plan(n) and self._found[n][1] is None and n not in self._given_up:
+            self._given_up.add(n)
+            self._found[n] = self._found[n][0], self._find_plan(n, LAST_WORK)
         return self._has_plan(n)
 
     def _find_plan(self, n: int, work_limit: float) -> bool | None:
