@@ -268,9 +268,7 @@ def test_sizes_whose_bytes_are_on_no_line_have_profiles_of_their_own() -> None:
         assert found.peak_bytes(size) == bounds(build(own)).ceiling
 
 
-def test_a_size_is_given_up_only_after_more_work(
-    found: Fit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_is_given_up_only_after_more_work(found: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     """Little work finds the plans of the other tests, so here it finds none."""
     module = sys.modules["ac_client.fit"]
 
