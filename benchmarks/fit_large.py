@@ -2,8 +2,8 @@
 
     python -m benchmarks.fit_large [--only PATTERN] [--no-scan] [--out FILE]
 
-The budget of a model is the peak of a step of four samples with nothing recomputed. In a scan every size has a
-fake profile and a plan of its own, up to the first that has none. `fit` may find a largest size that is one
+The budget of a model is the peak of a step of four samples with nothing recomputed. In a scan every size has
+a fake profile and a plan of its own, up to the first that has none. `fit` may find a largest size that is one
 smaller, and a fastest size that is slower by 1 %.
 
 Exit with 1 if `fit` takes more than `MOST_CPU_S`, or a size is wrong.
