@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 
 from autoac.planner.errors import InvalidBudget
-from autoac.planner.units import GIB, bytes_from_gb
+from autoac.planner.units import GIB, bytes_from_gb, format_bytes
 
 MOST_GB = 1 << 20
 """More GiB than any device has: a budget beyond was meant in bytes."""
@@ -38,6 +38,33 @@ def headroom_in_bytes(gb: object, name: str = "headroom_gb") -> int:
     if number < 0:
         raise InvalidBudget(f"{name} must be a number of GiB from 0, got {gb!r}")
     return bytes_from_gb(number)
+
+
+def one_budget(budget_gb: float | None, budget_bytes: int | None, headroom_bytes: int = 0) -> int:
+    """Return the bytes of the one budget that is given, less the headroom.
+
+    Raises:
+        InvalidBudget: not exactly one is given, it is not positive, or the headroom leaves nothing of it.
+    """
+    if (budget_gb is None) == (budget_bytes is None):
+        raise InvalidBudget(
+            "exactly one of budget_gb and budget_bytes must be given, "
+            f"got budget_gb={budget_gb}, budget_bytes={budget_bytes}"
+        )
+    if headroom_bytes < 0:
+        raise InvalidBudget(f"headroom_bytes must not be negative, got {headroom_bytes!r}")
+    if budget_gb is not None:
+        nbytes = budget_in_bytes(budget_gb)
+    elif isinstance(budget_bytes, Integral) and not isinstance(budget_bytes, bool) and budget_bytes > 0:
+        nbytes = int(budget_bytes)
+    else:
+        raise InvalidBudget(f"budget_bytes must be a positive whole number, got {budget_bytes!r}")
+    if nbytes - headroom_bytes <= 0:
+        raise InvalidBudget(
+            f"the headroom of {format_bytes(headroom_bytes)} leaves nothing of a budget of "
+            f"{format_bytes(nbytes)}: pass a smaller headroom or a larger budget"
+        )
+    return nbytes - headroom_bytes
 
 
 def _number(gb: object, name: str, requirement: str) -> float:

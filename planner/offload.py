@@ -109,8 +109,8 @@ def plan_offload(
     """Plan a step within a budget, with a link to the host: save, recompute or move.
 
     Nothing moves if everything fits, or if moves do not save half a percent of the step. Nor does anything
-    move under a forward budget, while other microbatches wait, or if blocks or forwards share compiled code:
-    with moves, each would need code of its own.
+    move under a forward budget, or if blocks or forwards share compiled code: with moves, each would need
+    code of its own. Microbatches that wait have moved as much as the one at work, to the same host.
 
     Args:
         profile: one training step, or the Graph of one.
@@ -126,7 +126,8 @@ def plan_offload(
     graph = constrained(profile, constraints)
     of = profile if isinstance(profile, Profile) else None
     limited = constraints.forward_budget_bytes is not None
-    may_move = not (limited or graph.waiting_microbatches or shared_calls(graph))
+    may_move = not (limited or shared_calls(graph))
+    link = replace(link, host_bytes=link.host_bytes // (1 + graph.waiting_microbatches))
     may_move = may_move and bool(movable(graph, link))
     without, unplanned, work_limit = None, None, terms.get("work_limit", DEFAULT_WORK_LIMIT)
     share = 1.0 - MOVES_SHARE if may_move else 1.0
@@ -270,7 +271,8 @@ def _with(
     graph = problem.graph
     fullest = peak_of(graph, graph.everything).moment
     moves = choose_points(graph, saved - moved, moved, link)
-    moves = tuple(move for move in moves if move.is_absent(graph, fullest))
+    if not graph.waiting_microbatches:  # else each leaves the device before its microbatch waits
+        moves = tuple(move for move in moves if move.is_absent(graph, fullest))
     moving = SearchProblem(with_moves(graph, moves, link), replace(problem.options, blockwise=False))
     own = allowance.with_work_up_to(SEARCH_WORK)
     had = own.work_left

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 from typing import Any
 
-from autoac.planner.budget import budget_in_bytes
+from autoac.planner.budget import one_budget
 from autoac.planner.errors import InfeasibleBudget, InvalidBudget, InvalidLimit, PlannerError, SolverOutOfTime
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import (
@@ -166,6 +165,7 @@ class Plan:
                 gap=self.gap,
                 stall_us=self.stall_us,
                 moved_bytes=self.moved_bytes,
+                microbatches=1 + self.graph.waiting_microbatches,
             ),
             tools=tool_versions() | planned_for(profile.environment),
             constraints=self.constraints,
@@ -225,7 +225,7 @@ def plan(
         SolverOutOfTime: the given work and time gave neither a plan nor a proof that none exists. Not raised
             if `find_minimum_peak`, with its defaults, finds a save set that fits the budget.
     """
-    budget = _budget(budget_gb, budget_bytes, headroom_bytes)
+    budget = one_budget(budget_gb, budget_bytes, headroom_bytes)
     check_limits(gap, time_limit_s, work_limit)
     if step_gap is not None and not 0 <= step_gap <= 1:
         raise InvalidLimit("step_gap", step_gap, "from 0 to 1")
@@ -430,28 +430,6 @@ def _forward_limit(constraints: Constraints, headroom: int) -> int | None:
             f"{format_bytes(limit)}: pass a smaller headroom, or a larger budget for forward"
         )
     return None if limit is None else limit - headroom
-
-
-def _budget(budget_gb: float | None, budget_bytes: int | None, headroom_bytes: int) -> int:
-    if (budget_gb is None) == (budget_bytes is None):
-        raise InvalidBudget(
-            "exactly one of budget_gb and budget_bytes must be given, "
-            f"got budget_gb={budget_gb}, budget_bytes={budget_bytes}"
-        )
-    if headroom_bytes < 0:
-        raise InvalidBudget(f"headroom_bytes must not be negative, got {headroom_bytes!r}")
-    if budget_gb is not None:
-        nbytes = budget_in_bytes(budget_gb)
-    elif isinstance(budget_bytes, Integral) and not isinstance(budget_bytes, bool) and budget_bytes > 0:
-        nbytes = int(budget_bytes)
-    else:
-        raise InvalidBudget(f"budget_bytes must be a positive whole number, got {budget_bytes!r}")
-    if nbytes - headroom_bytes <= 0:
-        raise InvalidBudget(
-            f"the headroom of {format_bytes(headroom_bytes)} leaves nothing of a budget of "
-            f"{format_bytes(nbytes)}: pass a smaller headroom or a larger budget"
-        )
-    return nbytes - headroom_bytes
 
 
 def decided(profile: Profile, graph: Graph, save_set: SaveSet, moves: Sequence[Move] = ()) -> dict[str, Any]:

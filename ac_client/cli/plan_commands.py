@@ -228,6 +228,7 @@ def stages(
         ),
     ] = None,
     *,
+    host_budget_gb: HostBudget = 0.0,
     options: PlanningOptions,
     as_json: Json = False,
 ) -> None:
@@ -248,6 +249,8 @@ def stages(
     headroom_bytes, constraints = options.headroom_bytes, options.constraints()
     weight_half_bytes = [headroom_in_bytes(gb, "--weight-half-gb") for gb in weight_half_gb or []]
     observed = [read_profile(path) for path in paths]
+    for profile in observed:
+        constraints = with_host_budget(constraints, host_budget_gb, profile)
     files = [output / f"stage-{s}.json" for s in range(len(paths))]
     folder = next(folder for folder in (output, *output.parents) if folder.exists())
     for path in files:
@@ -337,7 +340,7 @@ def _stage_table(planned: Stages) -> list[str]:
     from autoac.planner.report.by_module import aligned
     from autoac.planner.units import format_bytes, format_us
 
-    head = ("stage", "in flight", "peak", "budget", "recompute", "gap", "busy", "idle")
+    head = ("stage", "in flight", "peak", "budget", "extra time", "gap", "busy", "idle")
     rows = [head]
     for s, stage in enumerate(planned.stages):
         plan_ = stage.plan
@@ -347,7 +350,7 @@ def _stage_table(planned: Stages) -> list[str]:
                 str(stage.in_flight),
                 format_bytes(plan_.peak),
                 format_bytes(plan_.budget + plan_.headroom),
-                format_us(plan_.recompute_us),
+                format_us(plan_.extra_us),
                 f"{plan_.gap:.1%}",
                 format_us(planned.times.busy_us[s]),
                 format_us(planned.times.bubble_us[s]),

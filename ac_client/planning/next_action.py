@@ -74,6 +74,7 @@ class PlannedFor:
     limit: int  # of the peak: the budget less headroom
     peak: int = 0  # predicted, the correction included
     forward_nbytes: int = 0  # that one more forward in flight holds at most
+    microbatches: int = 1  # of a pipeline's stage, the one at work and those that wait
     recomputes: bool = True  # at least one op
     stays: str = ""  # why it is never made again: how it was planned; "" if it may be
     loop: Loop = field(default_factory=Loop)
@@ -412,7 +413,8 @@ def _loop(planned: PlannedFor, facts: StepFacts) -> Action | None:
     if facts.loop is None:
         return None
     loop, in_flight, warning = facts.loop, facts.waiting + 1, ""
-    if in_flight > max(loop.forwards, planned.loop.forwards) and not planned.fits(facts.waiting):
+    planned_for = max(loop.forwards, planned.loop.forwards, planned.microbatches)
+    if in_flight > planned_for and not planned.fits(facts.waiting):
         loop = replace(loop, forwards=in_flight)
         warning = _may_go_over(
             planned,

@@ -55,6 +55,8 @@ class Predicted(FrozenModel):
     # With moves, the extra time is that of recomputes and of stalls, and so is the bound.
     stall_us: Annotated[Microseconds, Field(exclude_if=lambda us: us == 0)] = 0.0  # compute waits for copies
     moved_bytes: Annotated[Count, Field(exclude_if=lambda nbytes: nbytes == 0)] = 0  # to the host
+    # Of a pipeline's stage: the microbatch at work, and those that wait for their backward.
+    microbatches: Annotated[Count, Field(ge=1, exclude_if=lambda n: n == 1)] = 1
 
 
 class Policy(FrozenModel):

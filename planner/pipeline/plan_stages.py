@@ -8,6 +8,9 @@ backward. Each holds what the save set keeps past forward, so these bytes count 
 schedule, a backward follows directly on the forward that brings the stage to n microbatches. So both run
 while n - 1 others wait. The largest peak of the stage is therefore the simulated peak of one microbatch while
 n - 1 wait.
+
+What a microbatch moves to the host has left the device where its forward ends, so those that wait hold
+nothing of it there; the host holds it n times.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict, Unpack
 
+from autoac.planner.budget import one_budget
 from autoac.planner.errors import InfeasibleBudget, InvalidConstraints, InvalidPipeline
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.profile import Profile
+from autoac.planner.offload import plan_with_host
 from autoac.planner.pipeline.schedules import Cost, PipelineTimes, Schedule, WorkKind, stage_loads, times
-from autoac.planner.plan import Plan, plan
+from autoac.planner.plan import Plan
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.highs import OnProgress
@@ -48,7 +53,7 @@ class Stage:
     in_flight: int  # microbatches of one chunk's size, the one at work included
     waiting_bytes: int  # of microbatches that wait for their weight half; not in the plan
     plan: Plan
-    cost: Cost  # of one microbatch of one chunk, with what the plan recomputes
+    cost: Cost  # of one microbatch of one chunk, with what the plan recomputes, and waits for moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +114,8 @@ def plan_stage(
         profile: one microbatch's step on the stage, or the Graph of one (whose own batch is not known).
         in_flight: the microbatch at work and those that wait: see `schedules.in_flight`.
         beside_bytes: other bytes on the device, such as the parameters of the stage's other chunks.
-        constraints: as for `plan`, except that the gradients of a stage exist for all microbatches but
-            the first, as `stage_graph` has it.
+        constraints: as for `plan_with_host`, except that the gradients of a stage exist for all microbatches
+            but the first, as `stage_graph` has it. Outputs move only with the link of a Profile.
         budget_gb, budget_bytes, options: as for `plan`.
 
     Raises:
@@ -126,10 +131,10 @@ def plan_stage(
                 "leave it out"
             )
         for_plan = for_plan.model_copy(update={"gradients": "as profiled"})
-    stage_plan = plan(
+    stage_plan = plan_with_host(
         stage_graph(profile, in_flight, beside_bytes=beside_bytes),
-        budget_gb=budget_gb,
-        budget_bytes=budget_bytes,
+        budget_bytes=one_budget(budget_gb, budget_bytes),
+        rates=profile.link if isinstance(profile, Profile) else None,
         constraints=for_plan,
         **options,
     )
@@ -205,7 +210,7 @@ def plan_stages(
         except (InfeasibleBudget, InvalidConstraints) as error:
             error.add_note(f"This is stage {s} of {p}, which holds {n} microbatches under {schedule}.")
             raise
-        cost = _cost(stage_plan.graph, stage_plan.recompute_us)
+        cost = _cost(stage_plan.graph, stage_plan.extra_us)
         stages.append(Stage(n, waiting_bytes, stage_plan, cost))
         plain.append(_cost(stage_plan.graph, 0.0))
     return Stages(
@@ -224,11 +229,11 @@ def _chunk_bytes(profile: Profile | Graph) -> int:
     return profile.static.total - profile.static.inputs + profile.gradient_nbytes
 
 
-def _cost(graph: Graph, recompute_us: float) -> Cost:
-    """Return the cost of a microbatch; recompute runs in the input half of backward, which comes first."""
+def _cost(graph: Graph, extra_us: float) -> Cost:
+    """Return the cost of a microbatch; extra time counts in the input half of backward, which comes first."""
     backward = sum(step.runtime_us for step in graph.steps)
     return Cost(
         forward_us=sum(op.runtime_us for op in graph.ops),
-        input_us=backward * (1 - WEIGHT_SHARE) + recompute_us,
+        input_us=backward * (1 - WEIGHT_SHARE) + extra_us,
         weight_us=backward * WEIGHT_SHARE,
     )

@@ -105,7 +105,7 @@ def build_program(
     peak = variables.new_columns(0 if budget is not None else 1)
     moved = None if moves is None else MoveColumns(variables, moves)
     for i, moment in enumerate(variables.moments):
-        less = (peak, scale) if moved is None else moved.absent_bytes(i)
+        less = (peak, np.full(len(peak), scale)) if moved is None else moved.absent_bytes(i)
         memory.add_row(moment, budget, scale, *less)
     _add_order_rows(variables, table)
     _add_chain_rows(variables, table)

@@ -17,9 +17,11 @@ from torch import nn
 
 import ac_client
 from ac_client.planning.facts import host_budget, peak_watch
-from autoac.planner import InfeasibleBudget, build, find_minimum_peak, plan, plan_offload
+from autoac.planner import InfeasibleBudget, Policy, build, find_minimum_peak, plan, plan_offload
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.profile import LinkRates
+from autoac.planner.pipeline.plan_stages import plan_stage, stage_graph
+from autoac.planner.pipeline.schedules import Schedule, WorkKind, actions
 from autoac.planner.plan import decided
 from autoac.planner.problem.moves import Link, Move, with_moves
 from autoac.planner.units import GIB
@@ -252,6 +254,63 @@ def test_plan_below_the_smallest_peak_of_recompute_alone_is_carried_out(gpu: Mod
     losses, peaks, _ = losses_and_peaks(gpu, policy=planned.policy())
     assert losses == expected
     assert peaks[-1] == planned.peak <= budget < low
+
+
+def run_stage(gpu: ModuleType, n: int, policy: Policy | None) -> tuple[list[torch.Tensor], int]:
+    """Run two steps of 2n microbatches on a stage of 1F1B that holds n; return gradients and the last peak.
+
+    The first backward of a plan compares contents, which takes some memory.
+    """
+    before = torch.cuda.memory_allocated()
+    torch.manual_seed(0)
+    model = gpt2(layers=4, width=64, heads=4, vocabulary=64, positions=64).cuda()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    batches = [torch.randint(0, 64, (16, 64), device="cuda") for _ in range(2 * n)]
+    if policy is not None:
+        ac_client.apply(model, policy=policy, strict=True)
+    outputs: dict[int, Any] = {}  # each held until its backward is over, as the profile assumes
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        for action in actions(Schedule.ONE_F_ONE_B, 0, n, 2 * n):
+            ids, k = batches[action.microbatch], action.microbatch
+            if action.kind is WorkKind.FORWARD:
+                outputs[k] = model(input_ids=ids, labels=ids)
+            else:
+                outputs[k].loss.backward()
+                del outputs[k]
+    peak = torch.cuda.max_memory_allocated() - before
+    assert gpu.take_races() == []
+    batch_bytes = sum(ids.untyped_storage().nbytes() for ids in batches[n:])
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None], peak - batch_bytes
+
+
+def test_microbatches_of_a_stage_wait_on_the_host(gpu: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    """The stage holds three: what two of them moved is on the host while the third one runs."""
+    n = 3
+    torch.manual_seed(0)
+    model = gpt2(layers=4, width=64, heads=4, vocabulary=64, positions=64).cuda()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    ids = torch.randint(0, 64, (16, 64), device="cuda")
+    rates = LinkRates(out_bytes_per_us=20e3, in_bytes_per_us=20e3, latency_us=0.0)
+    step = profile(model, input_ids=ids, labels=ids).model_copy(update={"link": rates})
+    low = find_minimum_peak(stage_graph(step, n)).found
+    high = plan_stage(step, in_flight=n, budget_gb=1.0).peak
+    budget = low + (high - low) // 3
+    constraints = ac_client.Constraints(host_budget_bytes=GIB)
+    planned = plan_stage(step, in_flight=n, budget_bytes=budget, constraints=constraints)
+    alone = plan_stage(step, in_flight=n, budget_bytes=budget)
+    assert planned.moves
+    assert planned.extra_us < alone.extra_us
+    del model, ids
+    expected, _ = run_stage(gpu, n, None)
+    host_memory.peak = host_memory.used
+    gradients, peak = run_stage(gpu, n, planned.policy())
+    assert all(map(torch.equal, gradients, expected))
+    assert peak == planned.peak <= budget
+    assert host_memory.peak - host_memory.used == n * planned.moved_bytes
+    assert "ac_client" not in {record.name for record in caplog.records if record.levelname == "WARNING"}
 
 
 armed: list[str] = []  # not empty: backward of `same` raises

@@ -58,7 +58,7 @@ class MemoryConstraints:
         self._waiting: LinearSum | None = None  # bytes of one waiting microbatch
 
     def add_row(
-        self, moment: ConstrainedMoment, budget: int | None, scale: float, less: Codes, less_nbytes: float
+        self, moment: ConstrainedMoment, budget: int | None, scale: float, less: Codes, less_nbytes: Floats
     ) -> None:
         """(13) Add the row: what is live at `moment`, without `less_nbytes` times `less`, fits in `budget`.
 
@@ -66,7 +66,7 @@ class MemoryConstraints:
         """
         live = self.bytes_at(moment)
         codes = np.concatenate([*live.codes, less])
-        coefficients = np.concatenate([*live.coefficients, np.full(len(less), -less_nbytes)]) / scale
+        coefficients = np.concatenate([*live.coefficients, -less_nbytes]) / scale
         limit = 0.0 if budget is None else budget
         self.table.add(np.zeros(len(codes)), codes, coefficients, (limit - live.constant) / scale)
 

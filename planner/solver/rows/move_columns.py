@@ -5,12 +5,13 @@ NOTE [ A bound with moves ]
 The column `o` says that an op is moved. A moved op counts as saved (`o <= s`), since whatever reads its
 outputs in backward finds them. But at some moments the host has these outputs, and the device does not. The
 column `absent_m` is the number of such bytes at moment `m`. The row (13) of `m` subtracts it from the live
-bytes. These rows limit it:
+bytes, and all moved bytes once for each microbatch that waits: its copies are over when its forward ends.
+These rows limit it:
 
     (18)  absent_m <= bytes of the moved ops that may be on the host at m
     (19)  absent_m <= bytes of those made before a      + out * (time from a to m + stalls)
     (20)  absent_m <= bytes of those first used after b + in  * (time from m to b + stalls + recompute)
-    (21)  the bytes of all moved ops fit into the host's memory
+    (21)  the bytes of all moved ops fit into the host's memory, as often as microbatches are in flight
 
 `out` and `in` are the bytes that the link moves in a microsecond, to the host and back. What was made after a
 time `a` can have left the device only between `a` and `m`, and what is used before a time `b` must come back
@@ -76,9 +77,16 @@ class MoveColumns:
         self._used = np.array([_first_use(graph, op) for op in self.ops], np.int64)  # steps
         self._released = np.array([min(released(graph, op)) for op in self.ops], np.int64)
 
-    def absent_bytes(self, i: int) -> tuple[Codes, float]:
-        """Return the code of the bytes that are on the host at moment `i`, and the coefficient."""
-        return self.absent[i : i + 1], self._all_nbytes
+    def absent_bytes(self, i: int) -> tuple[Codes, Floats]:
+        """Return the codes of the bytes that are not on the device at moment `i`, and the coefficients.
+
+        Those are bytes of the microbatch at work, and all that the waiting ones have moved.
+        """
+        waiting = self._variables.graph.waiting_microbatches
+        codes, share = self.absent[i : i + 1], np.ones(1)
+        if waiting:
+            codes, share = np.r_[codes, self.o], np.r_[share, waiting * self._share]
+        return codes, self._all_nbytes * share
 
     def moved(self, values: Floats) -> frozenset[OpId]:
         """Return the ops that `values` moves, by more than half."""

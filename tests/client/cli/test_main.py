@@ -208,7 +208,18 @@ def test_stages_writes_a_policy_for_each_stage(profiled, capsys):
     code, out, err = run(capsys, *argv)
     assert (code, err) == (OK, "planning 2 stages ...\n")
     lines = out.splitlines()
-    assert lines[0].split() == ["stage", "in", "flight", "peak", "budget", "recompute", "gap", "busy", "idle"]
+    assert lines[0].split() == [
+        "stage",
+        "in",
+        "flight",
+        "peak",
+        "budget",
+        "extra",
+        "time",
+        "gap",
+        "busy",
+        "idle",
+    ]
     assert lines[1].startswith("0 *")  # the first stage holds two and recomputes more
     assert " 2 " in lines[1]
     assert lines[2].startswith("1 ")
@@ -236,6 +247,7 @@ def test_stages_writes_a_policy_for_each_stage(profiled, capsys):
             "budget_gb must have one entry for each",
         ),
         (["--budget-gb", "1", "--profile", "profile.json"], USAGE, "once before all files"),
+        (["--budget-gb", "1", "--host-budget-gb", "1"], USAGE, "the profile has no link"),
     ],
 )
 def test_impossible_stages_are_a_one_line_error(profiled, capsys, options, code, words):

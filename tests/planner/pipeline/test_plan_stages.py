@@ -8,17 +8,22 @@ from dataclasses import replace
 import graphs
 import oracles
 import pytest
+from fuzzers.random_moves import ANY, random_moves
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory.test_moves import timed_step
 
 from autoac.planner import Graph, InfeasibleBudget, bounds, build, find_minimum_peak, plan, simulate
 from autoac.planner.errors import InvalidPipeline
+from autoac.planner.formats.profile import LinkRates
 from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.memory.schedule import Backward, Compute, Free, Recompute, recompute_us, schedule
 from autoac.planner.memory.simulate import peak_bytes, waiting_bytes
+from autoac.planner.offload import plan_offload
 from autoac.planner.pipeline.plan_stages import plan_stage, plan_stages, stage_graph
 from autoac.planner.pipeline.schedules import Schedule, WorkKind, actions, in_flight
 from autoac.planner.problem.graph import SaveSet, chain
+from autoac.planner.problem.moves import Link, with_moves
 from autoac.planner.solver.arrays import as_arrays
 from autoac.planner.solver.moments import DuringBurst, DuringForward, DuringStep
 from autoac.planner.solver.program import assignment, build_program
@@ -84,6 +89,42 @@ def test_simulated_peak_with_waiting_microbatches_is_the_pipelines(seed: int) ->
             others = in_flight(order, stage, p, m) - 1
             alone = replace(graph, waiting_microbatches=others, closing_bytes=0)
             assert simulate(alone, save_set).peak.live_bytes == replayed(graph, save_set, order, stage, p, m)
+
+
+def test_simulated_peak_with_moves_is_the_pipelines() -> None:
+    """Compare with whole pipelines, where nothing that waiting microbatches moved is on the device."""
+    moved = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        graph = timed_step(rng, 8)
+        save_set, moves = random_moves(graph, rng, 0.6)
+        moving = with_moves(graph, moves, ANY)
+        for order in (Schedule.GPIPE, Schedule.ONE_F_ONE_B):
+            for stage in range(3):
+                others = in_flight(order, stage, 3, 5) - 1
+                alone = replace(moving, waiting_microbatches=others, closing_bytes=0)
+                assert simulate(alone, save_set).peak.live_bytes == replayed(
+                    moving, save_set, order, stage, 3, 5
+                )
+        moved += len(moves)
+    assert moved > 30
+
+
+def test_a_stage_with_a_host_moves_what_its_microbatches_hold() -> None:
+    graph = chain(8, 8, 8, 8, 1, runtime_us=[10.0] * 5)
+    link = LinkRates(out_bytes_per_us=100.0, in_bytes_per_us=100.0, latency_us=0.0)
+    high = peak_bytes(replace(graph, waiting_microbatches=2), graph.everything)
+    found = [
+        plan_offload(
+            replace(graph, waiting_microbatches=2),
+            budget_bytes=high * 2 // 3,
+            link=Link.of(link, host),
+            gap=0.0,
+        ).plan
+        for host in (3 * 16, 3 * 16 - 1)
+    ]
+    assert [plan.moved_bytes for plan in found] == [16, 8]
+    assert all(plan.peak <= high * 2 // 3 for plan in found)
 
 
 @laws
