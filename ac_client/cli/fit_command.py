@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ac_client.cli.options import Autocast, HostBudget, Json, Ranks, among_ranks
+from ac_client.cli.options import Autocast, HostBudget, Json, Ranks, among_ranks, dimensions_of
 from ac_client.cli.output import as_json_types, check_output, deliver, messages_of, say, show_progress
 
 if TYPE_CHECKING:
@@ -91,8 +92,7 @@ def fit_command(
     from ac_client.model_loader import load_function
     from autoac.profiler import DATASHEETS
 
-    if ranks is not None and on is None:
-        raise typer.BadParameter("must be left out without --on", param_hint="--ranks")
+    dimensions = dimensions_of(ranks, on)
     if on is not None and on not in DATASHEETS:
         raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
     if output is not None:
@@ -102,18 +102,18 @@ def fit_command(
     if layouts is not None:
         if output is not None:
             raise typer.BadParameter("must be left out with --layouts", param_hint="--output")
-        meshes = _layouts(ranks, layouts, host_budget_gb)
+        meshes = _layouts(dimensions, layouts, host_budget_gb)
         assert on is not None, "--ranks needs it"
         options = {"on": DATASHEETS[on], "multiple": multiple, "most": most, "autocast": dtype}
         _compare(make, budget_gb, meshes, options, as_json=as_json)
         return
     with (
-        among_ranks(ranks),
+        among_ranks(dimensions) as mesh,
         show_progress(f"fitting {function}") as progress,
         messages_of("ac_client.fit", progress),
     ):
         found = fit(
-            make,
+            wraps(make)(lambda size: make(size, *mesh)),
             budget_gb,
             on=on,
             axis=axis.value,
@@ -135,14 +135,14 @@ def fit_command(
         say(lines)
 
 
-def _layouts(ranks: int | None, layouts: str, host_budget_gb: float) -> list[dict[str, int]]:
+def _layouts(dimensions: Mapping[str, int], layouts: str, host_budget_gb: float) -> list[dict[str, int]]:
     from ac_client import layouts_of
 
-    if ranks is None or host_budget_gb:
-        raise typer.BadParameter("needs --ranks, and no --host-budget-gb", param_hint="--layouts")
+    if "" not in dimensions or host_budget_gb:
+        raise typer.BadParameter("needs --ranks N, and no --host-budget-gb", param_hint="--layouts")
     try:
         pairs = [one.split("=") for one in layouts.split()]
-        return layouts_of(ranks, {name: [int(n) for n in sizes.split(",")] for name, sizes in pairs})
+        return layouts_of(dimensions[""], {name: [int(n) for n in sizes.split(",")] for name, sizes in pairs})
     except ValueError as error:
         raise typer.BadParameter(f"{error}; write 'tp=1,2,4 cp=1,2'", param_hint="--layouts") from error
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import wraps
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from autoac.planner import Constraints, Profile
 
 
@@ -51,23 +53,48 @@ TimeLimit = Annotated[
 ]
 
 Ranks = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        min=1,
-        metavar="N",
-        help="FUNCTION runs as on one of N ranks, which need not exist: it makes meshes and shards its model "
-        "on the CPU, on tensors that take no memory. With --on.",
+        metavar="N|NAME=N,...",
+        help="FUNCTION runs as on one of N ranks, which need not exist: it shards its model on the CPU, on "
+        "tensors that take no memory. With 'dp=64,tp=8' it takes a mesh of these dimensions, too. With --on.",
     ),
 ]
 
 
-def among_ranks(ranks: int | None, rank: int = 0) -> AbstractContextManager[None]:
-    """Return what to be inside of for rank `rank` of `ranks`; nothing special for None."""
+def dimensions_of(ranks: str | None, on: str | None) -> dict[str, int]:
+    """Return the sizes of a mesh by name that --ranks says; the name is empty for a number alone."""
+    if ranks is None:
+        return {}
+    if on is None:
+        raise typer.BadParameter("must be left out without --on", param_hint="--ranks")
+    pairs = [part.rpartition("=") for part in ranks.split(",")]
+    names = [name for name, _, _ in pairs]
+    sizes = [int(size) if size.isdecimal() else 0 for _, _, size in pairs]
+    is_number = names == [""]
+    if min(sizes) < 1 or len(set(names)) < len(names) or not (is_number or all(map(str.isidentifier, names))):
+        raise typer.BadParameter(f"must be as 512 or 'dp=64,tp=8', got {ranks!r}", param_hint="--ranks")
+    return dict(zip(names, sizes, strict=True))
+
+
+@contextmanager
+def among_ranks(dimensions: Mapping[str, int], rank: int = 0) -> Iterator[tuple[DeviceMesh, ...]]:
+    """Be rank `rank` of ranks that need not exist, and yield their mesh, if its dimensions have names."""
     from autoac.profiler import fake_ranks
 
-    if ranks is not None and rank >= ranks:
+    if not dimensions:
+        yield ()
+        return
+    ranks = math.prod(dimensions.values())
+    if rank >= ranks:
         raise typer.BadParameter(f"must be below --ranks {ranks}, got {rank}", param_hint="--rank")
-    return fake_ranks(ranks, rank) if ranks is not None else nullcontext()
+    with fake_ranks(ranks, rank):
+        if "" in dimensions:
+            yield ()
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+
+        yield (init_device_mesh("cpu", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions)),)
 
 
 HostBudget = Annotated[

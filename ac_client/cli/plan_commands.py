@@ -23,6 +23,7 @@ from ac_client.cli.options import (
     Ranks,
     TimeLimit,
     among_ranks,
+    dimensions_of,
     spread_options,
     with_host_budget,
 )
@@ -90,18 +91,17 @@ def profile(
         raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
     if cudnn is not None and on is None:
         raise typer.BadParameter("must be left out without --on", param_hint="--cudnn")
-    if ranks is not None and on is None:
-        raise typer.BadParameter("must be left out without --on", param_hint="--ranks")
+    dimensions = dimensions_of(ranks, on)
     check_output(output)
     build = load_function(function, os.getcwd())
     device = DATASHEETS[on] if on is not None else None
     if device is not None and cudnn is not None:
         device = replace(device, cudnn=cudnn)
     with (
-        among_ranks(ranks, rank),
+        among_ranks(dimensions, rank) as mesh,
         show_progress(f"profiling {function}"),
     ):
-        setup = setup_from(call_function(build, function), function)
+        setup = setup_from(call_function(build, function, *mesh), function)
         dtype = getattr(torch, autocast) if autocast is not None else None
         observed = setup.observe(device, dtype, compiled=compiled)
     deliver(

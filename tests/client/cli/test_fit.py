@@ -99,9 +99,28 @@ def test_layouts_are_compared_by_bytes_and_not_by_time(capsys: Any) -> None:
     assert [row["dimensions"] for row in json.loads(out)] == [{"dp": 4, "tp": 1}, {"dp": 2, "tp": 2}]
 
 
+def test_a_mesh_that_ranks_name_is_passed_on(capsys: Any) -> None:
+    argv = ("sized:laid", "--budget-gb", "0.1", "--on", "h100", "--most", "4", "--json")
+    largest = {}
+    for ranks in ("dp=4,tp=1", "dp=2,tp=2"):
+        code, out, err = run(capsys, *argv, "--ranks", ranks)
+        assert code == OK, err
+        largest[ranks] = json.loads(out)["rows"][0]["peak_bytes"]
+    assert largest["dp=4,tp=1"] < largest["dp=2,tp=2"]  # the model has as many layers as ranks of tp, and one
+
+
 @pytest.mark.parametrize(
     ("argv", "code"),
     [
+        *(
+            (("sized:laid", "--budget-gb", "1", "--on", "h100", "--ranks", ranks), USAGE)
+            for ranks in ("0", "four", "dp=2,dp=2", "dp=0", "4,tp=2", "dp=2,", "")
+        ),
+        (("sized:laid", "--budget-gb", "1", "--ranks", "dp=2,tp=2"), USAGE),
+        (
+            ("sized:laid", "--budget-gb", "1", "--on", "h100", "--ranks", "dp=2,tp=2", "--layouts", "tp=1"),
+            USAGE,
+        ),
         (("sized:make", "--budget-gb", "1", "--on", "h100", "--layouts", "tp=1"), USAGE),
         (("sized:laid", "--budget-gb", "1", "--on", "h100", "--ranks", "4", "--layouts", "tp=3"), USAGE),
         (("sized:laid", "--budget-gb", "1", "--on", "h100", "--ranks", "4", "--layouts", "tp"), USAGE),

@@ -199,12 +199,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 
 def build():
     print("rank", dist.get_rank(), "of", dist.get_world_size())
     model = fully_shard(nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()))
     return {"model": model, "args": (torch.ones(8, 1024),), "loss": torch.sum}
+
+
+def laid(mesh):
+    print("rank", dist.get_rank(), "at", list(mesh.get_coordinate()), "of", ", ".join(mesh.mesh_dim_names))
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh())
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    return {"model": fully_shard(model, mesh=mesh["data"]), "args": (torch.ones(8, 1024),), "loss": torch.sum}
 """
 
 
@@ -221,6 +229,26 @@ def test_the_command_profiles_one_rank_of_many(tmp_path: Path) -> None:
     assert "rank 3 of 64" in done.stdout
     found = json.loads((tmp_path / "p.json").read_text())
     assert found["static"]["parameters"] == 4 * 1024 * 1024 // 64 + 512
+    done = subprocess.run(
+        [
+            *command[:4],
+            "cluster:laid",
+            *command[5:],
+            "--ranks",
+            "data=4,tensor=2",
+            "--rank",
+            "3",
+            "-o",
+            "p.json",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "rank 3 at [1, 1] of data, tensor" in done.stdout
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert found["static"]["parameters"] == 4 * 1024 * 1024 // 8 + 512
     refused = subprocess.run(
         [*command[:-2], "--ranks", "64"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
