@@ -52,7 +52,8 @@ MOST_PLANS = 12  # for the table
 MOST_MICRO_BATCHES = 8
 WORK_LIMIT = 5.0  # of one plan
 FIND_WORK = 0.2  # to find any plan of a size
-LAST_WORK = 2.0  # to find any plan of the size after the largest
+LAST_WORK = 2.0  # to find any plan of the size after the largest ...
+WORTH_WORK = 0.04  # ... if it is larger by this share
 BENT = 0.003  # of a step: what run times between knots may be off
 STEP_GAP = 0.002  # of a step: plans are near enough to the best one
 MOST_TIMED = 4  # sizes whose steps are timed in turns
@@ -281,8 +282,9 @@ class SizeSearch:
         return bool(has_plan)
 
     def _has_plan_with_work(self, n: int) -> bool:
-        """Return True if a plan of the size is found, with more work than while sizes are many."""
-        if not self._has_plan(n) and self._found[n][1] is None and n not in self._given_up:
+        """Return True if a plan of the size is found, with more work if the size is worth it."""
+        is_worth_it = 1 / n >= WORTH_WORK and n not in self._given_up
+        if not self._has_plan(n) and self._found[n][1] is None and is_worth_it:
             self._given_up.add(n)
             self._found[n] = self._found[n][0], self._find_plan(n, LAST_WORK)
         return self._has_plan(n)

@@ -1,8 +1,9 @@
 """The profiles of a model by size: profiled at a few sizes, and joined everywhere else.
 
 Knots (planner/sizes/profile_by_size.py) are profiled with the requested bytes, and one of them as the
-allocator of the device rounds. Sizes with other ops, such as a batch of 1, have a profile of their own. So
-has every size of steps that run for real where the allocator rounds: what they request is not known.
+allocator of the device rounds. A size that is asked for by itself becomes a knot, if it lies on their curves.
+Sizes with other ops, such as a batch of 1, have a profile of their own. So has every size of steps that run
+for real where the allocator rounds: what they request is not known.
 """
 
 from __future__ import annotations
@@ -81,8 +82,17 @@ class ProfiledSizes:
     def profile(self, size: int) -> Profile:
         """Return the profile of `size` itself."""
         if size not in self._profiled:
-            self._profiled[size] = self._observe(size, self._device)
+            self._profiled[size] = self._as_knot(size) or self._observe(size, self._device)
         return self._profiled[size]
+
+    def _as_knot(self, size: int) -> Profile | None:
+        """Make a knot of `size`; return its profile as the allocator rounds, or None if it is on no curve."""
+        joined = self.joined
+        if self._device is None or joined is None or joined.measured_only or size < joined.sizes[0]:
+            return None
+        self.join(size)
+        joined = self.joined or joined
+        return joined.at(size) if size in joined.sizes and not joined.measured_only else None
 
     def at(self, size: int) -> Profile:
         """Return the profile of `size`, joined where that is possible."""
