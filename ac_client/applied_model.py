@@ -96,6 +96,10 @@ class Applied:
         _ = self._latest
         return self._store.policies()
 
+    def plan_in_eval(self) -> None:
+        """Plan forwards in `eval()` as training, without an optimizer that steps after one."""
+        self._hooks.unplanned.plan_in_eval()
+
     def plan_for(self, *args: Any, **kwargs: Any) -> Policy:
         """Plan for one more shape of batch now, from one real step on `model(*args, **kwargs)`.
 

@@ -106,9 +106,13 @@ class Fit:
     @property
     def policies(self) -> PolicySet:
         """Return the policies of the fastest and the largest size, with which training starts planned."""
-        rows = [self.row(size) for size in sorted({self.fastest, self.largest})]
+        by_shape = {  # of sizes with the same shape, the largest one's keeps the budget for both
+            tuple(self.shapes[size].items()): self.row(size) for size in sorted({self.fastest, self.largest})
+        }
         return PolicySet(
-            buckets=tuple(Bucket(shape=dict(self.shapes[r.size]), policy=r.plan.policy()) for r in rows)
+            buckets=tuple(
+                Bucket(shape=dict(self.shapes[r.size]), policy=r.plan.policy()) for r in by_shape.values()
+            )
         )
 
     def row(self, size: int) -> FitRow:
@@ -163,6 +167,7 @@ def fit(
         InvalidBudget: a budget is not a positive number of GiB.
         InvalidLimit: `multiple` is not from 1 to `most`.
         ValueError: `on` is not a name in DATASHEETS, or has no link for moves to the host.
+        AlreadyApplied: without `on`, the model is planned already.
         InfeasibleBudget: not even the smallest size fits.
         SolverOutOfTime: the smallest size may fit, but no plan was found.
         torch.OutOfMemoryError: without `on`, the smallest size has no room on the device.

@@ -77,9 +77,11 @@ def load_function(name: str, folder: str) -> Callable[[], Any]:
 
 
 def call_function(function: Callable[..., Any], name: str, *args: Any) -> Any:
-    """Call the user's function; turn whatever it raises into a CommandError."""
+    """Call the user's function; turn whatever it raises into a CommandError, except for want of memory."""
     try:
         return function(*args)
+    except torch.OutOfMemoryError:  # `fit` then tries smaller sizes
+        raise
     except Exception as error:  # anything that the user's function raises
         raise CommandError(f"{name}: {type(error).__name__}: {error}") from error
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ac_client.arguments import check_unplanned
 from ac_client.model_loader import TrainingSetup, call_function, setup_from
 from ac_client.planning.batch_shape import shape_of
 from autoac.planner import Profile, ProfileBySize
@@ -115,5 +116,7 @@ class ProfiledSizes:
             torch.cuda.empty_cache()  # so that room does not depend on the sizes before
         log.info("profiling a step of size %d", size)
         setup = self.setup(size)
+        if self.runs:
+            check_unplanned(setup.model, may_checkpoint=True)  # a profile is one of the plain model
         self.shapes[size] = shape_of(setup.args, setup.kwargs)
         return setup.observe(device, self.autocast)

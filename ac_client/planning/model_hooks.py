@@ -72,7 +72,7 @@ class ModelHooks:
         self._planning = planning
         self._measured = measured
         self._remove = remove
-        self._unplanned = UnplannedSteps(planning.planner.warn_once)
+        self.unplanned = UnplannedSteps(planning.planner.warn_once)
         self._model = weakref.ref(model)
         planning.watch.optimizers.after_step = weakref.WeakMethod(self._optimizer_stepped)
         self._left_out: ObservedStep | None = None  # of another model, which leaves out this forward
@@ -128,12 +128,12 @@ class ModelHooks:
         waiting = planning.watch.waiting()
         if planning.watch.peaks.reading and not waiting:
             planning.end_step()
-        if not torch.is_grad_enabled() or not self._unplanned.trains_in(model):
+        if not torch.is_grad_enabled() or not self.unplanned.trains_in(model):
             if not model.training:
                 self._of_thread.forward.end()  # as below; such a forward is not part of one in training
                 bucket = planning.store.current
                 if bucket is not None and torch.is_grad_enabled() and options.budget_bytes is not None:
-                    self._unplanned.evaluates(
+                    self.unplanned.evaluates(
                         bucket.policy.predicted.save_all_peak_bytes, options.budget_bytes
                     )
             return
@@ -225,7 +225,7 @@ class ModelHooks:
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._read_counter()
-        self._unplanned.optimizer_stepped(optimizer, self.log.forwards)
+        self.unplanned.optimizer_stepped(optimizer, self.log.forwards)
         if (model := self._model()) is not None:
             self._planning.optimizer_stepped(model)
 

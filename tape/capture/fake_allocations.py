@@ -118,11 +118,15 @@ class FakeAllocations(KnownValues):
         return out
 
     def _run(self, facts: OpFacts, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if any(map(_has_no_values, tensors_in(args, kwargs))):
-            args, kwargs = private.tree_map_only(
-                Tensor, partial(self._with_memory, facts.name), (args, dict(kwargs))
-            )
-        return super()._run(facts, func, args, kwargs)
+        on_meta = list(filter(_has_no_values, tensors_in(args, kwargs)))
+        if not on_meta:
+            return super()._run(facts, func, args, kwargs)
+        args, kwargs = private.tree_map_only(
+            Tensor, partial(self._with_memory, facts.name), (args, dict(kwargs))
+        )
+        out = super()._run(facts, func, args, kwargs)
+        written = {id(self._with_memories[tensor]): tensor for tensor in on_meta}  # in place, or as `out`
+        return written.get(id(out), out)
 
     def _with_memory(self, op: str, tensor: Tensor) -> Tensor:
         """Return a fake tensor for one on meta that the step did not copy, such as one in a closure."""
@@ -130,7 +134,9 @@ class FakeAllocations(KnownValues):
             return tensor
         if tensor.requires_grad:
             raise CannotFake(
-                op, "it trains a tensor on meta that is not a parameter of the model; make it one"
+                op,
+                "outside of the model's forward it reads a tensor on meta that trains; read it there, "
+                "as a parameter of the model",
             )
         found: Tensor | None = self._with_memories.get(tensor)
         if found is None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ac_client
-from ac_client import Fit, InfeasibleBudget, InvalidBudget, NotApplied
+from ac_client import AlreadyApplied, Fit, InfeasibleBudget, InvalidBudget, NotApplied
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.model_loader import TrainingSetup
 from ac_client.timed_sizes import TURNS, PlannedSize, times_in_turns
@@ -25,6 +26,7 @@ from autoac.planner import (
     SolverOutOfTime,
     bounds,
     build,
+    find_minimum_peak,
     plan,
     plan_with_host,
 )
@@ -207,6 +209,80 @@ def test_times_in_turns_put_the_model_back() -> None:
         ac_client.applied(model)
 
 
+class _Gelus(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is torch.ops.aten.gelu.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_model_in_eval_is_timed_under_its_plans() -> None:
+    model, rows = real(8)
+    model.eval()
+    step = profile(model, rows)
+    tight = plan(step, budget_bytes=find_minimum_peak(step).found)
+    again = sum("gelu" in tight.graph.ops[op].name for op in tight.recompute_set)
+    with _Gelus() as gelus:
+        times_in_turns(lambda _: TrainingSetup(model, (rows,)), [PlannedSize(8, tight.policy())], None)
+    assert again > 0
+    assert gelus.calls == (4 + again) * (TURNS + 1)
+    assert not model.training
+
+
+def test_gradients_of_a_loss_with_parameters_are_put_back() -> None:
+    model, _ = real(1)
+    head = nn.Linear(63, 5)
+    head.weight.grad = gradient = torch.ones_like(head.weight)
+    ac_client.fit(lambda size: (model, (real(size)[1],), {}, lambda out: head(out).sum()), 1 / 1024, most=8)
+    assert head.weight.grad is gradient
+    assert torch.equal(gradient, torch.ones_like(head.weight))
+    assert head.bias.grad is None
+
+
+def test_a_planned_model_is_refused_before_a_step_runs() -> None:
+    model, rows = real(1)
+    ac_client.apply(model, budget_gb=1.0)
+    with pytest.raises(AlreadyApplied):
+        ac_client.fit(lambda size: (model, rows), 1.0, most=1)
+    assert ac_client.applied(model).policy is None
+
+
+def test_a_function_that_finds_no_room_is_no_other_error() -> None:
+    def make(size: int) -> Any:
+        raise torch.OutOfMemoryError(f"no room for {size}")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        ac_client.fit(make, 1.0)
+
+
+class Repeated(nn.Module):
+    """Layers whose size is not in the shape of the batch."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, row: torch.Tensor, times: int) -> torch.Tensor:
+        return self.layers(row.repeat(times, 1))
+
+
+def test_sizes_with_batches_of_one_shape_get_the_policy_of_the_largest() -> None:
+    def make(size: int) -> Any:
+        return Repeated(layers(1)[0]), (torch.empty(1, 255, device="meta"), size * ROWS)
+
+    found = ac_client.fit(make, 600 * MIB_IN_GB, on="h100")
+    assert found.fastest < found.largest
+    assert [bucket.policy for bucket in found.policies.buckets] == [found.row(found.largest).plan.policy()]
+
+
+def test_sizes_with_batches_of_one_shape_are_not_timed() -> None:
+    model, row = Repeated(real(1)[0]), torch.ones(1, 63)
+    policy = plan(profile(model, row, 256), budget_bytes=1 << 30).policy()
+    ways = [PlannedSize(size, policy) for size in (1, 2)]
+    assert times_in_turns(lambda size: TrainingSetup(model, (row, size * 256)), ways, None) == [[], []]
+
+
 def classes(size: int, *, closed_over: bool) -> dict[str, Any]:
     """Return a classifier on the meta device, whose loss reads targets."""
     with torch.device("meta"):
@@ -235,13 +311,27 @@ def test_a_loss_may_close_over_targets_on_meta() -> None:
     ]
 
 
+def test_a_loss_may_write_a_tensor_on_meta_that_it_closes_over() -> None:
+    """Its memory is not of the step, as that of real tensors is not."""
+
+    def storages(device: str) -> Any:
+        model, rows = layers(1)
+        total = torch.zeros(ROWS, 255, device=device)
+        step = profile(
+            model, rows, loss=lambda out: (out * total.add_(out.detach())).sum(), on=DATASHEETS["h100"]
+        )
+        return step.storages, step.ops
+
+    assert storages("meta") == storages("cpu")
+
+
 def test_a_loss_that_trains_a_tensor_on_meta_is_told_to_add_it_to_the_model() -> None:
     def with_head(size: int) -> dict[str, Any]:
         setup = classes(size, closed_over=True)
         head = nn.Linear(1000, 10, device="meta")
         return setup | {"loss": lambda out: head(out).sum()}
 
-    with pytest.raises(CannotFake, match="not a parameter of the model"):
+    with pytest.raises(CannotFake, match="a parameter of the model"):
         ac_client.fit(with_head, 0.2, on="h100")
 
 

@@ -157,6 +157,10 @@ class UnplannedSteps:
         self._trains_in_eval = False
         self._in_a_row = 0  # steps without a forward that trains
 
+    def plan_in_eval(self) -> None:
+        """Take forwards in `eval()` for training from now on."""
+        self._trains_in_eval = True
+
     def trains_in(self, model: nn.Module) -> bool:
         """Return True if a forward of `model` in its present mode counts as training."""
         if model.training:
