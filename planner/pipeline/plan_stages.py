@@ -165,13 +165,14 @@ def plan_stages(
         weight_half_bytes: by stage, the bytes that a microbatch holds between the input half and the weight
             half of its backward, if the schedule splits backward. By default it counts like any other
             microbatch in flight. That is too little if the runtime keeps recomputed values for the weight
-            half.
+            half. Must be given where saved tensors may move to the host.
         constraints: as for `plan_stage`: one for each stage, or one for all. The patterns of one for all
             must match in every stage.
         options: as for `plan`, for each stage by itself.
 
     Raises:
-        InvalidPipeline: as `schedules.in_flight`; or a list has not one entry for each stage.
+        InvalidPipeline: as `schedules.in_flight`; or a list has not one entry for each stage;
+            or `weight_half_bytes` is missing.
         InvalidConstraints, InfeasibleBudget: as `plan_stage`; a note says for which stage.
     """
     p = len(profiles)
@@ -194,10 +195,16 @@ def plan_stages(
         loads = stage_loads(schedule, s, p, n_microbatches, chunks=chunks)
         n_chunks = len(loads[0].backward)
         n, waiting_bytes = max(load.total for load in loads), 0
-        if weight_half_bytes is not None and any(load.action.kind is WorkKind.WEIGHT for load in loads):
+        is_split = any(load.action.kind is WorkKind.WEIGHT for load in loads)
+        if weight_half_bytes is not None and is_split:
             forwards = (load for load in loads if load.action.kind is WorkKind.FORWARD)
             fullest = max(forwards, key=lambda load: (load.total, sum(load.backward)))
             n, waiting_bytes = sum(fullest.backward), sum(fullest.weights) * weight_half_bytes[s]
+        if is_split and weight_half_bytes is None and (own := rules[s]) is not None and own.host_budget_bytes:
+            raise InvalidPipeline(
+                f"weight_half_bytes must be given for {schedule} with a host's budget, got None: between its "
+                "halves a microbatch has fetched what it moved"
+            )
         try:
             stage_plan = plan_stage(
                 profile,

@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory.test_moves import timed_step
 
-from autoac.planner import Graph, InfeasibleBudget, bounds, build, find_minimum_peak, plan, simulate
+from autoac.planner import (
+    Constraints,
+    Graph,
+    InfeasibleBudget,
+    bounds,
+    build,
+    find_minimum_peak,
+    plan,
+    simulate,
+)
 from autoac.planner.errors import InvalidPipeline
 from autoac.planner.formats.profile import LinkRates
 from autoac.planner.memory.lifetimes import live_at_peak
@@ -229,6 +238,12 @@ def test_an_infeasible_stage_is_named() -> None:
     assert caught.value.__notes__ == ["This is stage 0 of 2, which holds 64 microbatches under gpipe."]
     with pytest.raises(InvalidPipeline, match=r"budget_gb must have one entry .* 2 stages, got 1"):
         plan_stages(profiles, "gpipe", n_microbatches=4, budget_gb=[1.0])
+
+
+def test_split_backward_with_a_host_needs_the_bytes_between_its_halves() -> None:
+    host = Constraints(host_budget_bytes=1 << 30)
+    with pytest.raises(InvalidPipeline, match="weight_half_bytes must be given for zb-h1"):
+        plan_stages([chain(1, 1, 1)] * 2, "zb-h1", n_microbatches=4, budget_gb=4.0, constraints=host)
 
 
 def test_weight_half_bytes_count_for_microbatches_that_wait_for_it() -> None:
