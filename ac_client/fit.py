@@ -41,6 +41,7 @@ from autoac.planner.memory.simulate import fits
 from autoac.planner.plan import DEFAULT_GAP, step_time_us
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.report.loss_advice import find_loss, without_loss
+from autoac.planner.units import format_bytes
 from autoac.profiler import DATASHEETS, Device
 
 Axis = Literal["batch", "tokens"]
@@ -73,6 +74,11 @@ class FitRow:
     plan: Plan = field(repr=False)
     measured: Quartiles | None = None  # samples or tokens a second, of steps in turns; None: not timed
 
+    @property
+    def share(self) -> float:
+        """Return the extra time as a share of the step with nothing recomputed."""
+        return self.extra_us / self.plan.step_us if self.plan.step_us else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
@@ -96,6 +102,7 @@ class Fit:
     fastest: int
     equals: tuple[int, ...]  # sizes that measurements cannot tell from the fastest
     all_saved: int  # the largest size with nothing recomputed; 0 if none
+    most: int | None  # the largest size that was considered; None: there was no limit
     proven_from: int | None  # this size and larger ones are proven not to fit; None: the search ended before
     split: MicroBatches | None  # of the largest size, where that is faster than its plan; None for tokens
     largest_without_loss: int | None  # that fits with a chunked loss; None: no larger one
@@ -166,7 +173,8 @@ def fit(
     Raises:
         InvalidBudget: a budget is not a positive number of GiB.
         InvalidLimit: `multiple` is not from 1 to `most`.
-        ValueError: `on` is not a name in DATASHEETS, or has no link for moves to the host.
+        ValueError: `on` is not a name in DATASHEETS, or has no link for moves to the host; or all sizes take
+            the same memory.
         AlreadyApplied: without `on`, the model is planned already.
         InfeasibleBudget: not even the smallest size fits.
         SolverOutOfTime: the smallest size may fit, but no plan was found.
@@ -176,7 +184,8 @@ def fit(
     if isinstance(on, str) and on not in DATASHEETS:
         raise ValueError(f"on must be one of {', '.join(DATASHEETS)}, or a datasheet, got {on!r}")
     if not 1 <= multiple <= (multiple if most is None else most):
-        raise InvalidLimit("multiple", multiple, "from 1 to the largest size to consider")
+        largest = "" if most is None else f" to most, which is {most}"
+        raise InvalidLimit("multiple", multiple, f"from 1{largest}")
     device = DATASHEETS[on] if isinstance(on, str) else on
     host_bytes = headroom_in_bytes(host_budget_gb, "host_budget_gb")
     if host_bytes and device is not None and not device.link_bytes_per_s:
@@ -208,10 +217,11 @@ class SizeSearch:
     def fit(self, axis: Axis) -> Fit:
         largest, all_saved = self.largest()
         self._join(largest)
-        fastest, equals = self._fastest(largest, all_saved), list[int]()
-        split = self._split(largest) if axis == "batch" else None
+        fastest, equals, split = self._fastest(largest, all_saved), list[int](), None
+        if (parts := self._parts(largest) if axis == "batch" else None) is not None:
+            split = Quartiles.of([parts[0] * parts[1].step_us / self._rows[largest].step_us])
         if self._sizes.runs:
-            fastest, equals = self._time(largest, all_saved)
+            fastest, equals, split = self._time(largest, all_saved, parts)
         m = self._multiple
         return Fit(
             axis=axis,
@@ -223,8 +233,11 @@ class SizeSearch:
             fastest=fastest * m,
             equals=tuple(n * m for n in equals),
             all_saved=all_saved * m,
+            most=None if self._most == MOST_MULTIPLES else self._most * m,
             proven_from=None if self._proven is None else self._proven * m,
-            split=split,
+            split=MicroBatches(largest * m, parts[0], split.median)
+            if parts is not None and split is not None and split.high < 1
+            else None,
             largest_without_loss=self._largest_without_loss(largest),
             profiled=self._sizes.profiled,
             profile_of=self._sizes.at,
@@ -242,6 +255,7 @@ class SizeSearch:
         self._join(*{min(knot, self._most) for knot in KNOTS})
         if self._sizes.joined is None or self._sizes.joined.measured_only:
             self._join(min(FOURTH_KNOT, self._most))
+        self._check_growth()
         self._plan(1)  # raises if it does not fit
         while True:
             highest = self._last(lambda n: self._least(n) <= self._budget, 1, self._most)
@@ -256,6 +270,15 @@ class SizeSearch:
                 return largest, all_saved
             for n in joined:
                 self._sizes.profile(n * self._multiple)
+
+    def _check_growth(self) -> None:
+        sizes = self._sizes.joined.sizes if self._sizes.joined is not None else ()
+        peaks = {bounds(build(self._sizes.at(size))).ceiling for size in sizes}
+        if len(sizes) > 2 and len(peaks) == 1:
+            raise ValueError(
+                f"make must return a larger batch for a larger size, but steps of the sizes "
+                f"{', '.join(map(str, sizes))} all take {format_bytes(peaks.pop())}"
+            )
 
     def _least(self, n: int) -> int:
         """Return bytes that no plan of the size is below; with moves to the host, those that never move."""
@@ -356,17 +379,17 @@ class SizeSearch:
             while len(self._rows) < MOST_PLANS and (n := self._next_to_plan()) is not None:
                 self._row(n)
             fastest = max(sorted(self._rows), key=self._row)
-            if not self._confirm(fastest):
+            if fastest * self._multiple in self._sizes.profiled:
                 return fastest
+            self._confirmed(fastest)
 
-    def _confirm(self, n: int) -> bool:
-        """Plan a size of the table by a profile of its own; return False if it was."""
-        if n * self._multiple in self._sizes.profiled:
-            return False
-        self._sizes.profile(n * self._multiple)
-        del self._rows[n]
-        self._row(n)
-        return True
+    def _confirmed(self, n: int) -> FitRow:
+        """Return the row of a size, planned by a profile of its own."""
+        if n * self._multiple not in self._sizes.profiled:
+            self._sizes.profile(n * self._multiple)
+            del self._rows[n]
+            self._row(n)
+        return self._rows[n]
 
     def _next_to_plan(self) -> int | None:
         """Return a size halfway from the fastest one so far to a neighbor; None if there is none."""
@@ -376,51 +399,55 @@ class SizeSearch:
         width, middle = max(gaps, default=(0, 0))
         return middle if width > 1 else None
 
-    def _time(self, largest: int, all_saved: int) -> tuple[int, list[int]]:
-        """Time planned steps of sizes that may be the fastest; return it, and those that may be instead."""
-        by_speed = sorted(self._rows, key=self._row, reverse=True)
-        chosen = dict.fromkeys([largest, *([all_saved] if all_saved else []), *by_speed])
-        sizes = list(chosen)[:MOST_TIMED]
-        for n in sizes:
-            self._confirm(n)
-        taken = dict(zip(sizes, self._times([self._way(n) for n in sizes]), strict=True))
-        rates = {n: [n * self._multiple / us * 1e6 for us in times] for n, times in taken.items() if times}
-        for n, values in rates.items():
-            self._rows[n] = replace(self._rows[n], measured=Quartiles.of(values))
-        if not rates:
-            return by_speed[0], []
-        fastest = max(rates, key=lambda n: Quartiles.of(rates[n]).median)
-        others = (n for n in sorted(rates) if n != fastest)
-        return fastest, [n for n in others if Quartiles.of_ratios(rates[n], rates[fastest]).high >= 1]
-
-    def _way(self, n: int) -> PlannedSize:
-        return PlannedSize(n * self._multiple, self._rows[n].plan.policy())
-
-    def _times(self, ways: list[PlannedSize]) -> list[list[float]]:
-        """Return the times of steps in turns; nothing if there was no room."""
-        try:
-            return times_in_turns(self._sizes.setup, ways, self._sizes.autocast)
-        except torch.OutOfMemoryError:
-            return [[] for _ in ways]
-
-    def _split(self, n: int) -> MicroBatches | None:
-        """Return the fastest way to split a size that has a row, if one is faster than the row's plan."""
+    def _parts(self, n: int) -> tuple[int, FitRow] | None:
+        """Return how many equal micro-batches of a size are the fastest by profile, and the row of one."""
         ways: dict[int, FitRow] = {}
         for count in (k for k in range(2, MOST_MICRO_BATCHES + 1) if n % k == 0):
             with suppress(InfeasibleBudget, SolverOutOfTime):
                 ways[count] = self._plan(n // count, accumulates=True)
-        if not ways:
-            return None
-        count = min(ways, key=lambda count: count * ways[count].step_us)
-        part = ways[count]
-        share = Quartiles.of([count * part.step_us / self._rows[n].step_us])
-        if self._sizes.runs:
-            if share.median > 1 + MAY_BE_LESS:
-                return None
-            split = PlannedSize(part.size, part.plan.policy(), count)
-            one_us, split_us = self._times([self._way(n), split])
-            share = Quartiles.of_ratios(split_us, one_us) if split_us else share
-        return MicroBatches(n * self._multiple, count, share.median) if share.high < 1 else None
+        return min(ways.items(), key=lambda way: way[0] * way[1].step_us, default=None)
+
+    def _time(
+        self, largest: int, all_saved: int, parts: tuple[int, FitRow] | None
+    ) -> tuple[int, list[int], Quartiles | None]:
+        """Time planned steps of sizes that may be the fastest, and of the largest in micro-batches.
+
+        Returns:
+            The fastest size, those that may be instead, and the share of the time that micro-batches take;
+            None where they were not timed.
+        """
+        by_speed = sorted(self._rows, key=self._row, reverse=True)
+        chosen = dict.fromkeys([largest, *([all_saved] if all_saved else []), *by_speed])
+        ways = [PlannedSize(n * self._multiple, self._confirmed(n).plan.policy()) for n in chosen]
+        if (
+            parts is not None
+            and parts[0] * parts[1].step_us < (1 + MAY_BE_LESS) * self._rows[largest].step_us
+        ):
+            count, part = parts  # in place of a step of its size
+            others = [way for way in ways[1:] if way.size != part.size]
+            ways = [ways[0], PlannedSize(part.size, part.plan.policy(), count), *others]
+        ways = ways[:MOST_TIMED]
+        taken = self._times(ways)
+        if not taken:
+            return by_speed[0], [], None
+        rates = {}
+        for way, times in zip(ways, taken, strict=True):
+            if way.batches == 1:
+                n = way.size // self._multiple
+                rates[n] = [way.size / us * 1e6 for us in times]
+                self._rows[n] = replace(self._rows[n], measured=Quartiles.of(rates[n]))
+        fastest = max(rates, key=lambda n: Quartiles.of(rates[n]).median)
+        slower = [n for n in sorted(rates) if n != fastest]
+        equals = [n for n in slower if Quartiles.of_ratios(rates[n], rates[fastest]).high >= 1]
+        split = Quartiles.of_ratios(taken[1], taken[0]) if len(ways) > 1 and ways[1].batches > 1 else None
+        return fastest, equals, split
+
+    def _times(self, ways: list[PlannedSize]) -> list[list[float]]:
+        """Return the times of steps in turns; nothing if there was no room, or no way to tell sizes apart."""
+        try:
+            return times_in_turns(self._sizes.setup, ways, self._sizes.autocast)
+        except torch.OutOfMemoryError:
+            return []
 
     def _largest_without_loss(self, largest: int) -> int | None:
         """Return a size that a chunked loss would allow; None if it allows none beyond the largest.

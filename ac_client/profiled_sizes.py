@@ -114,7 +114,8 @@ class ProfiledSizes:
     def _observe(self, size: int, device: Device | None) -> Profile:
         if device is None and torch.cuda.is_available():
             torch.cuda.empty_cache()  # so that room does not depend on the sizes before
-        log.info("profiling a step of size %d", size)
+        if size not in self.shapes:
+            log.info("profiling a step of size %d", size)
         setup = self.setup(size)
         if self.runs:
             check_unplanned(setup.model, may_checkpoint=True)  # a profile is one of the plain model

@@ -22,7 +22,8 @@ from autoac.profiler.steps.training_loop import TrainingStep
 
 log = logging.getLogger("ac_client.fit")
 
-TURNS = 7
+MOST_TURNS, LEAST_TURNS = 7, 3
+ENOUGH_S = 60.0  # for all turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,12 @@ class PlannedSize:
 def times_in_turns(
     setup: Callable[[int], TrainingSetup], ways: Sequence[PlannedSize], autocast: torch.dtype | None
 ) -> list[list[float]]:
-    """Return the microseconds of `TURNS` steps of each way, without the optimizer's step.
+    """Return the microseconds of a few steps of each way, without the optimizer's step.
 
     The ways take turns, so that what else the machine does adds to all alike. A step of each before is not
-    counted. Gradients, buffers and generators are put back. There are no times if batches of two sizes have
-    the same shape, since a plan is found by the shape.
+    counted. Turns are seven, or fewer where they take a minute, but three at least. Gradients, buffers and
+    generators are put back. There are no times if batches of two sizes have the same shape, since a plan is
+    found by the shape.
 
     Args:
         setup: returns the model and the batch of a size. The first one's model runs all steps.
@@ -58,14 +60,15 @@ def times_in_turns(
         Bucket(shape=dict(shape_of(tuple(step.args), step.kwargs)), policy=way.policy)
         for step, way in zip(steps, ways, strict=True)
     ]
-    taken: list[list[float]] = [[] for _ in ways]
     if any(a.shape == b.shape for a, b in combinations(buckets, 2)):
-        return taken
+        return []
+    taken: list[list[float]] = [[] for _ in ways]
     with steps_put_back(model, steps, device) as note_leaves:
         apply(model, policy=PolicySet(buckets=tuple(buckets)))
         try:
             applied(model).plan_in_eval()
-            for turn in range(-1, TURNS):
+            turns, turn, begins = MOST_TURNS, -1, time.perf_counter()
+            while turn < turns:
                 for place in range(len(ways)):
                     number = (turn + place) % len(ways)
                     began = time.perf_counter()
@@ -73,6 +76,11 @@ def times_in_turns(
                     run_batches(steps[number], ways[number].batches, device, autocast, note)
                     if turn >= 0:
                         taken[number].append((time.perf_counter() - began) * 1e6)
+                turn_s = (time.perf_counter() - begins) / (turn + 2)
+                if turn < 0:
+                    turns = max(LEAST_TURNS, min(MOST_TURNS, int(ENOUGH_S / turn_s)))
+                turn += 1
+                log.info("turn %d of %d, about %.0f s more", turn, turns, turn_s * (turns - turn))
         finally:
             applied(model).remove()
     return taken

@@ -52,7 +52,7 @@ def fit_command(
     ] = None,
     axis: Annotated[
         Axis,
-        typer.Option(help="What the size counts: samples of the batch, or tokens."),
+        typer.Option(help="What the size counts, in words: samples of the batch, or tokens."),
     ] = Axis.BATCH,
     multiple: Annotated[int, typer.Option(min=1, help="Sizes are multiples of this.")] = 1,
     most: Annotated[
@@ -184,24 +184,14 @@ def _lines(found: Fit) -> Iterator[str]:
 
     unit = f"{'samples' if found.axis == 'batch' else 'tokens'}/s"
     is_timed = any(row.measured for row in found.rows)
-    head = (
-        found.axis,
-        "nothing recomputed",
-        "planned",
-        "recompute",
-        unit,
-        *(["measured"] if is_timed else []),
-    )
-    rows: list[tuple[str, ...]] = [(*head, "")]
+    rows: list[tuple[str, ...]] = [(found.axis, "nothing recomputed", "planned", "extra time", unit, "")]
     for row in found.rows:
-        share = row.extra_us / row.step_us
         cells = (
             str(row.size),
             format_bytes(row.save_all_peak_bytes),
             format_bytes(row.peak_bytes),
-            f"{share:.1%}" if row.plan.recompute_set else "-",
-            _rate(row.per_second),
-            *([_measured(row)] if is_timed else []),
+            f"{row.share:.1%}" if row.extra_us else "-",
+            _speed(row, is_timed),
             " ".join(name for name in ("fastest", "largest") if getattr(found, name) == row.size),
         )
         rows.append(cells)
@@ -217,7 +207,10 @@ def _lines(found: Fit) -> Iterator[str]:
         f"autocast is {environment.autocast}."
     )
     if is_timed:
-        yield "Measured are planned steps of these sizes, which took turns: the middle half of each size's."
+        yield (
+            "Speeds with a range are those of planned steps in turns: the median, and the middle half. "
+            "Those with ~ are from one step of that size, whose ops were timed: less certain."
+        )
     others = [str(row.size) for row in found.rows if row.size not in found.profiled]
     if others:
         yield f"Interpolated between the profiles of other sizes: {', '.join(others)}."
@@ -227,9 +220,10 @@ def _rate(per_second: float) -> str:
     return f"{per_second:,.{2 if per_second < 100 else 0}f}"
 
 
-def _measured(row: FitRow) -> str:
-    found = row.measured
-    return f"{_rate(found.low)} to {_rate(found.high)}" if found is not None else ""
+def _speed(row: FitRow, is_timed: bool) -> str:
+    if (found := row.measured) is not None:
+        return f"{_rate(found.median)} ({_rate(found.low)} to {_rate(found.high)})"
+    return f"{'~' if is_timed else ''}{_rate(row.per_second)}"
 
 
 def _answers(found: Fit, unit: str) -> Iterator[str]:
@@ -246,7 +240,9 @@ def _answers(found: Fit, unit: str) -> Iterator[str]:
         yield f"{parts}, with their gradients added, make {more:.1%} more {unit} than one of {split.size}."
     yield from dict.fromkeys(f"{row.size}: {_recomputed(row.plan)}." for row in (fastest, largest))
     after = found.largest + found.multiple
-    if found.proven_from is None:
+    if found.most is not None and after > found.most:
+        yield f"No size above {found.most} was considered."
+    elif found.proven_from is None:
         yield f"The search ended at {found.largest}: it found no larger size that fits."
     elif found.proven_from <= after:
         yield f"The next size, {after}, is proven not to fit."
@@ -262,7 +258,8 @@ def _recomputed(plan: Plan) -> str:
     if not plan.recompute_set:
         return f"nothing is recomputed{moved}"
     rows = [row for row in by_module(op_decisions(plan.graph, plan.save_set)) if row.recomputes]
-    names = ", ".join(row.name or "no module" for row in rows[:MOST_NAMED])
+    words = {"": "no module", ".": "the model itself"}
+    names = ", ".join(words.get(row.name, row.name) for row in rows[:MOST_NAMED])
     more = f" and {len(rows) - MOST_NAMED} more modules" if len(rows) > MOST_NAMED else ""
     return f"recomputes {len(plan.recompute_set)} ops, of {names}{more}{moved}"
 

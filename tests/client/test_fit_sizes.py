@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ac_client
-from ac_client import AlreadyApplied, Fit, InfeasibleBudget, InvalidBudget, NotApplied
+from ac_client import AlreadyApplied, Fit, InfeasibleBudget, InvalidBudget, NotApplied, timed_sizes
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.model_loader import TrainingSetup
-from ac_client.timed_sizes import TURNS, PlannedSize, times_in_turns
+from ac_client.timed_sizes import MOST_TURNS, PlannedSize, times_in_turns
 from autoac.planner import (
     Constraints,
     InvalidLimit,
@@ -125,6 +125,20 @@ def test_a_model_that_runs_other_ops_from_step_to_step_is_profiled_at_each_size(
     assert (again.largest, again.all_saved) == (found.largest, found.all_saved)
 
 
+def test_a_size_that_changes_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="steps of the sizes 2, 3, 5 all take"):
+        ac_client.fit(lambda _: layers(2), 600 * MIB_IN_GB, on="h100")
+
+
+def test_long_steps_take_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timed_sizes, "ENOUGH_S", 0.0)
+    policy = plan(profile(*real(2)), budget_bytes=3 << 20).policy()
+    [times] = timed_sizes.times_in_turns(
+        lambda size: TrainingSetup(*real(size)[:1], (real(size)[1],)), [PlannedSize(2, policy)], None
+    )
+    assert len(times) == timed_sizes.LEAST_TURNS
+
+
 def test_packed_sequences_are_admitted_up_to_the_largest_size(found: Fit) -> None:
     assert found.admits([1] * found.largest)
     assert not found.admits([found.largest, 1])
@@ -201,8 +215,8 @@ def test_times_in_turns_put_the_model_back() -> None:
     model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
     ways = [PlannedSize(2, policies[2], 2), PlannedSize(4, policies[4])]
     taken = times_in_turns(lambda size: TrainingSetup(model, (real(size)[1],)), ways, None)
-    assert [len(times) for times in taken] == [TURNS, TURNS]
-    assert sorted(calls) == [len(rows)] * 2 * (TURNS + 1) + [2 * len(rows)] * (TURNS + 1)
+    assert [len(times) for times in taken] == [MOST_TURNS, MOST_TURNS]
+    assert sorted(calls) == [len(rows)] * 2 * (MOST_TURNS + 1) + [2 * len(rows)] * (MOST_TURNS + 1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     with pytest.raises(NotApplied):
@@ -226,7 +240,7 @@ def test_a_model_in_eval_is_timed_under_its_plans() -> None:
     with _Gelus() as gelus:
         times_in_turns(lambda _: TrainingSetup(model, (rows,)), [PlannedSize(8, tight.policy())], None)
     assert again > 0
-    assert gelus.calls == (4 + again) * (TURNS + 1)
+    assert gelus.calls == (4 + again) * (MOST_TURNS + 1)
     assert not model.training
 
 
@@ -280,7 +294,7 @@ def test_sizes_with_batches_of_one_shape_are_not_timed() -> None:
     model, row = Repeated(real(1)[0]), torch.ones(1, 63)
     policy = plan(profile(model, row, 256), budget_bytes=1 << 30).policy()
     ways = [PlannedSize(size, policy) for size in (1, 2)]
-    assert times_in_turns(lambda size: TrainingSetup(model, (row, size * 256)), ways, None) == [[], []]
+    assert times_in_turns(lambda size: TrainingSetup(model, (row, size * 256)), ways, None) == []
 
 
 def classes(size: int, *, closed_over: bool) -> dict[str, Any]:
