@@ -26,8 +26,8 @@ from autoac.planner.formats.profile import Profile
 from autoac.planner.offload import plan_with_host
 from autoac.planner.pipeline.schedules import Cost, PipelineTimes, Schedule, WorkKind, stage_loads, times
 from autoac.planner.plan import Plan
-from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph
+from autoac.planner.problem.stage import stage_graph
 from autoac.planner.solver.highs import OnProgress
 from autoac.planner.solver.time_limit import Clock
 
@@ -70,32 +70,6 @@ class Stages:
     def slowdown(self) -> float:
         """Return the extra time of a step as a fraction of the step with nothing recomputed."""
         return self.times.step_us / self.plain.step_us - 1 if self.plain.step_us > 0 else 0.0
-
-
-def stage_graph(profile: Profile | Graph, in_flight: int, *, beside_bytes: int = 0) -> Graph:
-    """Return the Graph of one microbatch's step on a stage that holds `in_flight` of them.
-
-    Each waiting microbatch also holds its own batch, the stage's input. If the profiled step allocates the
-    gradients, they exist already when later microbatches run. So they count as static bytes, and again where
-    the profiled step allocates them: the count is too large by up to their size. It is exact for a profile of
-    a step in which gradients exist (`zero_grad(set_to_none=False)`).
-    """
-    if in_flight < 1:
-        raise InvalidPipeline(f"in_flight must be at least 1, got {in_flight}")
-    if beside_bytes < 0:
-        raise InvalidPipeline(f"beside_bytes must be at least 0, got {beside_bytes}")
-    if isinstance(profile, Graph):
-        return replace(
-            profile, waiting_microbatches=in_flight - 1, static_bytes=profile.static_bytes + beside_bytes
-        )
-    graph = build(profile)
-    gradients = profile.gradient_nbytes
-    return replace(
-        graph,
-        waiting_microbatches=in_flight - 1,
-        static_bytes=graph.static_bytes + beside_bytes + gradients + (in_flight - 1) * profile.static.inputs,
-        closing_bytes=graph.closing_bytes - gradients,
-    )
 
 
 def plan_stage(

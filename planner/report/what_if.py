@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoac.planner.errors import OtherProfile, UnknownKey
+from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import SAVE, Policy
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.clocks import timing
@@ -19,7 +20,6 @@ from autoac.planner.memory.simulate import Timeline, instant_name, simulate
 from autoac.planner.plan import Plan, moving, plan_of
 from autoac.planner.plan import plan as plan_again
 from autoac.planner.problem.apply_constraints import constrained
-from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, Moment, OpId
 from autoac.planner.problem.moves import Link, Move, handling_us, triggers, with_moves
 from autoac.planner.problem.save_sets import (
@@ -27,6 +27,7 @@ from autoac.planner.problem.save_sets import (
     with_forced_saves,
     without_cost_free_recomputes,
 )
+from autoac.planner.problem.stage import stage_graph
 from autoac.planner.problem.use_groups import with_use_groups
 from autoac.planner.report.by_module import Decision, op_decisions
 from autoac.planner.solver.highs import Stopped
@@ -256,8 +257,7 @@ def carried(policy: Policy, profile: Profile) -> Plan:
     Raises:
         InvalidConstraints: the policy's constraints cannot be met on `profile`.
     """
-    rules = policy.constraints
-    graph = build(profile) if rules is None else constrained(profile, rules)
+    rules, graph = policy.constraints, _graph_of(policy, profile)
     position = {key: OpId(i) for i, key in enumerate(profile.keys())}
     groups = {
         position[key]: tuple(position[name] for name in latest)
@@ -281,6 +281,26 @@ def carried(policy: Policy, profile: Profile) -> Plan:
         times = timing(with_them, save_set, moves, link)
         plan = moving(plan, graph, with_them, save_set, moves, times)
     return replace(plan, bound_us=0.0)
+
+
+def _graph_of(policy: Policy, profile: Profile) -> Graph:
+    """Return the graph of a step that `policy` is carried out in, perhaps on a stage of a pipeline.
+
+    The static bytes that a policy states tell a stage that holds one microbatch, whose gradients count as
+    static, from a step of its own; and they have what else is on a stage's device.
+    """
+    rules, n = policy.constraints or Constraints(), policy.predicted.microbatches
+    stated = policy.predicted.static_bytes
+    alone = constrained(profile, rules)
+    if n == 1 and stated == alone.static_bytes:
+        return alone
+    stated -= rules.extra_static_bytes
+    stage = stage_graph(profile, n)
+    if n == 1 and stated != stage.static_bytes:
+        return alone
+    if policy.profile_digest == profile.digest:
+        stage = stage_graph(profile, n, beside_bytes=max(0, stated - stage.static_bytes))
+    return constrained(stage, rules.model_copy(update={"gradients": "as profiled"}))
 
 
 def _moves_of(policy: Policy, graph: Graph) -> tuple[Move, ...]:

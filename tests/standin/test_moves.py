@@ -20,10 +20,11 @@ from ac_client.planning.facts import host_budget, peak_watch
 from autoac.planner import InfeasibleBudget, Policy, build, find_minimum_peak, plan, plan_offload
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.profile import LinkRates
-from autoac.planner.pipeline.plan_stages import plan_stage, stage_graph
+from autoac.planner.pipeline.plan_stages import plan_stage
 from autoac.planner.pipeline.schedules import Schedule, WorkKind, actions
 from autoac.planner.plan import decided
 from autoac.planner.problem.moves import Link, Move, with_moves
+from autoac.planner.problem.stage import stage_graph
 from autoac.planner.units import GIB
 from autoac.profiler import link_of, observe, profile
 from autoac.tape.runtime.cursor import Cursor, Route

@@ -230,6 +230,9 @@ def test_stages_writes_a_policy_for_each_stage(profiled, capsys):
         first.decisions["4/aten.gelu.default#0"] == second.decisions["4/aten.gelu.default#0"] == "recompute"
     )
     assert first.predicted.recompute_us >= second.predicted.recompute_us
+    for stage in ("out/stage-0.json", "out/stage-1.json"):
+        code, _, err = run(capsys, "validate", stage, "--profile", "profile.json")
+        assert code == OK, err
     code, out, _ = run(capsys, *argv, "--json")
     data = json.loads(out)
     assert (data["schedule"], [s["in_flight"] for s in data["stages"]]) == ("1f1b", [2, 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import graphs
 import oracles
@@ -17,6 +18,8 @@ from autoac.planner import (
     Constraints,
     Graph,
     InfeasibleBudget,
+    Policy,
+    as_planned,
     bounds,
     build,
     find_minimum_peak,
@@ -29,10 +32,11 @@ from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.memory.schedule import Backward, Compute, Free, Recompute, recompute_us, schedule
 from autoac.planner.memory.simulate import peak_bytes, waiting_bytes
 from autoac.planner.offload import plan_offload
-from autoac.planner.pipeline.plan_stages import plan_stage, plan_stages, stage_graph
+from autoac.planner.pipeline.plan_stages import plan_stage, plan_stages
 from autoac.planner.pipeline.schedules import Schedule, WorkKind, actions, in_flight
 from autoac.planner.problem.graph import SaveSet, chain
 from autoac.planner.problem.moves import Link, with_moves
+from autoac.planner.problem.stage import stage_graph
 from autoac.planner.solver.arrays import as_arrays
 from autoac.planner.solver.moments import DuringBurst, DuringForward, DuringStep
 from autoac.planner.solver.program import assignment, build_program
@@ -229,6 +233,24 @@ def test_the_first_stage_of_1f1b_recomputes_more_than_the_last() -> None:
     assert made.slowdown > 0
     assert all(stage.plan.peak <= 1.05 * ceiling for stage in made.stages)
     assert made.stages[0].plan.policy().decisions  # a policy can be written for each stage
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"in_flight": 1},
+        {"in_flight": 3},
+        {"in_flight": 2, "beside_bytes": 1 << 20, "constraints": Constraints(extra_static_bytes=999)},
+    ],
+)
+def test_the_plan_of_a_stage_is_rebuilt_from_its_policy(options: dict[str, Any]) -> None:
+    profile = graphs.gpt2(2, vocabulary=1024)
+    graph = stage_graph(profile, options["in_flight"])
+    budget = (bounds(graph).floor + 2 * peak_bytes(graph, graph.everything)) // 3 + (1 << 20)
+    made = plan_stage(profile, budget_bytes=budget, **options)
+    again = as_planned(Policy.from_json(made.policy().to_json()), profile)
+    assert (again.peak, again.peak_at, again.recompute_us) == (made.peak, made.peak_at, made.recompute_us)
+    assert again.graph.static_bytes == made.graph.static_bytes
 
 
 def test_an_infeasible_stage_is_named() -> None:

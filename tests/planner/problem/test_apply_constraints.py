@@ -43,10 +43,10 @@ from autoac.planner.formats.profile import DECIDES, FUNCTIONAL_COLLECTIVE, OpFla
 from autoac.planner.infeasibility import peak_found
 from autoac.planner.memory.schedule import Compute, recompute_us
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.pipeline.plan_stages import stage_graph
 from autoac.planner.problem.apply_constraints import with_forward_limit
 from autoac.planner.problem.graph import SaveSet, chain
 from autoac.planner.problem.save_sets import with_forced_saves
+from autoac.planner.problem.stage import stage_graph
 from autoac.planner.solver.arrays import as_arrays
 from autoac.planner.solver.moments import ConstrainedMoment, DuringBurst, DuringForward, DuringStep
 from autoac.planner.solver.program import assignment, build_program
