@@ -216,8 +216,8 @@ class Applied:
         model = self._model()
         if model is None or self.policy is None:
             raise RuntimeError(
-                "run one training step first, on several ranks two: until then there is no plan, or none of "
-                "the given policies was chosen"
+                "run one training step first, or two on several ranks: the first step makes the plan, or "
+                "chooses one of the policies that were given"
             )
         store, watch = self._store, self._planning.watch
         watch.peaks.discard()  # the counter is about to be reset

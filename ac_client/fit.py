@@ -417,16 +417,15 @@ class SizeSearch:
             None where they were not timed.
         """
         by_speed = sorted(self._rows, key=self._row, reverse=True)
-        chosen = dict.fromkeys([largest, *([all_saved] if all_saved else []), *by_speed])
-        ways = [PlannedSize(n * self._multiple, self._confirmed(n).plan.policy()) for n in chosen]
+        sizes = list(dict.fromkeys([largest, *([all_saved] if all_saved else []), *by_speed]))[:MOST_TIMED]
+        ways = [PlannedSize(n * self._multiple, self._confirmed(n).plan.policy()) for n in sizes]
         if (
             parts is not None
             and parts[0] * parts[1].step_us < (1 + MAY_BE_LESS) * self._rows[largest].step_us
         ):
             count, part = parts  # in place of a step of its size
             others = [way for way in ways[1:] if way.size != part.size]
-            ways = [ways[0], PlannedSize(part.size, part.plan.policy(), count), *others]
-        ways = ways[:MOST_TIMED]
+            ways = [ways[0], PlannedSize(part.size, part.plan.policy(), count), *others][:MOST_TIMED]
         taken = self._times(ways)
         if not taken:
             return by_speed[0], [], None
@@ -443,7 +442,7 @@ class SizeSearch:
         return fastest, equals, split
 
     def _times(self, ways: list[PlannedSize]) -> list[list[float]]:
-        """Return the times of steps in turns; nothing if there was no room, or no way to tell sizes apart."""
+        """Return the times of steps in turns; nothing if there was no room, or if batches have one shape."""
         try:
             return times_in_turns(self._sizes.setup, ways, self._sizes.autocast)
         except torch.OutOfMemoryError:

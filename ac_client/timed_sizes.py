@@ -41,9 +41,9 @@ def times_in_turns(
     """Return the microseconds of a few steps of each way, without the optimizer's step.
 
     The ways take turns, so that what else the machine does adds to all alike. A step of each before is not
-    counted. Turns are seven, or fewer where they take a minute, but three at least. Gradients, buffers and
-    generators are put back. There are no times if batches of two sizes have the same shape, since a plan is
-    found by the shape.
+    counted. There are seven turns, or as many as a minute has room for, but at least three. Gradients,
+    buffers and generators are put back. A plan is chosen by the shape of the batch: if two sizes share one,
+    nothing runs, and the result is empty.
 
     Args:
         setup: returns the model and the batch of a size. The first one's model runs all steps.

@@ -20,6 +20,7 @@ import transformers
 
 import ac_client
 from ac_client import Fit
+from ac_client.fit import STEP_GAP, WORK_LIMIT
 from autoac.planner import InfeasibleBudget, Profile, SolverOutOfTime, bounds, plan
 from autoac.planner import build as graph_of
 from autoac.planner.units import GIB
@@ -33,8 +34,6 @@ SIZE_OF_BUDGET = 4
 MOST = 64
 MOST_CPU_S = 60
 SLOWER = 0.01
-STEP_GAP = 0.002  # as of `fit`
-WORK_LIMIT = 5.0
 
 
 def qwen3_moe(batch: int) -> ModelAndBatch:

@@ -413,8 +413,8 @@ def _loop(planned: PlannedFor, facts: StepFacts) -> Action | None:
     if facts.loop is None:
         return None
     loop, in_flight, warning = facts.loop, facts.waiting + 1, ""
-    planned_for = max(loop.forwards, planned.loop.forwards, planned.microbatches)
-    if in_flight > planned_for and not planned.fits(facts.waiting):
+    counted = max(loop.forwards, planned.loop.forwards, planned.microbatches)
+    if in_flight > counted and not planned.fits(facts.waiting):
         loop = replace(loop, forwards=in_flight)
         warning = _may_go_over(
             planned,

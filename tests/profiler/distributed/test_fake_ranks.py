@@ -216,41 +216,30 @@ def laid(mesh):
 """
 
 
-def test_the_command_profiles_one_rank_of_many(tmp_path: Path) -> None:
-    (tmp_path / "cluster.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "ac_client.cli.main", "profile", "cluster:build", "--on", "h100"]
-    done = subprocess.run(
-        [*command, "--ranks", "64", "--rank", "3", "-o", "p.json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "rank 3 of 64" in done.stdout
+def run_profile(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    (folder / "cluster.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "ac_client.cli.main", "profile", *argv]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "ranks", "printed", "sharded_by"),
+    [
+        ("cluster:build", "64", "rank 3 of 64", 64),
+        ("cluster:laid", "data=4,tensor=2", "rank 3 at [1, 1] of data, tensor", 8),
+    ],
+)
+def test_the_command_profiles_one_rank_of_many(
+    tmp_path: Path, function: str, ranks: str, printed: str, sharded_by: int
+) -> None:
+    done = run_profile(tmp_path, function, "--on", "h100", "--ranks", ranks, "--rank", "3", "-o", "p.json")
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout
     found = json.loads((tmp_path / "p.json").read_text())
-    assert found["static"]["parameters"] == 4 * 1024 * 1024 // 64 + 512
-    done = subprocess.run(
-        [
-            *command[:4],
-            "cluster:laid",
-            *command[5:],
-            "--ranks",
-            "data=4,tensor=2",
-            "--rank",
-            "3",
-            "-o",
-            "p.json",
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "rank 3 at [1, 1] of data, tensor" in done.stdout
-    found = json.loads((tmp_path / "p.json").read_text())
-    assert found["static"]["parameters"] == 4 * 1024 * 1024 // 8 + 512
-    refused = subprocess.run(
-        [*command[:-2], "--ranks", "64"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    assert found["static"]["parameters"] == 4 * 1024 * 1024 // sharded_by + 512
+
+
+def test_the_command_refuses_ranks_without_a_datasheet(tmp_path: Path) -> None:
+    refused = run_profile(tmp_path, "cluster:build", "--ranks", "64")
     assert refused.returncode == 2
     assert "must be left out without --on" in refused.stderr
