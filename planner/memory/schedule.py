@@ -37,8 +37,9 @@ i. *Use groups.* An op may be recomputed once for each group of its uses. Each o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoac.planner.errors import UnknownOp
 from autoac.planner.problem.graph import (
@@ -54,8 +55,7 @@ from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced
 from autoac.planner.problem.use_groups import joined, later_runs
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(NamedTuple):
     """Forward runs an op that allocates `nbytes`."""
 
     op: OpId
@@ -63,8 +63,7 @@ class Compute:
     overwritten: tuple[VersionId, ...] = ()  # versions that the op wrote over without a copy
 
 
-@dataclass(frozen=True, slots=True)
-class Recompute:
+class Recompute(NamedTuple):
     """Backward recomputes an op at `step`; the op allocates `nbytes`."""
 
     op: OpId
@@ -74,23 +73,20 @@ class Recompute:
     unpack: SavedTensorId  # whose burst the op is in
 
 
-@dataclass(frozen=True, slots=True)
-class Backward:
+class Backward(NamedTuple):
     """Backward does the work of a step, while all versions that the step unpacked are live."""
 
     step: StepId
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(NamedTuple):
     """The allocator gets back `nbytes` of the memory of a version."""
 
     version: VersionId
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerStep:
+class OptimizerStep(NamedTuple):
     """The optimizer updates the parameters, while the storages that Python still holds are live."""
 
 
@@ -118,16 +114,7 @@ def held_until(graph: Graph, save_set: SaveSet) -> list[int]:
     From that moment, autograd holds no saved tensor of the version or of an unsaved version computed from it.
     The moment is 0 for a version that nothing needs.
     """
-    until, dropped = readers_until(graph, save_set), _dropped(graph)
-    return [max(pair) for pair in zip(until, dropped, strict=True)]
-
-
-def _dropped(graph: Graph) -> list[int]:
-    """Return for each version the moment at which its last saved tensor is dropped, or 0 if it has none."""
-    return [
-        max((graph.saved_tensors[h].dropped for h in value.saved_tensors), default=0)
-        for value in graph.versions
-    ]
+    return list(map(max, readers_until(graph, save_set), graph.dropped))
 
 
 def readers_until(graph: Graph, save_set: SaveSet) -> list[int]:
@@ -136,22 +123,15 @@ def readers_until(graph: Graph, save_set: SaveSet) -> list[int]:
     An unsaved op may run again until autograd has dropped the saved tensors of its outputs, forward holds
     these outputs no more, and no op that reads them may run again.
     """
-    n = len(graph.ops)
-    until, dropped = [0] * len(graph.versions), _dropped(graph)
-    ends = graph.forward_ends[:-1]  # of regions; that of the last may include ops of the loss
-    in_forward = [
-        min(graph.storages[value.storage].released, next((end for end in ends if value.op < end), n))
-        for value in graph.versions
-    ]
-    for value in graph.versions:
-        if value.previous is not None:
-            in_forward[value.previous] = value.op
-    op_until = [0] * n  # until when an unsaved op needs the versions that it reads
+    until = [0] * len(graph.versions)
+    op_until = [0] * len(graph.ops)  # until when an unsaved op needs the versions that it reads
     for op in reversed(graph.ops):
+        latest: int = op.id
         for w in op.writes:
-            readers = (reader for reader in graph.versions[w].readers if reader not in save_set)
-            until[w] = max((op_until[reader] for reader in readers), default=0)
-        op_until[op.id] = max([op.id, *(max(until[w], dropped[w], in_forward[w]) for w in op.writes)])
+            readers = [op_until[reader] for reader in graph.versions[w].readers if reader not in save_set]
+            until[w] = max(readers, default=0)
+            latest = max(latest, until[w], graph.dropped[w], graph.in_forward_until[w])
+        op_until[op.id] = latest
     return until
 
 
@@ -167,11 +147,19 @@ class ForwardMemory:
     over_at: dict[int, list[VersionId]]  # versions that are written over without a copy
 
     @classmethod
-    def of(cls, graph: Graph, save_set: SaveSet) -> ForwardMemory:
-        """Return the events of `graph` under `save_set`."""
+    def of(
+        cls, graph: Graph, save_set: SaveSet, by_uses: Sequence[bool], uses: Sequence[int]
+    ) -> ForwardMemory:
+        """Return the events of `graph` under `save_set`.
+
+        Args:
+            graph: of the step.
+            save_set: complete.
+            by_uses: as `held_by_uses` returns.
+            uses: as `uses_of` returns.
+        """
         memory = cls({}, {}, {})
-        until, dropped = readers_until(graph, save_set), _dropped(graph)
-        by_uses, uses = held_by_uses(graph, save_set), uses_of(graph, save_set)
+        until, dropped = readers_until(graph, save_set), graph.dropped
         absent = later_runs(graph)
         for storage in graph.storages:
             last = storage.versions[-1]
@@ -198,9 +186,8 @@ class ForwardMemory:
 
     def compute(self, graph: Graph, op: Op) -> Compute:
         """Return the event for `op` in forward."""
-        fresh = sum(graph.nbytes(w) for w in op.writes if graph.versions[w].previous is None)
-        copies = sum(graph.nbytes(v) for v in self.copies_at.get(op.id, ()))
-        return Compute(op.id, fresh + copies, tuple(self.over_at.get(op.id, ())))
+        copies = sum(map(graph.nbytes, self.copies_at.get(op.id, ())))
+        return Compute(op.id, graph.fresh_bytes[op.id] + copies, tuple(self.over_at.get(op.id, ())))
 
 
 def held_by_uses(graph: Graph, save_set: SaveSet) -> list[bool]:
@@ -217,8 +204,7 @@ def held_by_uses(graph: Graph, save_set: SaveSet) -> list[bool]:
 
 def uses_of(graph: Graph, save_set: SaveSet) -> list[int]:
     """Return for each version its number of uses by unpacks and recomputed ops (rule d)."""
-    n = len(graph.ops)
-    uses = [sum(graph.saved_tensors[h].dropped > n for h in value.saved_tensors) for value in graph.versions]
+    uses = list(graph.saved_tensors_in_backward)
     for op in reversed(graph.ops):
         if op.id not in save_set and any(uses[w] for w in op.writes):
             for r in op.reads:
@@ -255,7 +241,7 @@ class _Replay:
         ] = []  # versions that a temporary recompute in this step unpacked (rule g)
         self.unpacked_now: set[SavedTensorId] = set()  # in this step
         self.unpacked_before: set[SavedTensorId] = set()  # in earlier steps
-        self.forward = ForwardMemory.of(graph, save_set)
+        self.forward = ForwardMemory.of(graph, save_set, self.by_uses, self.uses_left)
 
     def events(self) -> Iterator[Event]:
         graph, n = self.graph, len(self.graph.ops)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoac.planner.memory.schedule import (
     Backward,
@@ -17,8 +18,7 @@ from autoac.planner.memory.schedule import (
 from autoac.planner.problem.graph import Graph, Moment, SaveSet
 
 
-@dataclass(frozen=True, slots=True)
-class Instant:
+class Instant(NamedTuple):
     """The device's memory at one event."""
 
     event: Event
@@ -59,27 +59,27 @@ def simulate(graph: Graph, save_set: SaveSet) -> Timeline:
     >>> simulate(chain(1, 8, 1, 8, 0), frozenset({0, 2})).peak.live_bytes
     10
     """
-    return Timeline(tuple(Instant(*instant) for instant in _instants(graph, save_set)))
+    return Timeline(tuple(map(Instant._make, instants(graph, save_set))))
 
 
-def _instants(graph: Graph, save_set: SaveSet) -> Iterator[tuple[Event, int, Moment]]:
-    """Yield (event, live bytes, moment), as in Instant."""
+def instants(graph: Graph, save_set: SaveSet) -> Iterator[tuple[Event, int, Moment]]:
+    """Yield the fields of each Instant of `simulate`, in order."""
     n = len(graph.ops)
     waiting = graph.waiting_microbatches * waiting_bytes(graph, save_set) if graph.waiting_microbatches else 0
     live = graph.static_bytes + waiting
     moment = Moment(0)
     for event in schedule(graph, save_set):
         match event:
-            case Free(_, nbytes):
-                live -= nbytes
-            case Compute(op, nbytes):
-                moment = Moment(op)
-                live += nbytes
-            case Recompute(_, nbytes, step):
-                moment = Moment(n + step)
-                live += nbytes
-            case Backward(step):
-                moment = Moment(n + step)
+            case Free():
+                live -= event.nbytes
+            case Compute():
+                moment = Moment(event.op)
+                live += event.nbytes
+            case Recompute():
+                moment = Moment(n + event.step)
+                live += event.nbytes
+            case Backward():
+                moment = Moment(n + event.step)
             case OptimizerStep():
                 moment = graph.end
                 live -= waiting
@@ -91,12 +91,13 @@ def extra_bytes(graph: Graph, event: Event) -> int:
     match event:
         case Free():
             return 0  # between two kernels
-        case Compute(op):
-            return graph.ops[op].workspace_bytes + graph.ops[op].extra_bytes
-        case Recompute(op, _, step):
-            return graph.ops[op].workspace_bytes + graph.steps[step].extra_bytes_while_unpacking
-        case Backward(step):
-            return graph.steps[step].extra_bytes_peak
+        case Compute():
+            return graph.ops[event.op].workspace_bytes + graph.ops[event.op].extra_bytes
+        case Recompute():
+            step = graph.steps[event.step]
+            return graph.ops[event.op].workspace_bytes + step.extra_bytes_while_unpacking
+        case Backward():
+            return graph.steps[event.step].extra_bytes_peak
         case OptimizerStep():
             return graph.closing_bytes
 
@@ -121,17 +122,17 @@ def waiting_bytes(graph: Graph, save_set: SaveSet) -> int:
 
 def peak_of(graph: Graph, save_set: SaveSet) -> Instant:
     """Return the peak of `simulate`, without the timeline."""
-    return Instant(*max(_instants(graph, save_set), key=lambda instant: instant[1]))
+    return Instant(*max(instants(graph, save_set), key=lambda instant: instant[1]))
 
 
 def peak_bytes(graph: Graph, save_set: SaveSet) -> int:
     """Return the most bytes live at any event of the step."""
-    return max(live for _, live, _ in _instants(graph, save_set))
+    return max(live for _, live, _ in instants(graph, save_set))
 
 
 def fits(graph: Graph, save_set: SaveSet, budget: int) -> bool:
     """Return True if the peak is within `budget`. Stop at the first event above it."""
-    return all(live <= budget for _, live, _ in _instants(graph, save_set))
+    return all(live <= budget for _, live, _ in instants(graph, save_set))
 
 
 def instant_name(graph: Graph, instant: Instant) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NewType
 
 from autoac.planner.errors import OPTIMIZER_STEP
@@ -118,7 +119,7 @@ class BackwardStep:
     extra_bytes_peak: int  # most gradients and temporaries live while the step works
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what is the same under all save sets is computed once
 class Graph:
     """One training step, at the level of storages.
 
@@ -157,14 +158,55 @@ class Graph:
         """Return the save set that recomputes only what must be recomputed."""
         return frozenset(op.id for op in self.ops if not op.must_recompute)
 
-    @property
+    @cached_property
     def must_save(self) -> SaveSet:
         """Return the ops that every save set includes."""
         return frozenset(op.id for op in self.ops if op.must_save)
 
     def nbytes(self, version: VersionId) -> int:
         """Return the bytes of the storage that `version` belongs to."""
-        return self.storages[self.versions[version].storage].nbytes
+        return self.nbytes_of_versions[version]
+
+    @cached_property
+    def nbytes_of_versions(self) -> tuple[int, ...]:
+        """Return for each version the bytes of its storage."""
+        return tuple(self.storages[value.storage].nbytes for value in self.versions)
+
+    @cached_property
+    def fresh_bytes(self) -> tuple[int, ...]:
+        """Return for each op the bytes of the storages that it allocates."""
+        return tuple(
+            sum(self.nbytes(w) for w in op.writes if self.versions[w].previous is None) for op in self.ops
+        )
+
+    @cached_property
+    def dropped(self) -> tuple[int, ...]:
+        """Return for each version the moment at which its last saved tensor is dropped, 0 if it has none."""
+        return tuple(
+            max((self.saved_tensors[h].dropped for h in value.saved_tensors), default=0)
+            for value in self.versions
+        )
+
+    @cached_property
+    def saved_tensors_in_backward(self) -> tuple[int, ...]:
+        """Return for each version how many of its saved tensors are dropped in backward, not before."""
+        n = len(self.ops)
+        return tuple(
+            sum(self.saved_tensors[h].dropped > n for h in value.saved_tensors) for value in self.versions
+        )
+
+    @cached_property
+    def in_forward_until(self) -> tuple[int, ...]:
+        """Return for each version the moment until which its forward holds it."""
+        ends = self.forward_ends[:-1]  # of regions; that of the last may include ops of the loss
+        until = [
+            min(self.storages[value.storage].released, next((e for e in ends if value.op < e), len(self.ops)))
+            for value in self.versions
+        ]
+        for value in self.versions:
+            if value.previous is not None:
+                until[value.previous] = value.op
+        return tuple(until)
 
     def moment_name(self, moment: int) -> str:
         """Return text for `moment`, such as "layers.3.mlp/aten.mm.default#1, forward"."""

@@ -52,9 +52,7 @@ def may_be_needed(graph: Graph, op: Op, again: Sequence[bool]) -> bool:
     """Return True if autograd holds a saved tensor of an output of `op`, or an op in `again` reads one."""
     n = len(graph.ops)
     return any(
-        any(graph.saved_tensors[h].dropped > n for h in graph.versions[w].saved_tensors)
-        or any(again[reader] for reader in graph.versions[w].readers)
-        for w in op.writes
+        graph.dropped[w] > n or any(again[reader] for reader in graph.versions[w].readers) for w in op.writes
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from autoac.planner.memory.schedule import Backward, Compute, Recompute
-from autoac.planner.memory.simulate import Instant, Timeline, simulate
+from autoac.planner.memory.simulate import Instant, Timeline, instants
 from autoac.planner.problem.graph import Moment, SaveSet
 from autoac.planner.solver.moments import (
     ConstrainedMoment,
@@ -35,12 +35,12 @@ def first_moments(windows: Windows, save_sets: Iterable[SaveSet]) -> set[Constra
     for save_set in save_sets:
         forward: tuple[int, int] | None = None
         by_step = [0] * len(graph.steps)
-        for instant in simulate(graph, save_set).instants:
-            match instant.event:
-                case Compute(op, _):
-                    forward = max(forward or (0, 0), (instant.live_bytes, op))
-                case Backward(step):
-                    by_step[step] = instant.live_bytes
+        for event, live_bytes, _ in instants(graph, save_set):
+            match event:
+                case Compute():
+                    forward = max(forward or (0, 0), (live_bytes, event.op))
+                case Backward():
+                    by_step[event.step] = live_bytes
                 case _:
                     pass
         if forward is not None:

@@ -101,7 +101,7 @@ def find_windows(graph: Graph, *, merge_followers: bool = True) -> Windows:
     may_run = [False] * n
     for op in reversed(ops):
         may_run[op.id] = op.id not in forced and (
-            any(saved_tensors[h].dropped > n for w in op.writes for h in versions[w].saved_tensors)
+            any(graph.dropped[w] > n for w in op.writes)
             or any(may_run[r] for w in op.writes for r in versions[w].readers)
         )
     rereaders = [
@@ -126,7 +126,7 @@ def find_windows(graph: Graph, *, merge_followers: bool = True) -> Windows:
         else int(overwritten_by[version.id])
         for version in versions
     ]
-    dropped = [max((saved_tensors[h].dropped for h in v.saved_tensors), default=0) for v in versions]
+    dropped = list(graph.dropped)
     held_at_least, held_at_most = _held(graph, may_run, dropped)
     for row in graph.runs:
         for before, run in pairwise(row):

@@ -501,11 +501,11 @@ def test_many_small_ops_are_filled_in_a_few_tries() -> None:
 def test_solver_stays_unused_if_everything_fits() -> None:
     profile = graphs.gpt2(2)
     ceiling = peak_bytes(build(profile), build(profile).everything)
-    entered: set[tuple[str, str]] = set()
+    entered: set[tuple[Path, str]] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
-            entered.add((Path(frame.f_code.co_filename).stem, frame.f_code.co_name))
+            entered.add((Path(frame.f_code.co_filename), frame.f_code.co_name))
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -513,11 +513,12 @@ def test_solver_stays_unused_if_everything_fits() -> None:
         plan(profile, budget_bytes=ceiling)
     finally:
         sys.setprofile(before)
-    files = {stem for stem, name in entered if name != "options_for"}  # which only reads the arguments
-    assert "simulate" in files
-    solver = {path.stem for path in Path(search_module.__file__).parent.glob("*.py")}
-    assert {"bounds", "program", "highs"} < solver
-    assert files & solver <= {"search", "time_limit"}  # neither of which solves anything
+    files = {path for path, name in entered if name != "options_for"}  # which only reads the arguments
+    assert "simulate" in {path.stem for path in files}
+    solver = set(Path(search_module.__file__).parent.glob("*.py"))
+    assert {"bounds", "program", "highs"} < {path.stem for path in solver}
+    used = {path.stem for path in files & solver}
+    assert used <= {"search", "time_limit"}  # neither of which solves anything
 
 
 @laws

@@ -14,6 +14,8 @@ from autoac.planner.solver.arrays import Floats, Ints
 from autoac.planner.solver.chain.blocks import PlacedBlock
 from autoac.planner.solver.chain.menus import Menu
 
+FEW_LABELS = 400  # every pair of so few is compared at once
+
 
 class Exit(IntEnum):
     """Says how later blocks get the exit of a block, its last op."""
@@ -55,6 +57,9 @@ class Labels:
         """Return the labels for which no other is at most as large in every number; of equal labels, one."""
         order = np.lexsort((self.cost_us, self.held, self.recomputed))
         held, cost = self.held[order], self.cost_us[order]
+        if len(order) <= FEW_LABELS:  # what is larger in no number comes earlier in this order
+            no_larger = (held[:, None] <= held) & (cost[:, None] <= cost)
+            return self[order[~np.triu(no_larger, 1).any(axis=0)]]
         kept: list[Ints] = []
         least = np.zeros(0), np.zeros(0)  # of labels that recompute less: held, and the least cost up to it
         begins = np.flatnonzero(np.diff(self.recomputed[order], prepend=-np.inf))
