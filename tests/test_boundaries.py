@@ -68,7 +68,7 @@ planner/memory:         base formats problem
 planner/solver:         base formats problem memory
 planner/plans:          base formats problem memory solver
 planner/sizes:          base formats
-planner/pipeline:       base formats problem solver plans
+planner/pipeline:       base formats memory problem solver plans
 planner/report:         base formats problem memory solver plans
 planner:                plans pipeline report sizes
 tape/base:              planner/base

@@ -9,6 +9,10 @@ schedule, a backward follows directly on the forward that brings the stage to n 
 while n - 1 others wait. The largest peak of the stage is therefore the simulated peak of one microbatch while
 n - 1 wait.
 
+Where backward is split, others wait for their weight half, with bytes that no plan changes. The fullest
+moment then depends on the plan. One is planned for; if the plan does not fit at another, that one is, and
+then one with the most of both.
+
 What a microbatch moves to the host has left the device where its forward ends, so those that wait hold
 nothing of it there; the host holds it n times.
 """
@@ -17,12 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from autoac.planner.budget import one_budget
 from autoac.planner.errors import InfeasibleBudget, InvalidConstraints, InvalidPipeline
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.profile import Profile
+from autoac.planner.memory.simulate import fits
 from autoac.planner.offload import plan_with_host
 from autoac.planner.pipeline.schedules import Cost, PipelineTimes, Schedule, WorkKind, stage_loads, times
 from autoac.planner.plan import Plan
@@ -168,31 +173,33 @@ def plan_stages(
     for s, profile in enumerate(profiles):
         loads = stage_loads(schedule, s, p, n_microbatches, chunks=chunks)
         n_chunks = len(loads[0].backward)
-        n, waiting_bytes = max(load.total for load in loads), 0
         is_split = any(load.action.kind is WorkKind.WEIGHT for load in loads)
+        fills, half_bytes = [_Fill(max(load.total for load in loads), 0)], 0
         if weight_half_bytes is not None and is_split:
-            forwards = (load for load in loads if load.action.kind is WorkKind.FORWARD)
-            fullest = max(forwards, key=lambda load: (load.total, sum(load.backward)))
-            n, waiting_bytes = sum(fullest.backward), sum(fullest.weights) * weight_half_bytes[s]
+            at_work = (load for load in loads if load.action.kind is not WorkKind.WEIGHT)
+            fills = [_Fill(sum(load.backward), sum(load.weights)) for load in at_work]
+            half_bytes = weight_half_bytes[s]
         if is_split and weight_half_bytes is None and (own := rules[s]) is not None and own.host_budget_bytes:
             raise InvalidPipeline(
                 f"weight_half_bytes must be given for {schedule} with a host's budget, got None: between its "
                 "halves a microbatch has fetched what it moved"
             )
         try:
-            stage_plan = plan_stage(
+            fill, stage_plan = _plan_fullest(
                 profile,
-                in_flight=n,
+                fills,
+                half_bytes,
                 budget_gb=budgets[s],
-                beside_bytes=waiting_bytes + (n_chunks - 1) * _chunk_bytes(profile),
+                beside_bytes=(n_chunks - 1) * _chunk_bytes(profile),
                 constraints=rules[s],
                 **options,
             )
         except (InfeasibleBudget, InvalidConstraints) as error:
-            error.add_note(f"This is stage {s} of {p}, which holds {n} microbatches under {schedule}.")
+            most = max(fill.backward + fill.weights for fill in fills)
+            error.add_note(f"This is stage {s} of {p}, which holds {most} microbatches under {schedule}.")
             raise
         cost = _cost(stage_plan.graph, stage_plan.extra_us)
-        stages.append(Stage(n, waiting_bytes, stage_plan, cost))
+        stages.append(Stage(fill.backward, fill.weights * half_bytes, stage_plan, cost))
         plain.append(_cost(stage_plan.graph, 0.0))
     return Stages(
         schedule=Schedule(schedule),
@@ -201,6 +208,57 @@ def plan_stages(
         times=times(schedule, [[stage.cost] * n_chunks for stage in stages], n_microbatches),
         plain=times(schedule, [[cost] * n_chunks for cost in plain], n_microbatches),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """Count the microbatches in flight at one moment."""
+
+    backward: int  # whose backward has not ended, the one at work included
+    weights: int  # that wait for their weight half
+
+
+def _plan_fullest(
+    profile: Profile | Graph,
+    fills: Sequence[_Fill],
+    half_bytes: int,
+    *,
+    beside_bytes: int,
+    **rest: Any,
+) -> tuple[_Fill, Plan]:
+    """Return a plan that fits at each of `fills`, and the one that it was made for.
+
+    Args:
+        profile: as for `plan_stage`.
+        fills: of the moments at which a microbatch is at work.
+        half_bytes: what a microbatch holds that waits for its weight half.
+        beside_bytes, rest: as for `plan_stage`.
+    """
+    inputs = profile.static.inputs if isinstance(profile, Profile) else 0
+    candidates = (
+        max(fills, key=lambda fill: (fill.backward + fill.weights, fill.backward)),
+        max(fills, key=lambda fill: (fill.weights, fill.backward)),
+        _Fill(max(fill.backward for fill in fills), max(fill.weights for fill in fills)),
+    )
+    for made_for in candidates:
+        found = plan_stage(
+            profile,
+            in_flight=made_for.backward,
+            beside_bytes=beside_bytes + made_for.weights * half_bytes,
+            **rest,
+        )
+
+        def graph_at(fill: _Fill, made_for: _Fill = made_for, graph: Graph = found.graph) -> Graph:
+            more = (fill.backward - made_for.backward) * inputs + (
+                fill.weights - made_for.weights
+            ) * half_bytes
+            return replace(
+                graph, waiting_microbatches=fill.backward - 1, static_bytes=graph.static_bytes + more
+            )
+
+        if all(fits(graph_at(fill), found.save_set, found.budget) for fill in set(fills) - {made_for}):
+            break
+    return made_for, found
 
 
 def _chunk_bytes(profile: Profile | Graph) -> int:

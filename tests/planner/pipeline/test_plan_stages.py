@@ -32,7 +32,7 @@ from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.memory.schedule import Backward, Compute, Free, Recompute, recompute_us, schedule
 from autoac.planner.memory.simulate import peak_bytes, waiting_bytes
 from autoac.planner.offload import plan_offload
-from autoac.planner.pipeline.plan_stages import plan_stage, plan_stages
+from autoac.planner.pipeline.plan_stages import Stage, plan_stage, plan_stages
 from autoac.planner.pipeline.schedules import Schedule, WorkKind, actions, in_flight
 from autoac.planner.problem.graph import SaveSet, chain
 from autoac.planner.problem.moves import Link, with_moves
@@ -41,6 +41,7 @@ from autoac.planner.solver.arrays import as_arrays
 from autoac.planner.solver.moments import DuringBurst, DuringForward, DuringStep
 from autoac.planner.solver.program import assignment, build_program
 from autoac.planner.solver.recompute_windows import find_windows
+from autoac.planner.units import GIB
 
 seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=40, derandomize=True, deadline=None)
@@ -276,6 +277,51 @@ def test_weight_half_bytes_count_for_microbatches_that_wait_for_it() -> None:
     assert [(stage.in_flight, stage.waiting_bytes) for stage in made.stages] == [(2, 0), (1, 2 << 20)]
     without = plan_stages(profiles, "zb-h1", n_microbatches=4, budget_gb=4.0)
     assert [stage.in_flight for stage in without.stages] == [2, 2]
+
+
+def replayed_in_halves(made: Stage, order: str, stage: int, p: int, m: int, half_bytes: int) -> int:
+    """Return the peak of a stage whose microbatches hold `half_bytes` from the input half to the other."""
+    graph, held, most = made.plan.graph, dict[tuple[int, int], int](), 0
+    alone = replace(graph, waiting_microbatches=0, closing_bytes=0)
+    static = graph.static_bytes - made.waiting_bytes  # of all chunks
+    working = simulate(alone, made.plan.save_set).peak.live_bytes - graph.static_bytes
+    for action in actions(order, stage, p, m):
+        key = action.chunk, action.microbatch
+        others = sum(nbytes for other, nbytes in held.items() if other != key)
+        at_work = half_bytes if action.kind is WorkKind.WEIGHT else working
+        most = max(most, static + others + at_work)
+        held[key] = {
+            WorkKind.FORWARD: waiting_bytes(graph, made.plan.save_set),
+            WorkKind.INPUT: half_bytes,
+            WorkKind.WEIGHT: 0,
+        }[action.kind]
+    assert not any(held.values())
+    return most
+
+
+def test_a_plan_fits_wherever_other_microbatches_wait_for_either_half() -> None:
+    made_for = set()
+    for seed in range(60):
+        graph, rng = small(seed)
+        graph = replace(graph, closing_bytes=0)
+        half_bytes = rng.randrange(1, 2 + waiting_bytes(graph, graph.everything))
+        order, p, m = rng.choice(["zb-h1", "zb-h2", "zb-v", "zb-v"]), 3, 6
+        high = peak_bytes(replace(graph, waiting_microbatches=8), graph.everything)
+        for share in (0.5, 0.7, 0.9):
+            try:
+                made = plan_stages(
+                    [graph] * p,
+                    order,
+                    n_microbatches=m,
+                    budget_gb=share * high / GIB,
+                    weight_half_bytes=[half_bytes] * p,
+                )
+            except InfeasibleBudget:
+                continue
+            for stage, planned in enumerate(made.stages):
+                assert replayed_in_halves(planned, order, stage, p, m, half_bytes) <= planned.plan.budget
+                made_for.add((order, stage, planned.in_flight))
+    assert ("zb-v", 2, 1) in made_for  # where more wait for the weight half
 
 
 def test_one_microbatch_in_flight_is_a_plain_plan() -> None:
