@@ -262,7 +262,8 @@ class SizeSearch:
             after = highest + 1
             self._proven = after if highest < self._most and after not in self._no_room else None
             all_saved = self._last(lambda n: bounds(build(self._at(n))).ceiling <= self._budget, 0, highest)
-            largest = self._last(self._has_plan, max(all_saved, 1), highest)
+            least = max(all_saved, 1)
+            largest = self._last(self._has_plan, least, highest, (highest - least + 1) // 2)
             while largest < highest and self._last(self._has_plan_with_work, largest, largest + 1) > largest:
                 largest += 1
             joined = [n for n in {all_saved, largest} - {0} if n * self._multiple not in self._sizes.profiled]
@@ -286,8 +287,8 @@ class SizeSearch:
             return self._at(n).static.total
         return bounds(build(self._at(n))).floor
 
-    def _last(self, holds: Callable[[int], bool], low: int, high: int) -> int:
-        """Return the last size that holds, and for whose step the device has room."""
+    def _last(self, holds: Callable[[int], bool], low: int, high: int, width: int = 1) -> int:
+        """Return the last size that holds, and for whose step the device has room; see `_last` below."""
 
         def holds_with_room(n: int) -> bool:
             try:
@@ -296,7 +297,7 @@ class SizeSearch:
                 self._no_room.add(n)
                 return False
 
-        return _last(holds_with_room, low, high)
+        return _last(holds_with_room, low, high, width)
 
     def _has_plan(self, n: int) -> bool:
         """Return True if a plan of the size is found; note from where on there is proven to be none."""
@@ -470,15 +471,15 @@ class SizeSearch:
         return within * self._multiple if within > largest else None
 
 
-def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
+def _last(holds: Callable[[int], bool], low: int, high: int, width: int = 1) -> int:
     """Return the last number from `low` to `high` that holds, as all before it do and none after it.
 
-    `low` holds. Widths double from there, so that few numbers far beyond are tried.
+    `low` holds. The width doubles from there, so that few numbers far beyond are tried.
     """
-    step = 1
-    while low + step <= high and holds(low + step):
-        low, step = low + step, 2 * step
-    high = min(high, low + step - 1)
+    width = max(width, 1)
+    while low + width <= high and holds(low + width):
+        low, width = low + width, 2 * width
+    high = min(high, low + width - 1)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)

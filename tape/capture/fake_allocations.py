@@ -241,4 +241,6 @@ class FakeAllocations(KnownValues):
 
 
 def _has_no_values(tensor: Tensor) -> bool:
-    return tensor.is_meta and not isinstance(tensor, private.FakeTensor)
+    return (
+        not isinstance(tensor, private.FakeTensor) and tensor.is_meta
+    )  # the device of a fake one takes an op
