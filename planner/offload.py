@@ -11,7 +11,7 @@ Source: docs/formulation.md, section 10.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypedDict, Unpack
 
@@ -20,7 +20,8 @@ from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.profile import LinkRates, Profile
 from autoac.planner.memory.clocks import Timing, timing
 from autoac.planner.memory.points import SLACK, choose_points, in_time
-from autoac.planner.memory.simulate import fits, peak_of
+from autoac.planner.memory.schedule import Compute, Free, Recompute
+from autoac.planner.memory.simulate import fits, instants, peak_of
 from autoac.planner.minimum_peak import search_peak_within
 from autoac.planner.plan import (
     DEFAULT_GAP,
@@ -266,19 +267,31 @@ def _with(
 
     Args:
         saved: a guess at what else is saved; the points of the moves are first chosen for it.
-        unmoved: another, which is tried if nothing else fits.
+        unmoved: what else is saved if that does not fit: fits without moves, or is empty.
     """
     graph = problem.graph
     fullest = peak_of(graph, graph.everything).moment
     moves = choose_points(graph, saved - moved, moved, link)
     if not graph.waiting_microbatches:  # else each leaves the device before its microbatch waits
         moves = tuple(move for move in moves if move.is_absent(graph, fullest))
-    moving = SearchProblem(with_moves(graph, moves, link), replace(problem.options, blockwise=False))
     own = allowance.with_work_up_to(SEARCH_WORK)
     had = own.work_left
-    search = Search(moving, budget, goal=goal, allowance=own, start=[saved - moved])
-    if search.best.save_set is None:
-        search.best.offer(unmoved - moved)
+
+    def search_with(moves: Sequence[Move], start: SaveSet) -> Search:
+        options = replace(problem.options, blockwise=False)
+        return Search(
+            SearchProblem(with_moves(graph, moves, link), options),
+            budget,
+            goal=goal,
+            allowance=own,
+            start=[start],
+        )
+
+    search = search_with(moves, saved - moved)
+    if search.best.save_set is None and fits(graph, unmoved, budget):
+        points = choose_points(graph, unmoved - moved, moved, link)
+        moves = _with_room(graph, points, unmoved, budget, link)
+        search = search_with(moves, unmoved - {move.op for move in moves})
     if search.best.save_set is None:
         smallest = search_peak_within(search, own)
         if smallest.proven > budget:
@@ -289,12 +302,45 @@ def _with(
     allowance.spend(had - own.work_left)
     if search.best.save_set is None:
         return None, search
-    save_set = with_forced_saves(moving.graph, search.best.save_set)
-    again = recomputed_by_backward(moving.graph, save_set)
+    moving = search.problem.graph
+    save_set = with_forced_saves(moving, search.best.save_set)
+    again = recomputed_by_backward(moving, save_set)
     moves = tuple(move for move in moves if again[move.op])
     later = choose_points(graph, save_set, [move.op for move in moves], link)
     found = [_judged(graph, save_set, points, budget, link) for points in (moves, later)]
     return min((f for f in found if f is not None), key=lambda f: f.extra_us, default=None), search
+
+
+def _with_room(
+    graph: Graph, moves: Sequence[Move], save_set: SaveSet, budget: int, link: Link
+) -> tuple[Move, ...]:
+    """Return those of `moves` for which a save set that fits without moves leaves room.
+
+    Those that the device holds at the fullest moment are left out, the largest first, until all fit. If it
+    holds none of them there, the one that was fetched last is: without it, more was recomputed before.
+    """
+    kept = {move.op: move for move in moves}
+    while kept:
+        held, fetched = dict[OpId, int](), list[OpId]()
+        most, at_most, latest = 0, dict[OpId, int](), next(iter(kept))
+        moving = with_moves(graph, list(kept.values()), link)
+        for event, live, _ in instants(moving, save_set - set(kept)):
+            match event:
+                case Free():
+                    held.pop(graph.versions[event.version].op, None)
+                case Compute() | Recompute() if event.op in kept:
+                    held[event.op] = sum(map(graph.nbytes, graph.ops[event.op].writes))
+                    fetched.append(event.op)
+            if live > most:
+                most, at_most, latest = live, dict(held), fetched[-1] if fetched else latest
+        over = most - budget
+        if over <= 0:
+            break
+        for op in sorted(at_most, key=lambda op: -at_most[op]) or [latest]:
+            if over > 0:
+                over -= at_most.get(op, over)
+                del kept[op]
+    return tuple(kept.values())
 
 
 def _judged(

@@ -25,6 +25,7 @@ from autoac.planner import (
     difference,
     difference_in_words,
     explain,
+    find_minimum_peak,
     plan,
     why,
     why_in_words,
@@ -162,6 +163,17 @@ def all_moves(graph: Graph, save_set: SaveSet, ops: tuple[OpId, ...]) -> itertoo
             ]
         )
     return itertools.product(*rows)
+
+
+@pytest.mark.parametrize("bytes_per_us", [700.0, 4e3, 50e3])
+def test_moves_find_room_at_the_smallest_peak(bytes_per_us: float) -> None:
+    profile = graphs.gpt2(6)  # what the plan without moves saves leaves room for most moves, not for all
+    smallest = find_minimum_peak(profile).found
+    link = Link(bytes_per_us, bytes_per_us, 0.0, 1 << 60)
+    found = plan_offload(profile, budget_bytes=smallest, link=link)
+    check(found, build(profile), smallest, link)
+    assert found.without_moves is not None
+    assert found.plan.extra_us < 0.3 * found.without_moves.recompute_us
 
 
 def test_nothing_moves_where_everything_fits_or_over_a_slow_link() -> None:
