@@ -44,13 +44,14 @@ def build(name: str, size: int) -> ModelAndBatch:
 
 
 class Steps:
-    """Planned steps over the same samples, in one or several micro-batches."""
+    """Planned steps over the same samples, in one or several micro-batches, while another model exists."""
 
     def __init__(self, name: str, size: int, count: int, budget: int) -> None:
         self.model: nn.Module
         self.model, self._part = build(name, size // count)
         self._count = count
-        ac_client.apply(self.model, budget / GIB)
+        other = 2 * sum(parameter.nbytes for parameter in self.model.parameters())  # and its gradients
+        ac_client.apply(self.model, (budget + other) / GIB)
 
     def seconds(self) -> float:
         """Return the CPU time of a step."""
