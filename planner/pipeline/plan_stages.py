@@ -9,9 +9,9 @@ schedule, a backward follows directly on the forward that brings the stage to n 
 while n - 1 others wait. The largest peak of the stage is therefore the simulated peak of one microbatch while
 n - 1 wait.
 
-Where backward is split, others wait for their weight half, with bytes that no plan changes. The fullest
-moment then depends on the plan. One is planned for; if the plan does not fit at another, that one is, and
-then one with the most of both.
+Where backward is split, others wait for their weight half, with bytes that no plan changes. Which moment is
+the fullest then depends on the plan. That with the most microbatches is planned for; if the plan does not fit
+at another one, the most that wait for either half are, as if they did at once.
 
 What a microbatch moves to the host has left the device where its forward ends, so those that wait hold
 nothing of it there; the host holds it n times.
@@ -235,12 +235,11 @@ def _plan_fullest(
         beside_bytes, rest: as for `plan_stage`.
     """
     inputs = profile.static.inputs if isinstance(profile, Profile) else 0
-    candidates = (
-        max(fills, key=lambda fill: (fill.backward + fill.weights, fill.backward)),
-        max(fills, key=lambda fill: (fill.weights, fill.backward)),
-        _Fill(max(fill.backward for fill in fills), max(fill.weights for fill in fills)),
-    )
-    for made_for in candidates:
+    fullest = max(fills, key=lambda fill: (fill.backward + fill.weights, fill.backward))
+    most_of_both = _Fill(
+        fullest.backward, max(fill.weights for fill in fills)
+    )  # most wait for backward there
+    for made_for in (fullest, most_of_both):
         found = plan_stage(
             profile,
             in_flight=made_for.backward,

@@ -320,8 +320,8 @@ def test_a_plan_fits_wherever_other_microbatches_wait_for_either_half() -> None:
                 continue
             for stage, planned in enumerate(made.stages):
                 assert replayed_in_halves(planned, order, stage, p, m, half_bytes) <= planned.plan.budget
-                made_for.add((order, stage, planned.in_flight))
-    assert ("zb-v", 2, 1) in made_for  # where more wait for the weight half
+                made_for.add((order, planned.waiting_bytes > 0))
+    assert ("zb-v", True) in made_for  # where not only the most microbatches count
 
 
 def test_one_microbatch_in_flight_is_a_plain_plan() -> None:
