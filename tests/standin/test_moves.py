@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import logging
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ from autoac.planner.problem.moves import Link, Move, with_moves
 from autoac.planner.problem.stage import stage_graph
 from autoac.planner.units import GIB
 from autoac.profiler import link_of, observe, profile
+from autoac.profiler.timing import link as link_timing
 from autoac.tape.runtime.cursor import Cursor, Route
 from autoac.tape.runtime.moves import copies
 from autoac.tape.runtime.moves.host_memory import host_memory
@@ -380,6 +382,9 @@ def test_compiled_code_waits_for_its_copies(
 def test_exception_between_fetch_and_arrival_in_compiled_code_races_with_nothing(gpu: ModuleType) -> None:
     x = torch.randn(512, 64, device="cuda")
     step = profile(torch.compile(Chain().cuda(), backend="aot_eager"), x)
+    ops = step.ops.model_copy(update={"runtime_us": (100.0,) * len(step.ops)})
+    backward = step.backward.model_copy(update={"runtime_us": (100.0,) * len(step.backward)})
+    step = step.model_copy(update={"ops": ops, "backward": backward})
     low, high = find_minimum_peak(step).found, plan(step, budget_bytes=1 << 40).peak
     link = Link(300.0, 300.0, 0.0, 1 << 40)  # slow: fetches come long before they arrive
     found = plan_offload(step, budget_bytes=(low + high) // 2, link=link).plan
@@ -398,8 +403,14 @@ def test_exception_between_fetch_and_arrival_in_compiled_code_races_with_nothing
     assert gpu.take_races() == []
 
 
-def test_link_is_measured(gpu: ModuleType) -> None:
+@pytest.mark.parametrize("room_mib", [1000, 24, 2])
+def test_link_is_measured_with_what_room_there_is(gpu: ModuleType, room_mib: int) -> None:
+    link_timing._measured.cache_clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    gpu.set_limit(0, torch.cuda.memory_reserved() + (room_mib << 20))
     rates = link_of(torch.device("cuda", 0))
+    gpu.set_limit(0, 1 << 50)
     assert rates is not None
     assert min(rates.out_bytes_per_us, rates.in_bytes_per_us) > 10
     gpu.take_races()

@@ -206,5 +206,6 @@ def test_fit_ends_at_the_sizes_that_run_on_the_device(gpu: ModuleType) -> None:
     gpu.set_limit(0, 1 << 50)
     assert 0 < found.largest < 12
     assert found.proven_from is None
+    assert found.rows[0].measured is None  # steps in turns had no room
     gc.collect()
     sized(found.largest)  # nothing of what ran out of memory is left

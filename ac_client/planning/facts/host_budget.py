@@ -79,6 +79,9 @@ class HostBudget:
             return link_of(device)
         try:
             link = link_of(device)
+        except torch.OutOfMemoryError:
+            self.stop("the device has no room to measure its link")
+            return None
         except RuntimeError as error:  # it pins memory
             self.stop(f"memory of the host cannot be pinned ({error})")
             return None
