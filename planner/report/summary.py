@@ -10,6 +10,7 @@ from autoac.planner.formats.profile import BEYOND_DISPATCH
 from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.plan import Plan
 from autoac.planner.problem.graph import Graph
+from autoac.planner.problem.use_groups import later_runs
 from autoac.planner.report.by_module import (
     Decision,
     OpDecision,
@@ -54,7 +55,7 @@ def _plan(plan: Plan, *, table: bool) -> str:
         f"{f' (and {format_bytes(plan.headroom)} of headroom)' if plan.headroom else ''}; with nothing"
         f" recomputed it would be {format_bytes(plan.ceiling)}.",
         *_reserved(plan),
-        _cost(plan.recompute_us, plan.step_us, decisions),
+        _cost(plan.recompute_us, plan.step_us, decisions, _spread_us(plan, decisions)),
         *_moves(plan.moved_bytes, plan.stall_us, decisions, plan.why_unmoved),
         _proof(plan.extra_us, plan.bound_us, plan.step_us, plan.stopped.value),
         "",
@@ -116,14 +117,29 @@ def _policy(policy: Policy) -> str:
     return "\n".join(lines)
 
 
-def _cost(recompute_us: float, step_us: float, decisions: Iterable[OpDecision]) -> str:
+def _spread_us(plan: Plan, decisions: Iterable[OpDecision]) -> float:
+    """Return by how much the recompute time may be off, by the spread of measured run times."""
+    if plan.profile is None:
+        return 0.0
+    later = later_runs(plan.graph)
+    names = (op.name for op in plan.graph.ops if op.id not in later)
+    spread_us = dict(zip(names, plan.profile.ops.spread_us, strict=True))
+    return sum(op.runs * spread_us[op.key] for op in decisions if op.decision is Decision.RECOMPUTED)
+
+
+def _cost(
+    recompute_us: float, step_us: float, decisions: Iterable[OpDecision], spread_us: float = 0.0
+) -> str:
     runs = [op.runs for op in decisions if op.decision is Decision.RECOMPUTED]
     if not runs:
         return "Nothing is recomputed."
     several = sum(n > 1 for n in runs)
     repeated = f" ({several} of them several times)" if several else ""
     share = f", {recompute_us / step_us:.1%} of the step's {format_us(step_us)}" if step_us > 0 else ""
-    return f"{len(runs)} ops run again in backward{repeated}, which takes {format_us(recompute_us)}{share}."
+    least, most = format_us(max(0.0, recompute_us - spread_us)), format_us(recompute_us + spread_us)
+    between = f" ({least} to {most} by the spread of its run times)" if least != most else ""
+    takes = f"{format_us(recompute_us)}{between}{share}"
+    return f"{len(runs)} ops run again in backward{repeated}, which takes {takes}."
 
 
 def _moves(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import graphs
 import pytest
@@ -22,6 +23,7 @@ from autoac.planner.report.by_module import (
     rows_as_table,
     rows_in_words,
 )
+from autoac.planner.units import format_us
 
 seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=60, derandomize=True, deadline=None)
@@ -119,6 +121,17 @@ def test_explanation_of_equal_layers_has_fewer_lines_than_modules() -> None:
     assert "each " not in table
     assert "\nall  " in table
     assert made.peak_at in table
+
+
+def test_recompute_time_has_the_range_of_measured_run_times() -> None:
+    profile = graphs.gpt2(2)
+    times, known = profile.ops.runtime_us, bounds(build(profile))
+    made = plan(profile, budget_bytes=(known.floor + known.ceiling) // 2)
+    assert "by the spread" not in explain(made)
+    spread = profile.ops.model_copy(update={"spread_us": tuple(us / 10 for us in times)})
+    measured = replace(made, profile=profile.model_copy(update={"ops": spread}))
+    least, most = format_us(0.9 * made.recompute_us), format_us(1.1 * made.recompute_us)
+    assert f"{format_us(made.recompute_us)} ({least} to {most} by the spread" in explain(measured)
 
 
 def test_gap_of_more_than_five_percent_is_said_in_words() -> None:
