@@ -55,6 +55,7 @@ WORTH = 0.005  # of the step: what moves must save for the host to be used
 FEW = 40  # if no more ops than this may move, the program decides about them without rounding
 WORK_LIMIT = 10.0  # units of work for all searches of moves, but not more than
 MOVES_SHARE = 0.6  # of the work limit; the plan without moves has the rest
+STRETCHES = 8  # of backward, with a moment each in the first relaxation; more hardly change what moves
 SEARCH_WORK = 5.0  # units of work for one search
 
 
@@ -221,7 +222,7 @@ def _search(
     nbytes = movable(graph, link)
     best: Offload | None = None
     bound = 0.0
-    known = first_moments(problem.windows, (graph.everything,))
+    known = first_moments(problem.windows, (graph.everything,), STRETCHES)
     tried: set[frozenset[OpId]] = set()
     for share in SHARES if nbytes else ():
         built = build_program(

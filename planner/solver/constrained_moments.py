@@ -27,11 +27,20 @@ MOST_OF_ONE = 6  # moments of one save set, without those of blocks built alike
 NEARLY = 0.02  # a block built alike counts as too large from this share of the budget below it
 
 
-def first_moments(windows: Windows, save_sets: Iterable[SaveSet]) -> set[ConstrainedMoment]:
-    """Return where peaks are likely: by save set, the fullest moment of forward and of parts of backward."""
+def first_moments(
+    windows: Windows, save_sets: Iterable[SaveSet], stretches: int | None = None
+) -> set[ConstrainedMoment]:
+    """Return where peaks are likely: by save set, the fullest moment of forward and of parts of backward.
+
+    Args:
+        windows: of a graph.
+        save_sets: of the same graph.
+        stretches: how many parts backward has. By default as many as the program can afford.
+    """
     graph = windows.graph
     moments: set[ConstrainedMoment] = set()
-    width = max(1, math.ceil(len(graph.steps) / _affordable(windows, FIRST_STRETCHES)))
+    parts = _affordable(windows, FIRST_STRETCHES) if stretches is None else stretches
+    width = max(1, math.ceil(len(graph.steps) / parts))
     for save_set in save_sets:
         forward: tuple[int, int] | None = None
         by_step = [0] * len(graph.steps)
