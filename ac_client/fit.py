@@ -58,6 +58,7 @@ WORTH_WORK = 0.04  # ... if it is larger by this share
 BENT = 0.003  # of a step: what run times between knots may be off
 STEP_GAP = 0.002  # of a step: plans are near enough to the best one
 MOST_TIMED = 4  # sizes whose steps are timed in turns
+MOST_SPLITS = 2  # of these, as several micro-batches
 MAY_BE_LESS = 0.15  # of a step: what the run times of one profile may be off
 
 
@@ -218,8 +219,9 @@ class SizeSearch:
         largest, all_saved = self.largest()
         self._join(largest)
         fastest, equals, split = self._fastest(largest, all_saved), list[int](), None
-        if (parts := self._parts(largest) if axis == "batch" else None) is not None:
-            split = Quartiles.of([parts[0] * parts[1].step_us / self._rows[largest].step_us])
+        parts = self._parts(largest) if axis == "batch" else {}
+        for count, part in list(parts.items())[:1]:
+            split = count, Quartiles.of([count * part.step_us / self._rows[largest].step_us])
         if self._sizes.runs:
             fastest, equals, split = self._time(largest, all_saved, parts)
         m = self._multiple
@@ -235,8 +237,8 @@ class SizeSearch:
             all_saved=all_saved * m,
             most=None if self._most == MOST_MULTIPLES else self._most * m,
             proven_from=None if self._proven is None else self._proven * m,
-            split=MicroBatches(largest * m, parts[0], split.median)
-            if parts is not None and split is not None and split.high < 1
+            split=MicroBatches(largest * m, split[0], split[1].median)
+            if split is not None and split[1].high < 1
             else None,
             largest_without_loss=self._largest_without_loss(largest),
             profiled=self._sizes.profiled,
@@ -400,33 +402,33 @@ class SizeSearch:
         width, middle = max(gaps, default=(0, 0))
         return middle if width > 1 else None
 
-    def _parts(self, n: int) -> tuple[int, FitRow] | None:
-        """Return how many equal micro-batches of a size are the fastest by profile, and the row of one."""
+    def _parts(self, n: int) -> dict[int, FitRow]:
+        """Return the row of one of several equal micro-batches of a size, by their count, fastest first."""
         ways: dict[int, FitRow] = {}
         for count in (k for k in range(2, MOST_MICRO_BATCHES + 1) if n % k == 0):
             with suppress(InfeasibleBudget, SolverOutOfTime):
                 ways[count] = self._plan(n // count, accumulates=True)
-        return min(ways.items(), key=lambda way: way[0] * way[1].step_us, default=None)
+        return dict(sorted(ways.items(), key=lambda way: way[0] * way[1].step_us))
 
     def _time(
-        self, largest: int, all_saved: int, parts: tuple[int, FitRow] | None
-    ) -> tuple[int, list[int], Quartiles | None]:
+        self, largest: int, all_saved: int, parts: Mapping[int, FitRow]
+    ) -> tuple[int, list[int], tuple[int, Quartiles] | None]:
         """Time planned steps of sizes that may be the fastest, and of the largest in micro-batches.
 
         Returns:
-            The fastest size, those that may be instead, and the share of the time that micro-batches take;
-            None where they were not timed.
+            The fastest size, those that may be instead, and how many micro-batches are the fastest, with the
+            share of the time that they take; None where they were not timed.
         """
         by_speed = sorted(self._rows, key=self._row, reverse=True)
         sizes = list(dict.fromkeys([largest, *([all_saved] if all_saved else []), *by_speed]))[:MOST_TIMED]
         ways = [PlannedSize(n * self._multiple, self._confirmed(n).plan.policy()) for n in sizes]
-        if (
-            parts is not None
-            and parts[0] * parts[1].step_us < (1 + MAY_BE_LESS) * self._rows[largest].step_us
-        ):
-            count, part = parts  # in place of a step of its size
-            others = [way for way in ways[1:] if way.size != part.size]
-            ways = [ways[0], PlannedSize(part.size, part.plan.policy(), count), *others][:MOST_TIMED]
+        most_us = (1 + MAY_BE_LESS) * self._rows[largest].step_us
+        likely = [(k, part) for k, part in parts.items() if k * part.step_us < most_us]
+        splits = [PlannedSize(part.size, part.plan.policy(), k) for k, part in likely]
+        others = [way for way in ways[1:] if way.size != splits[0].size] if splits else ways[1:]
+        sizes_timed = {way.size for way in others}  # the first takes the place of a step of its size
+        second = [way for way in splits[1:] if way.size not in sizes_timed][: MOST_SPLITS - 1]
+        ways = [ways[0], *splits[:1], *second, *others][:MOST_TIMED]
         taken = self._times(ways)
         if not taken:
             return by_speed[0], [], None
@@ -439,7 +441,8 @@ class SizeSearch:
         fastest = max(rates, key=lambda n: Quartiles.of(rates[n]).median)
         slower = [n for n in sorted(rates) if n != fastest]
         equals = [n for n in slower if Quartiles.of_ratios(rates[n], rates[fastest]).high >= 1]
-        split = Quartiles.of_ratios(taken[1], taken[0]) if len(ways) > 1 and ways[1].batches > 1 else None
+        ratios = [(way.batches, Quartiles.of_ratios(taken[i], taken[0])) for i, way in enumerate(ways)]
+        split = min((r for r in ratios if r[0] > 1), key=lambda r: r[1].median, default=None)
         return fastest, equals, split
 
     def _times(self, ways: list[PlannedSize]) -> list[list[float]]:
