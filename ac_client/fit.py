@@ -58,7 +58,6 @@ WORTH_WORK = 0.04  # ... if it is larger by this share
 BENT = 0.003  # of a step: what run times between knots may be off
 STEP_GAP = 0.002  # of a step: plans are near enough to the best one
 MOST_TIMED = 4  # sizes whose steps are timed in turns
-MOST_SPLITS = 2  # of these, as several micro-batches
 MAY_BE_LESS = 0.15  # of a step: what the run times of one profile may be off
 
 
@@ -219,8 +218,9 @@ class SizeSearch:
         largest, all_saved = self.largest()
         self._join(largest)
         fastest, equals, split = self._fastest(largest, all_saved), list[int](), None
-        parts = self._parts(largest) if axis == "batch" else {}
-        for count, part in list(parts.items())[:1]:
+        parts = self._parts(largest) if axis == "batch" else []
+        if parts:
+            count, part = parts[0]
             split = count, Quartiles.of([count * part.step_us / self._rows[largest].step_us])
         if self._sizes.runs:
             fastest, equals, split = self._time(largest, all_saved, parts)
@@ -402,16 +402,16 @@ class SizeSearch:
         width, middle = max(gaps, default=(0, 0))
         return middle if width > 1 else None
 
-    def _parts(self, n: int) -> dict[int, FitRow]:
-        """Return the row of one of several equal micro-batches of a size, by their count, fastest first."""
+    def _parts(self, n: int) -> list[tuple[int, FitRow]]:
+        """Return counts of equal micro-batches of a size, each with the row of one, the fastest first."""
         ways: dict[int, FitRow] = {}
         for count in (k for k in range(2, MOST_MICRO_BATCHES + 1) if n % k == 0):
             with suppress(InfeasibleBudget, SolverOutOfTime):
                 ways[count] = self._plan(n // count, accumulates=True)
-        return dict(sorted(ways.items(), key=lambda way: way[0] * way[1].step_us))
+        return sorted(ways.items(), key=lambda way: way[0] * way[1].step_us)
 
     def _time(
-        self, largest: int, all_saved: int, parts: Mapping[int, FitRow]
+        self, largest: int, all_saved: int, parts: list[tuple[int, FitRow]]
     ) -> tuple[int, list[int], tuple[int, Quartiles] | None]:
         """Time planned steps of sizes that may be the fastest, and of the largest in micro-batches.
 
@@ -423,12 +423,12 @@ class SizeSearch:
         sizes = list(dict.fromkeys([largest, *([all_saved] if all_saved else []), *by_speed]))[:MOST_TIMED]
         ways = [PlannedSize(n * self._multiple, self._confirmed(n).plan.policy()) for n in sizes]
         most_us = (1 + MAY_BE_LESS) * self._rows[largest].step_us
-        likely = [(k, part) for k, part in parts.items() if k * part.step_us < most_us]
+        likely = [(k, part) for k, part in parts if k * part.step_us < most_us]
         splits = [PlannedSize(part.size, part.plan.policy(), k) for k, part in likely]
-        others = [way for way in ways[1:] if way.size != splits[0].size] if splits else ways[1:]
-        sizes_timed = {way.size for way in others}  # the first takes the place of a step of its size
-        second = [way for way in splits[1:] if way.size not in sizes_timed][: MOST_SPLITS - 1]
-        ways = [ways[0], *splits[:1], *second, *others][:MOST_TIMED]
+        first = splits[:1]  # takes the place of a step of its size; a second one does not
+        others = [way for way in ways[1:] if way.size not in {way.size for way in first}]
+        second = [way for way in splits[1:] if way.size not in {way.size for way in others}][:1]
+        ways = [ways[0], *first, *second, *others][:MOST_TIMED]
         taken = self._times(ways)
         if not taken:
             return by_speed[0], [], None

@@ -246,16 +246,17 @@ def _plan_fullest(
             beside_bytes=beside_bytes + made_for.weights * half_bytes,
             **rest,
         )
-
-        def graph_at(fill: _Fill, made_for: _Fill = made_for, graph: Graph = found.graph) -> Graph:
-            more = (fill.backward - made_for.backward) * inputs + (
-                fill.weights - made_for.weights
-            ) * half_bytes
-            return replace(
-                graph, waiting_microbatches=fill.backward - 1, static_bytes=graph.static_bytes + more
+        steps = [
+            replace(
+                found.graph,
+                waiting_microbatches=fill.backward - 1,
+                static_bytes=found.graph.static_bytes
+                + (fill.backward - made_for.backward) * inputs
+                + (fill.weights - made_for.weights) * half_bytes,
             )
-
-        if all(fits(graph_at(fill), found.save_set, found.budget) for fill in set(fills) - {made_for}):
+            for fill in set(fills) - {made_for}
+        ]
+        if all(fits(step, found.save_set, found.budget) for step in steps):
             break
     return made_for, found
 

@@ -241,6 +241,5 @@ class FakeAllocations(KnownValues):
 
 
 def _has_no_values(tensor: Tensor) -> bool:
-    return (
-        not isinstance(tensor, private.FakeTensor) and tensor.is_meta
-    )  # the device of a fake one takes an op
+    # In this order: to ask a fake tensor for its device runs an op.
+    return not isinstance(tensor, private.FakeTensor) and tensor.is_meta
