@@ -421,8 +421,10 @@ def pipelined_step(setup: Setup, model: nn.Module, number: int) -> int:
     loss = lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten())  # noqa: E731
     schedule = Schedule1F1B(stage, setup.microbatches, loss_fn=loss)
     schedule.step(*([ids] if first else []), target=None if first else ids.roll(-1, 1))
-    buffers = 0 if first else (setup.microbatches - 1) * (x.nbytes + out.nbytes) + 2 * x.nbytes
-    return buffers + sum(4 * parameter.numel() for parameter in model.parameters())
+    others = 0  # of the last stage: outputs and losses, buffers, and the targets next to the inputs
+    if not first:
+        others = (setup.microbatches - 1) * (x.nbytes + out.nbytes + 4) + 2 * x.nbytes + ids.nbytes
+    return others + sum(4 * parameter.numel() for parameter in model.parameters())
 
 
 def train(setup: Setup, model: nn.Module) -> tuple[list[list[Tensor]], int, int]:
