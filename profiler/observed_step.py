@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -177,6 +177,10 @@ class ObservedStep:
         self._outside = 0  # bytes between forward and backward, as seen when backward began
         self._left_out = -1  # mark since which nothing belongs to the step
         self._others_follow = False  # another planned model has run forward since this one's last forward
+        self._batches: dict[int, tuple[int, int]] = {}  # by address: bytes beyond the first batch, and a mark
+        if not self._is_fake:
+            self.note_batch(batch_tensors((*args, *kwargs.values())))
+            self._batches = dict.fromkeys(self._batches, (0, 0))
 
     @property
     def in_forward(self) -> bool:
@@ -244,6 +248,19 @@ class ObservedStep:
             cuts = None if self._is_fake else self._cuts
             stack.enter_context(save_recompute_policy(policy, cuts=cuts, tape=self._tape))
             self._forward = stack.pop_all()
+
+    def note_batch(self, batch: Iterable[Tensor]) -> None:
+        """Note the batch of a further forward, which counts if it existed before the step.
+
+        On CUDA the client measures what exists, and a batch that is made in the step is in the record.
+        """
+        if self._device.type == "cuda":
+            return
+        mark = self._allocations.mark()
+        for tensor in batch:
+            if has_storage(tensor) and tensor.device.type == self._device.type:
+                storage = tensor.untyped_storage()
+                self._batches.setdefault(storage.data_ptr(), (storage.nbytes(), mark))
 
     def enter(self, path: str) -> None:
         """Note a call of the module at `path`."""
@@ -407,6 +424,8 @@ class ObservedStep:
         batch = tuple(subject.args), dict(subject.kwargs)
         leaves: dict[int, Tensor] = {}
         batches = [_own_batch(batch, leaves) for _ in range(subject.loop.forwards)]
+        inputs = subject.loop.forwards * self._static.inputs  # as if each forward had a batch of its own
+        self._static = self._static.model_copy(update={"inputs": inputs})
         watches = [] if is_called_compiled(model) else watch_modules(model, self.enter, self.leave)
         try:
             self.begin_forward()
@@ -491,6 +510,11 @@ class ObservedStep:
         if note := tape.replays.note():
             notes.append(note)
         loop = Loop(max(1, len(record.forward_ends)))
+        existed = sum(
+            nbytes
+            for address, (nbytes, mark) in self._batches.items()
+            if self._allocations.block_at(address, mark) is None
+        )
         found = profile_of(
             TrainingStep(model, (), {}, None, self._accumulates, loop),
             step,
@@ -500,7 +524,7 @@ class ObservedStep:
             self._device,
             None,
             optimizer,
-            self._static,
+            self._static.model_copy(update={"inputs": self._static.inputs + existed}),
         )
         # What was made between the model and backward, such as the loss, is not a gradient that stays, and
         # neither is that of a leaf which forward made.

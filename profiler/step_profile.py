@@ -34,7 +34,8 @@ def profile_of(
     """Return the Profile of `step`, the records of one step of `subject`.
 
     Args:
-        static: as the step began, without the state of optimizers, if `subject` has changed since.
+        static: as the step began, with all batches and without the state of optimizers, if `subject` has
+            changed since.
     """
     model, args, kwargs = subject.compiled, subject.args, subject.kwargs
     accumulates, loop = subject.accumulates, subject.loop
@@ -47,6 +48,7 @@ def profile_of(
     needs = optimizer_bytes(optimizer, device, datasheet)
     if static is None:
         static = static_bytes(model, args, kwargs, 0, device, datasheet, accumulates=accumulates)
+        static = static.model_copy(update={"inputs": loop.forwards * static.inputs})
     workspaces = sum(block.nbytes for block in step.workspaces)
     if datasheet is not None:
         workspaces = workspace_bytes((op.facts.name for op in step.forward.ops), datasheet)
@@ -57,13 +59,7 @@ def profile_of(
             model=type(uncompiled(model)).__name__,
             inputs=tuple(inputs),
             environment=environment,
-            static=static.model_copy(
-                update={
-                    "inputs": loop.forwards * static.inputs,
-                    "workspaces": workspaces,
-                    "optimizer_state": needs.state,
-                }
-            ),
+            static=static.model_copy(update={"workspaces": workspaces, "optimizer_state": needs.state}),
             optimizer_workspace_nbytes=needs.workspace,
             notes=(*notes, *([needs.note] if needs.note else [])),
         ).with_dropped_outputs(loop.drops)

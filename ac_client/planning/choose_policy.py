@@ -23,6 +23,7 @@ from ac_client.planning.plan_batch import (
     InCheckpoint,
     Observation,
     first_line,
+    forwards_of,
 )
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.planning.ranks import (
@@ -48,6 +49,7 @@ from autoac.planner import (
 from autoac.planner.formats.policy_set import Shape, shape_in_words
 from autoac.profiler import Loop, ProfilerBusy, device_of
 from autoac.tape.errors import CannotCapture, CannotProfile, ProfilerError
+from autoac.tape.torch_facts.batch_contents import batch_tensors
 from autoac.tape.torch_facts.streams import is_capturing
 from autoac.tape.torch_facts.torch_trace import profiler_is_running
 
@@ -128,6 +130,7 @@ class PolicyChooser:
         if observation.runs_elsewhere:
             return True  # a forward of another thread runs unplanned until then
         if step.recording and waiting and not step.has_backward:
+            step.note_batch(batch_tensors((*call.args, *call.kwargs.values())))
             step.begin_forward()
             observation.forwards += 1
             return True
@@ -160,7 +163,7 @@ class PolicyChooser:
                 limit, static = self._planner.limit_of(profile), profile.static.total
                 among = ranks.include(step.groups or {})
                 need = Need(observation.shape, limit, static, digest_of(profile) if among else "")
-                loop, profile = _as_shown(observation, profile)
+                loop, profile = _as_shown(profile)
             except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
                 need = error
             with self._giving_up():
@@ -211,7 +214,7 @@ class PolicyChooser:
             if observation.then is not None:
                 self._store.current = observation.then(profile, call, observation)
                 return
-            loop, profile = _as_shown(observation, profile)
+            loop, profile = _as_shown(profile)
             bucket, retained = None, profile.with_retained_graph() if observation.step.retains else None
             if retained is not None:
                 with suppress(*NO_PLAN):  # its peak is an upper bound: one backward may be all there is
@@ -227,7 +230,7 @@ class PolicyChooser:
         """Note what else the observed step has shown, which `bucket` was planned for."""
         buckets, outside = self._store.buckets, observation.step.outside_nbytes(profile)
         bucket.planned_for = replace(bucket.planned_for, outside_nbytes=outside)
-        buckets.forwards = max(buckets.forwards, observation.forwards)
+        buckets.forwards = max(buckets.forwards, forwards_of(profile))
 
     def plan_for(self, call: ModelCall) -> Policy:
         """Plan for one more shape of batch, by one real step on it without the optimizer.
@@ -431,7 +434,7 @@ class PolicyChooser:
         return bucket
 
 
-def _as_shown(observation: Observation, profile: Profile) -> tuple[Loop, Profile]:
+def _as_shown(profile: Profile) -> tuple[Loop, Profile]:
     """Return the form of the loop that an observed step has shown, and the profile of a step in that loop."""
-    loop = Loop(observation.forwards, profile.droppable_outputs)
+    loop = Loop(forwards_of(profile), profile.droppable_outputs)
     return loop, profile.with_dropped_outputs(loop.drops)

@@ -34,7 +34,7 @@ from ac_client.planning.next_action import (
     next_action,
 )
 from ac_client.planning.options import ApplyOptions
-from ac_client.planning.plan_batch import BatchPlanner, Observation, first_line
+from ac_client.planning.plan_batch import BatchPlanner, Observation, first_line, forwards_of
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError, Policy, PolicySet, Profile
@@ -260,7 +260,7 @@ class ModelPlanning:
         shape = call.shape
 
         def plan(found: Profile, following: ModelCall, observation: Observation) -> PlannedBucket:
-            terms = replace(action.terms, loop=replace(action.terms.loop, forwards=observation.forwards))
+            terms = replace(action.terms, loop=replace(action.terms.loop, forwards=forwards_of(found)))
             found = found.with_dropped_outputs(terms.loop.drops)
             found = found.with_retained_graph() if terms.loop.retains else found
             again = replace(action, terms=terms)
@@ -270,7 +270,10 @@ class ModelPlanning:
                 bucket.observed_for.add(_form_of(action))
             bucket.observed_for.add(_form_of(again))
             planned = bucket.planned_for.loop
-            if terms.loop.forwards < planned.forwards or (action.row == "loop" and terms.loop == planned):
+            as_planned = (
+                terms.loop == planned and found.waiting_microbatches < bucket.planned_for.microbatches
+            )
+            if terms.loop.forwards < planned.forwards or (action.row == "loop" and as_planned):
                 return bucket  # the steps that have more forwards take turns with these
             if again.profiles:
                 self._plan_observed(bucket, again, following, found, shape)

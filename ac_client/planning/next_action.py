@@ -413,12 +413,14 @@ def _loop(planned: PlannedFor, facts: StepFacts) -> Action | None:
     if facts.loop is None:
         return None
     loop, in_flight, warning = facts.loop, facts.waiting + 1, ""
+    if 1 < loop.forwards <= planned.microbatches:  # each has a backward of its own
+        loop = replace(loop, forwards=planned.loop.forwards)
     counted = max(loop.forwards, planned.loop.forwards, planned.microbatches)
     if in_flight > counted and not planned.fits(facts.waiting):
         loop = replace(loop, forwards=in_flight)
         warning = _may_go_over(
             planned,
-            f"{in_flight} forwards wait for one backward, and the plan is for {planned.loop.forwards}",
+            f"{in_flight} forwards wait for one backward, and the plan is for {counted}",
             "pass forwards_in_flight=N with the budget to have each step planned for N",
             again=True,
         )

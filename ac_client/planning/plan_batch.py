@@ -47,12 +47,14 @@ from autoac.planner import (
 from autoac.planner import plan_with_host as plan_profile
 from autoac.planner.formats.policy_set import Shape
 from autoac.planner.problem.graph import SaveSet
+from autoac.planner.problem.microbatch import microbatch_of
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, observe
 from autoac.profiler.model_device import device_of_step
 from autoac.profiler.observed_step import ObservedStep, is_recorded_elsewhere, recorded_step
 from autoac.profiler.static_memory import ONLY_PRESENT_STATE
 from autoac.tape.checkpoints.own_checkpoints import UNPLANNED
+from autoac.tape.distributed.fsdp import unreduced_nbytes
 from autoac.tape.runtime.saved_tensor_hooks import enter_saved_tensor_hooks, is_in_checkpoint
 from autoac.tape.torch_facts.batch_contents import batch_tensors
 from autoac.tape.torch_facts.streams import is_capturing
@@ -277,10 +279,13 @@ class BatchPlanner:
     def observed(self, call: ModelCall, observation: Observation) -> Profile:
         """Return the profile of an observed step that is over; `call` is the one that begins.
 
+        It is of one forward if each of several has a backward of its own.
+
         Raises:
             ProfilerError: the step has none.
         """
         profile = self._completed(observation.step.profile(call.model, self._optimizers.all), call)
+        profile = microbatch_of(profile, counted=unreduced_nbytes(call.model))
         budget, peak = self.options.budget_bytes, observation.step.peak_nbytes + observation.state_nbytes
         if budget is not None and peak > budget:
             self.warn_once(
@@ -519,6 +524,11 @@ class BatchPlanner:
             )
         skipped = skipped_modules(call.model, self.called)
         return ProfiledStep(call.shape, profile, rank_nbytes, self._optimizers.adopted, skipped)
+
+
+def forwards_of(profile: Profile) -> int:
+    """Return how many forwards ran before the one backward of a profile."""
+    return len(profile.forward_ends) or 1
 
 
 def _explain(error: PlannerError, profile: Profile, loop: Loop) -> None:

@@ -308,6 +308,8 @@ class Profile(FrozenModel):
     notes: tuple[Name, ...] = ()  # which numbers are estimates, and what the profiler could not record
     # If several forwards of the model run before one backward: the number of ops up to the end of each.
     forward_ends: Annotated[tuple[Index, ...], Field(exclude_if=lambda ends: not ends)] = ()
+    # Other forwards like this one, which wait for a backward of their own.
+    waiting_microbatches: Annotated[Count, Field(exclude_if=lambda number: number == 0)] = 0
     # The first op of a loss that is not in the model's forward; left out if there is none.
     loss_begins: Annotated[Index | None, Field(exclude_if=lambda op: op is None)] = None
 

@@ -132,6 +132,7 @@ def build(profile: Profile) -> Graph:
         forward_ends=tuple(map(Moment, ends)),
         static_bytes=profile.static.total,
         closing_bytes=profile.gradient_nbytes + profile.optimizer_workspace_nbytes,
+        waiting_microbatches=profile.waiting_microbatches,
     )
     pinned = [OpId(i) for i, flags in enumerate(columns.flags) if flags & OpFlag.MUST_RECOMPUTE]
     return _with_must_recompute(graph, pinned) if pinned else graph

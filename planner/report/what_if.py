@@ -292,7 +292,7 @@ def _graph_of(policy: Policy, profile: Profile) -> Graph:
     rules, n = policy.constraints or Constraints(), policy.predicted.microbatches
     stated = policy.predicted.static_bytes
     alone = constrained(profile, rules)
-    if n == 1 and stated == alone.static_bytes:
+    if n == 1 + profile.waiting_microbatches and stated == alone.static_bytes:
         return alone
     stated -= rules.extra_static_bytes
     stage = stage_graph(profile, n)
