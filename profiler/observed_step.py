@@ -370,6 +370,7 @@ class ObservedStep:
 
     def _backward_called(self, roots: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
         self._untraced.enter_context(compiled_autograd_off())  # it would trace what the step holds
+        self._allocations.backward_runs(True)
         if self.in_forward:
             return
         self.begin_backward()
@@ -380,6 +381,7 @@ class ObservedStep:
 
     def _backward_returned(self, raised: bool) -> None:
         self._untraced.close()
+        self._allocations.backward_runs(False)
         if self.in_forward:
             return
         if raised:
@@ -443,7 +445,9 @@ class ObservedStep:
             retains = subject.loop.retains
             with compiled_autograd_off(), torch.autocast(self._device.type, enabled=False):
                 seeds = [torch.ones_like(root) for root in roots]
+                self._allocations.backward_runs(True)
                 torch.autograd.backward(roots, seeds, retains, inputs=ends)
+                self._allocations.backward_runs(False)
                 del seeds
             self.end_backward()
             del roots, ends

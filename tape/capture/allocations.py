@@ -68,6 +68,8 @@ class Allocations(Protocol):
 
     def mark(self) -> int: ...
 
+    def backward_runs(self, begins: bool) -> None: ...
+
     def locate(self, storage: torch.UntypedStorage) -> int: ...
 
     def block_at(self, address: int, mark: int) -> AllocatedBlock | None: ...
@@ -139,6 +141,11 @@ class AllocationRecord:
                 self._clock.resume()
                 self._marks += 1
             return self._marks - 1
+
+    def backward_runs(self, begins: bool) -> None:
+        """Note that a backward on this thread begins, or has returned."""
+        if self._open:
+            self._trace.backward_runs(begins)
 
     locate = staticmethod(torch.UntypedStorage.data_ptr)
 

@@ -91,6 +91,9 @@ class FakeAllocations(KnownValues):
         self.times_ns.append(round(self._now_us * 1e3))
         return len(self.positions) - 1
 
+    def backward_runs(self, begins: bool) -> None:
+        """Do nothing: a fake backward is like any other code."""
+
     def locate(self, storage: torch.UntypedStorage) -> int:
         """Return the address of a storage that was allocated inside the record; 0 for any other."""
         block = self._block_of_storage.of(storage)

@@ -416,6 +416,7 @@ enable_profiler: Callable[..., None] = _autograd._enable_profiler  # the stub la
 disable_profiler: Callable[[], Any] = _autograd._disable_profiler
 begin_range: Callable[[str], Any] = _autograd._record_function_with_args_enter  # no op, so no mode sees it
 end_range: Callable[[Any], None] = _autograd._record_function_with_args_exit
+record_ranges: Callable[[bool], None] = _autograd._enable_record_function  # that begin on this thread
 
 # torch.utils.checkpoint: the module that imports the generator by name (own_checkpoints.py).
 COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"

@@ -19,6 +19,13 @@ recorded range of its thread. So for such a device one range stays open from beg
 thread, and autograd's nodes are recorded, for the thread that runs backward. Events of further threads (a
 TorchScript `fork`) are dropped from the tree, but not from the flat list, so `check_complete` compares the
 two. (`materializeOpEvents` in profiler_kineto.cpp.)
+
+NOTE [ Ranges of others ]
+A range that begins in a trace writes its end into the trace, even if the trace is over and its memory has
+been freed: gloo's threads do when a message has been sent, such as one of a pipeline's stage, and a range of
+the loop does if another trace runs by then (pytorch pull request 188172 repairs a case of it). Eight bytes of
+a gradient were seen to change. So while a trace runs no range begins but its own, and those of autograd's
+nodes while backward runs, which end with it.
 """
 
 from __future__ import annotations
@@ -82,6 +89,7 @@ class TorchTrace:
         device: the device whose allocator is traced; None: every device. The CPU's allocator always is.
         ops: names of ops, such as `aten::mm`, whose runs are traced, and with them the runs of all nodes of
             autograd. By default neither is (NOTE [ Ops are left out of the trace ]).
+        nodes: the runs of autograd's nodes are traced where `backward_runs` says so.
 
     Raises:
         ProfilerBusy: another torch profiler is running on this thread.
@@ -94,6 +102,9 @@ class TorchTrace:
         self._range: Any = None  # open on this thread; NOTE [ Allocations of other devices need a range ... ]
         self._ops = frozenset(ops)
         self._nodes = nodes or bool(ops)
+        # NOTE [ Ranges of others ]. On a GPU, allocations in a backward that nobody tells of need its nodes.
+        self._is_quiet = not ops and (nodes or not self._ranged)
+        self._in_backward = False
         # Without CUDA's activities: the allocator reports on the host, and no kernel needs to be traced.
         self._settings = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
         self._results: Any = None
@@ -110,6 +121,8 @@ class TorchTrace:
         private.enable_profiler(config, activities, set() if self._ops else scopes)
         if self._ranged:
             self._range = private.begin_range(_WHOLE)
+        if self._is_quiet:
+            private.record_ranges(False)
         return self
 
     def __exit__(
@@ -118,6 +131,8 @@ class TorchTrace:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._is_quiet:
+            private.record_ranges(True)
         if self._ranged:
             private.end_range(self._range)
             self._range = None
@@ -125,7 +140,18 @@ class TorchTrace:
 
     def mark(self, name: str = "") -> None:
         """Place a point called `name` in the trace, which becomes a MarkEvent."""
+        hidden = self._is_quiet and not self._in_backward
+        if hidden:
+            private.record_ranges(True)
         private.end_range(private.begin_range(_MARK + name))
+        if hidden:
+            private.record_ranges(False)
+
+    def backward_runs(self, begins: bool) -> None:
+        """Trace the nodes of a backward that is called on this thread; `begins` is False when it returns."""
+        self._in_backward = begins
+        if self._is_quiet:
+            private.record_ranges(begins)
 
     def check_complete(self, where: str) -> None:
         """Compare the allocations of `events`, without the CPU's, with torch.profiler's flat list of events.

@@ -154,7 +154,7 @@ def test_forwards_with_one_backward_are_planned_together() -> None:
 
 
 def test_profile_of_a_microbatch_is_one_of_a_step_that_finds_gradients() -> None:
-    """What the cut makes of a first microbatch is what a step by itself shows whose gradients exist."""
+    """Compare the cut of a first microbatch with a step by itself whose gradients exist."""
     plan = ac_client.applied(planned(ORDERS["1F1B"], 1.0)).plan
     assert plan is not None
     assert plan.profile is not None

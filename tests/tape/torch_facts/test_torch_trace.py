@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from stepping import SeenOps
+from torch.profiler import record_function
 
 from autoac.profiler import ProfilerBusy
 from autoac.tape.capture.allocations import AllocationRecord, allocated_between
@@ -102,7 +104,8 @@ def test_trace_has_what_the_allocator_of_a_device_reports(kind: str, device: CDe
 def test_events_that_are_neither_ops_nor_allocations_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, the tree has calls of its runtime, whose fields have no scope."""
     x = torch.ones(4, requires_grad=True)
-    with (trace := TorchTrace(nodes=True)):
+    with (trace := TorchTrace(CPU, nodes=True)):
+        trace.backward_runs(True)
         x.sin().sum().backward()
     found, of_runtime = list(trace._walk()), SimpleNamespace(name="cudaLaunchKernel", end_time_ns=1)
     expected = list(trace.events())
@@ -123,3 +126,33 @@ def test_record_can_be_read_after_the_next_one_has_run() -> None:
     for record, nbytes in ((second, 2800), (first, 2000)):
         record.read()
         assert [block.nbytes for block in allocated_between(record, 0, 1)] == [nbytes]
+
+
+def test_range_that_outlives_a_trace_writes_nothing_into_freed_memory() -> None:
+    """As those of the loop, and of messages between the stages of a pipeline, which end in a later trace."""
+    ranges = []
+    with TorchTrace(CPU, nodes=True) as trace:
+        ranges += [record_function(str(i)).__enter__() for i in range(100)]
+        trace.mark("still seen")
+    assert [event.name for event in trace.events() if isinstance(event, MarkEvent)] == ["still seen"]
+    del trace
+    gc.collect()
+    taken = [torch.zeros(nbytes // 4) for nbytes in (1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17) * 40]
+    with TorchTrace(CPU):
+        for one in ranges:
+            one.__exit__(None, None, None)
+    assert not any(block.any() for block in taken)
+
+
+def test_nodes_of_a_backward_are_traced_where_it_is_told_of() -> None:
+    with TorchTrace(CPU, nodes=True) as trace:
+        x = torch.ones(8, requires_grad=True)
+        x.exp().sum().backward()
+        out = x.sin().sum()
+        trace.backward_runs(True)
+        out.backward()
+        trace.backward_runs(False)
+        with record_function("of the loop"):
+            x.exp()
+    names = [event.name for event in trace.events() if isinstance(event, OpEvent)]
+    assert names == ["SumBackward0", "SinBackward0", "torch::autograd::AccumulateGrad"]
