@@ -32,7 +32,8 @@ def microbatch_of(profile: Profile, *, counted: int = 0) -> Profile:
         counted: bytes of gradients that count elsewhere.
 
     Returns:
-        `profile` itself if no forward waits, or if backward has reached several.
+        `profile` itself if no forward waits. If backward has reached several, the same with all ops of those
+        that wait saved.
     """
     ends, saved, n = profile.forward_ends, profile.saved, len(profile.ops)
     if len(ends) < 2:
@@ -42,17 +43,33 @@ def microbatch_of(profile: Profile, *, counted: int = 0) -> Profile:
     reached = {forward_of[h] for h in profile.backward.unpacks.items} - {len(ends)}
     end = n + len(profile.backward)
     held = {forward for forward, dropped in zip(forward_of, saved.dropped, strict=True) if dropped == end}
-    waiting = [_nbytes(profile, spans[forward]) for forward in held - reached - {len(ends)}]
-    if len(reached) != 1 or not waiting:
+    waiting = held - reached - {len(ends)}
+    if not waiting:
         return profile
-    (forward,) = reached
-    kept = [h for h, f in enumerate(forward_of) if f in (forward, len(ends))]
-    alone = _cut(profile, spans, forward, kept)
+    alone = None
+    if len(reached) == 1:
+        (forward,) = reached
+        kept = [h for h, f in enumerate(forward_of) if f in (forward, len(ends))]
+        alone = _cut(profile, spans, forward, kept)
     if alone is None:
-        return profile
+        return _with_saved(profile, itertools.chain.from_iterable(spans[other] for other in waiting))
     # As many as hold the bytes of those that wait, some of which may be of other sizes.
-    number = -(-sum(waiting) // max(1, _nbytes(profile, spans[forward])))
+    nbytes = sum(_nbytes(profile, spans[other]) for other in waiting)
+    number = -(-nbytes // max(1, _nbytes(profile, spans[forward])))
     return _with_gradients(alone.model_copy(update={"waiting_microbatches": number}), counted)
+
+
+def _with_saved(profile: Profile, ops: Iterable[int]) -> Profile:
+    """Return the profile in which these ops must be saved."""
+    must_save = list(profile.ops.must_save)
+    for op in ops:
+        must_save[op] = len(profile.reasons)
+    return profile.model_copy(
+        update={
+            "reasons": (*profile.reasons, "no backward of its forward was seen"),
+            "ops": profile.ops.model_copy(update={"must_save": tuple(must_save)}),
+        }
+    )
 
 
 def _nbytes(profile: Profile, ops: range) -> int:
