@@ -109,7 +109,8 @@ def _cut(profile: Profile, spans: Sequence[range], forward: int, saved: Sequence
 
     # The last forward runs while all others wait, with what they hold outside of storages.
     other = profile.ops.other_nbytes
-    more = max(0, other[spans[-1].start] - other[span.start]) if spans[-1] and span else 0
+    alike = [one for one in spans if len(one) == len(span)]
+    held = [max(other[one[i]] for one in alike) for i in range(len(span))]
     outputs = [i for i, storage in enumerate(profile.outputs.storage) if storage in storage_at]
     return profile.model_copy(
         update={
@@ -119,7 +120,7 @@ def _cut(profile: Profile, spans: Sequence[range], forward: int, saved: Sequence
                 profile.ops,
                 ops,
                 reads=Ragged.of([[value_at[v] for v in reads[op] if v in value_at] for op in ops]),
-                other_nbytes=tuple(other[op] + more * (op in span) for op in ops),
+                other_nbytes=(*held, *other[spans[-1].stop :]),
             ),
             "storages": _rows(
                 profile.storages, storage_at, released=moments(profile.storages.released, storage_at)

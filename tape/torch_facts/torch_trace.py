@@ -21,11 +21,11 @@ TorchScript `fork`) are dropped from the tree, but not from the flat list, so `c
 two. (`materializeOpEvents` in profiler_kineto.cpp.)
 
 NOTE [ Ranges of others ]
-A range that begins in a trace writes its end into the trace, even if the trace is over and its memory has
-been freed: gloo's threads do when a message has been sent, such as one of a pipeline's stage, and a range of
-the loop does if another trace runs by then (pytorch pull request 188172 repairs a case of it). Eight bytes of
-a gradient were seen to change. So while a trace runs no range begins but its own, and those of autograd's
-nodes while backward runs, which end with it.
+A range that begins in a trace writes when it ends into the memory of that trace, even if this has been freed
+by then, if another trace runs on the thread (pytorch pull request 188172 repairs a case of it). Messages of
+a pipeline's stages, whose ranges end where they are waited for, changed eight bytes of a gradient so. So
+while a trace runs no range begins but its own, and those of autograd's nodes while backward runs, which end
+with it.
 """
 
 from __future__ import annotations

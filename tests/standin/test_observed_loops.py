@@ -73,3 +73,44 @@ def test_gradients_that_the_loop_frees_do_not_count_in_backward_of_the_observed_
     said = [r.getMessage() for r in caplog.records if "an observed step" in r.getMessage()]
     assert all(f"took {format_bytes(peaks[0])}" in message for message in said)
     assert bool(said) == (peaks[0] > budget)
+
+
+def test_microbatches_in_flight_are_planned_like_the_one_that_was_seen(gpu: ModuleType) -> None:
+    """As on a stage of a pipeline: two in flight, each with a backward of its own."""
+    batches = [(torch.arange(16 * 32).reshape(16, 32) * i).remainder(61) for i in range(1, 6)]
+
+    def train_with(budget_gb: float | None) -> tuple[list[int], list[torch.Tensor], ac_client.Applied | None]:
+        torch.manual_seed(0)
+        model = LanguageModel().to("cuda")
+        if budget_gb is not None:
+            ac_client.apply(model, budget_gb, group=None)
+        peaks = []
+        for _ in range(5):
+            model.zero_grad()
+            gpu.reset_peak(0)
+            losses = []
+            for ids in batches:
+                losses.append(model(ids.to("cuda"))["loss"])
+                if len(losses) == 2:
+                    losses.pop(0).backward()
+            losses.pop().backward()
+            peaks.append(gpu.peak(0))
+        found = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+        return peaks, found, None if budget_gb is None else ac_client.applied(model)
+
+    _, plain, _ = train_with(None)
+    _, _, roomy = train_with(1.0)
+    assert roomy is not None
+    assert roomy.plan is not None
+    smallest, most = (
+        find_minimum_peak(roomy.plan.graph).found,
+        roomy.plan.policy().predicted.save_all_peak_bytes,
+    )
+    del roomy
+    peaks, ours, applied = train_with((smallest + (most - smallest) // 3) / GIB)
+    assert applied is not None
+    assert applied.policy is not None
+    assert all(map(torch.equal, ours, plain))
+    assert applied.policy.predicted.microbatches == 2
+    assert applied.report().recomputed > 0
+    assert peaks[1:] == [applied.report().predicted_peak_bytes] * 4

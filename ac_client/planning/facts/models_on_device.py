@@ -101,7 +101,7 @@ class ModelOnDevice:
         *,
         counts: StaticBytes | None = None,
     ) -> None:
-        """Measure what no planned model holds. No forward of this model may be in flight.
+        """Measure what no planned model holds, unless a forward of this model is in flight.
 
         Args:
             args, kwargs: the batch of the step that begins.
@@ -110,8 +110,8 @@ class ModelOnDevice:
                 None before the first planned step: the workspaces are then freed.
         """
         model = self._model()
-        if model is None or device_of(model).type != "cuda" or is_capturing():
-            return
+        if model is None or device_of(model).type != "cuda" or is_capturing() or self._in_flight.waiting():
+            return  # what such a forward holds would count as well
         device = device_of(model)
         state = self._optimizers.state_nbytes(device)
         workspaces = 0
