@@ -132,7 +132,6 @@ class PolicyChooser:
         if step.recording and waiting and not step.has_backward:
             step.note_batch(batch_tensors((*call.args, *call.kwargs.values())))
             step.begin_forward()
-            observation.forwards += 1
             return True
         with self._planner.lock:
             if self._planner.observation is observation:
@@ -157,7 +156,7 @@ class PolicyChooser:
             with self._giving_up():
                 self._planner.host.agree(ranks, device_of(call.model, call.args, call.kwargs))
             need: Need | Exception
-            profile, loop = None, Loop(observation.forwards)
+            profile, loop = None, Loop()
             try:
                 profile = self._planner.observed(call, observation)
                 limit, static = self._planner.limit_of(profile), profile.static.total

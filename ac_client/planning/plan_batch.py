@@ -109,7 +109,6 @@ class Observation:
     # Plans the profile when the next step begins; None: as one of a new shape of batch.
     then: PlanObserved | None = None
     meets: bool = False  # the ranks, when the next step begins
-    forwards: int = 1
     state_nbytes: int = 0  # of the optimizers, as the step began
     batch: Sequence[weakref.ref[Tensor]] = ()  # of its first forward
 

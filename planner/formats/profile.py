@@ -434,6 +434,12 @@ class Profile(FrozenModel):
         other = tuple(other + nbytes for other in self.ops.other_nbytes)
         return self.model_copy(update={"ops": self.ops.model_copy(update={"other_nbytes": other})})
 
+    def blocks_that_outlive_backward(self) -> list[list[int]]:
+        """Return for each backward step the temporaries that it allocates and that no step frees."""
+        times = Counter(self.temporaries.changes.items)
+        rows = self.temporaries.changes.rows()[len(self.ops) :]
+        return [[block for block in row if times[block] == 1] for row in rows]
+
     def with_retained_graph(self) -> Profile:
         """Return the profile of the second of two backwards over one graph, which the first one retains.
 
@@ -442,9 +448,7 @@ class Profile(FrozenModel):
         bound for both. A backward that gives gradients to other leaves than the recorded one is not derived.
         """
         n, end = len(self.ops), len(self.ops) + len(self.backward)
-        rows = self.temporaries.changes.rows()
-        times = Counter(self.temporaries.changes.items)
-        made = [[block for block in row if times[block] == 1] for row in rows[n:]]
+        rows, made = self.temporaries.changes.rows(), self.blocks_that_outlive_backward()
         nbytes = [sum(self.temporaries.nbytes[block] for block in row) for row in made]
         total = sum(nbytes)
         if total:

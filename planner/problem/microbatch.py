@@ -32,8 +32,8 @@ def microbatch_of(profile: Profile, *, counted: int = 0) -> Profile:
         counted: bytes of gradients that count elsewhere.
 
     Returns:
-        `profile` itself if no forward waits. If backward has reached several, the same with all ops of those
-        that wait saved.
+        `profile` itself if no forward waits. If the one cannot be cut out (backward has reached several, or
+        another forward writes over its storages), the same with all ops of those that wait saved.
     """
     ends, saved, n = profile.forward_ends, profile.saved, len(profile.ops)
     if len(ends) < 2:
@@ -195,8 +195,7 @@ def _with_gradients(profile: Profile, counted: int) -> Profile:
         counted: bytes of gradients that count elsewhere.
     """
     n, blocks, outlive = len(profile.ops), profile.temporaries, profile.gradient_nbytes
-    rows, times = blocks.changes.rows(), Counter(blocks.changes.items)
-    made = [[block for block in row if times[block] == 1] for row in rows[n:]]
+    rows, made = blocks.changes.rows(), profile.blocks_that_outlive_backward()
     nbytes = [sum(blocks.nbytes[block] for block in row) for row in made]
     total = min(sum(nbytes), outlive)  # else forward has made some, such as units that stay gathered
     # A loss that stays is made before the gradients, and is none of them.
