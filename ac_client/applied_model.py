@@ -29,6 +29,7 @@ from ac_client.planning.options import ApplyOptions
 from autoac.planner import Plan, Policy, PolicySet, beyond_dispatch_in_words
 from autoac.profiler import device_of
 from autoac.profiler.compiler.second_stage import forget_code_that_calls
+from autoac.profiler.static_memory import state_tensors
 from autoac.tape.checkpoints.own_checkpoints import pin_by_policies
 from autoac.tape.runtime.moves.host_memory import host_memory
 from autoac.tape.runtime.policy_context import active
@@ -225,7 +226,8 @@ class Applied:
         complete = {bucket.loaded for bucket in store.all if watch.peaks.is_complete(bucket)}
         written = watch.peaks.written()
         base = watch.on_device.standing_nbytes() + watch.on_device.others_standing_nbytes()
-        with self._measured.record(model, base, [bucket.policy for bucket in store.all]) as timeline:
+        state, policies = state_tensors(watch.optimizers.all), [bucket.policy for bucket in store.all]
+        with self._measured.record(model, state, base, policies) as timeline:
             yield
         if (current := store.current) is not None:
             self._measured.remember(timeline, current, current.policy, current.plan)

@@ -55,7 +55,7 @@ from autoac.tape.checkpoints.own_checkpoints import (
 from autoac.tape.distributed.ddp import buckets_of, wrapper_paths
 from autoac.tape.distributed.fsdp import check_sharded, gathered_nbytes, parameters_of, shards_of
 from autoac.tape.distributed.process_groups import noting_groups
-from autoac.tape.distributed.wrapped_tensors import below
+from autoac.tape.distributed.wrapped_tensors import below, with_memory
 from autoac.tape.errors import NothingToProfile
 from autoac.tape.runtime.cuts import Cuts
 from autoac.tape.runtime.policy_context import save_recompute_policy
@@ -257,8 +257,8 @@ class ObservedStep:
         if self._device.type == "cuda":
             return
         mark = self._allocations.mark()
-        for tensor in batch:
-            if has_storage(tensor) and tensor.device.type == self._device.type:
+        for tensor in with_memory(batch):
+            if tensor.device.type == self._device.type:
                 storage = tensor.untyped_storage()
                 self._batches.setdefault(storage.data_ptr(), (storage.nbytes(), mark))
 
@@ -281,8 +281,7 @@ class ObservedStep:
         self._tape.recorder.end_forward(output)
         storages = {
             inner.untyped_storage()._cdata: inner.untyped_storage().nbytes()
-            for root in roots_of(output)
-            for inner in below(root)
+            for inner in with_memory(roots_of(output))
         }
         self._kept_nbytes = sum(storages.values())
         self._close_forward()

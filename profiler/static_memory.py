@@ -19,6 +19,7 @@ from autoac.planner.units import rounded_bytes
 from autoac.profiler.timing.roofline import Device
 from autoac.tape.distributed.ddp import buckets_of
 from autoac.tape.distributed.fsdp import local, parameters_of
+from autoac.tape.distributed.wrapped_tensors import with_memory, wraps_others
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.batch_contents import batch_tensors
 from autoac.tape.torch_facts.gradients import gradient_of
@@ -30,7 +31,7 @@ from autoac.tape.torch_facts.private import (
     tree_leaves,
     tree_map,
 )
-from autoac.tape.torch_facts.storage_table import StorageTable, has_storage
+from autoac.tape.torch_facts.storage_table import StorageTable
 
 ONLY_PRESENT_STATE = "only its present state is counted"
 
@@ -65,9 +66,7 @@ def static_bytes(
 
     def count(tensors: Iterable[Any]) -> int:
         total = 0
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor) or not has_storage(tensor := local(tensor)):
-                continue
+        for tensor in with_memory(tensors):
             if on is None and tensor.device.type != device.type:
                 continue
             storage = tensor.untyped_storage()
@@ -156,8 +155,7 @@ def optimizer_state_nbytes(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], device: torch.device
 ) -> int:
     """Return the bytes of the present state of `optimizer`, as the allocator rounds them."""
-    states = [state for one in unwrapped(optimizer) for state in _state_of(one)]
-    return _state_nbytes(states, device.type, allocator_rounding(device))
+    return _state_nbytes(state_tensors(optimizer), device.type, allocator_rounding(device))
 
 
 def unwrapped(
@@ -202,28 +200,26 @@ def _state_of(optimizer: Any) -> list[Any]:
     groups = getattr(optimizer, "param_groups", ())  # a wrapper may have none
     parameters = [parameter for group in groups for parameter in group["params"]]
     known = {
-        local(tensor).untyped_storage()._cdata
+        tensor.untyped_storage()._cdata
         for parameter in parameters
-        for tensor in (parameter, gradient_of(parameter))
-        if tensor is not None and has_storage(local(tensor))
+        for tensor in with_memory((parameter, gradient_of(parameter)))
     }
     values = [value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")]
-    return [
-        *optimizer.state.values(),
-        *(
-            leaf
-            for leaf in tree_leaves(values)
-            if isinstance(leaf, Tensor) and has_storage(tensor := local(leaf))
-            if tensor.untyped_storage()._cdata not in known
-        ),
-    ]
+    leaves = with_memory(tree_leaves(values))
+    others = (leaf for leaf in leaves if leaf.untyped_storage()._cdata not in known)
+    return [*optimizer.state.values(), *others]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Iterator[Tensor]:
+    """Yield the tensors that have the memory of the present state of `optimizer`."""
+    yield from with_memory(tree_leaves([_state_of(one) for one in unwrapped(optimizer)]))
 
 
 def _state_nbytes(states: Iterable[Any], device_type: str, rounding: int) -> int:
     storages = {
         (storage := leaf.untyped_storage())._cdata: storage.nbytes()
-        for leaf in map(local, filter(torch.is_tensor, tree_leaves(list(states))))
-        if leaf.device.type == device_type and leaf.layout is torch.strided
+        for leaf in with_memory(tree_leaves(list(states)))
+        if leaf.device.type == device_type
     }
     return sum(rounded_bytes(nbytes, rounding) for nbytes in storages.values())
 
@@ -254,15 +250,15 @@ def _copy_on(
         fakes: by the identity of the parameter that they stand for.
     """
     twin = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if all(isinstance(leaf, _COPIED) for leaf in tree_leaves(value)):
-            vars(twin)[name] = _with_fakes(fakes, value)
     vars(twin).update(
         param_groups=groups,
         state=defaultdict(dict),
         _optimizer_step_pre_hooks={},
         _optimizer_step_post_hooks={},
     )
+    for name, value in vars(optimizer).items():
+        if name not in vars(twin) and all(isinstance(leaf, _COPIED) for leaf in tree_leaves(value)):
+            vars(twin)[name] = _with_fakes(fakes, value)
     return twin
 
 
@@ -388,6 +384,8 @@ class _Workspace(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(wraps_others, types)):
+            return NotImplemented  # the ops on the tensors inside come here
         try:
             out = func(*args, **(kwargs or {}))
         except DataDependentOutputException:

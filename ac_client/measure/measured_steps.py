@@ -20,8 +20,8 @@ from autoac.planner.report.page import timeline_page
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.tape.distributed.fsdp import parameters_of
+from autoac.tape.distributed.wrapped_tensors import with_memory
 from autoac.tape.torch_facts.gradients import gradient_of
-from autoac.tape.torch_facts.storage_table import has_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,14 @@ class MeasuredSteps:
         ] = {}  # by storage, of batches that may be older than the block
 
     @contextmanager
-    def record(self, model: nn.Module, base: int, policies: Iterable[Policy]) -> Iterator[AllocatorTimeline]:
+    def record(
+        self, model: nn.Module, state: Iterable[Tensor], base: int, policies: Iterable[Policy]
+    ) -> Iterator[AllocatorTimeline]:
         """Record the body; the timeline is complete when the with-block ends.
 
         Args:
             model: the model whose steps run.
+            state: of its optimizers.
             base: bytes live at the beginning, batches not included; see `AllocatorTimeline`.
             policies: the policies under which the steps may run.
 
@@ -74,12 +77,12 @@ class MeasuredSteps:
         try:
             with timeline:
                 self.timeline = timeline
-                self._counted = {
-                    storage._cdata for storage in _storages(chain(model.parameters(), model.buffers()))
-                }
-                gradients = _watch_gradients(model, timeline)
+                own = [*parameters_of(model), *model.buffers()]
+                self._counted = {storage._cdata for storage in _storages(own)}
+                watches = _watch(chain(own, map(gradient_of, own), state), timeline)
+                del own  # the steps may replace them
                 yield timeline
-                del gradients
+                del watches
         finally:
             self.timeline = None
             self._batches.clear()
@@ -132,10 +135,12 @@ class MeasuredSteps:
         return timeline_page(picture(plan, step, policy=policy, notes=notes).data())
 
 
-def _watch_gradients(model: nn.Module, timeline: AllocatorTimeline) -> list[weakref.ref[Any]]:
-    """Note in `timeline` when existing gradients are released (`zero_grad`), while the result lives."""
-    gradients = (g for p in parameters_of(model) if (g := gradient_of(p)) is not None)
-    storages = {storage._cdata: storage for storage in _storages(gradients)}
+def _watch(tensors: Iterable[Any], timeline: AllocatorTimeline) -> list[weakref.ref[Any]]:
+    """Note in `timeline` when memory of `tensors`, part of its base, is released, while the result lives.
+
+    `zero_grad` releases gradients, and `parameter.data = ...` what the parameter had.
+    """
+    storages = {storage._cdata: storage for storage in _storages(tensors)}
 
     def watch(storage: torch.UntypedStorage) -> weakref.ref[Any]:
         nbytes = storage.nbytes()
@@ -144,5 +149,5 @@ def _watch_gradients(model: nn.Module, timeline: AllocatorTimeline) -> list[weak
     return [watch(storage) for storage in storages.values()]
 
 
-def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    return (tensor.untyped_storage() for tensor in tensors if has_storage(tensor))
+def _storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    return (tensor.untyped_storage() for tensor in with_memory(tensors))

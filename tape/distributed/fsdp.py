@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autoac.tape.distributed.wrapped_tensors import with_memory
 from autoac.tape.errors import CannotProfile, ShardsInUse
 from autoac.tape.torch_facts import private, probes
 from autoac.tape.torch_facts.inductor import hidden_from_modes, recording_modes
@@ -180,7 +181,7 @@ def unreduced_nbytes(model: nn.Module) -> int:
         for state in _states_of(model).values()
         for group in _groups_of(state)
         for param in group.fsdp_params
-        for gradient in _unreduced(param)
+        for gradient in with_memory(_unreduced(param))
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autoac.tape.distributed.process_groups import note_mesh
@@ -53,6 +54,19 @@ def below(tensor: Tensor) -> Iterator[Tensor]:
                 yield from below(inner)
     else:
         yield tensor
+
+
+def with_memory(tensors: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield those of `tensors` that have a storage, and in place of a wrapper what it wraps.
+
+    The storage of a wrapper has the size that its shape and dtype say, and no memory. Sparse tensors are left
+    out, and so is what is not a tensor.
+    """
+    for tensor in tensors:
+        if hasattr(type(tensor), "__tensor_flatten__"):
+            yield from with_memory(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        elif isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+            yield tensor
 
 
 class WrapperHandle:

@@ -19,10 +19,10 @@ from ac_client.planning.options import ApplyOptions
 from ac_client.planning.shape_buckets import ShapeBuckets
 from autoac.profiler import device_of
 from autoac.profiler.static_memory import OptimizerBytes, optimizer_bytes
+from autoac.tape.distributed.wrapped_tensors import with_memory
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.batch_contents import batch_tensors
 from autoac.tape.torch_facts.gradients import gradient_of
-from autoac.tape.torch_facts.storage_table import has_storage
 
 
 class StepWatch:
@@ -117,9 +117,9 @@ class StepWatch:
         """
         batch = list(batch_tensors((*call.args, *call.kwargs.values())))
         before, self._last_batch = self._last_batch, [weakref.ref(tensor) for tensor in batch]
-        alive = [tensor for ref in before if (tensor := ref()) is not None and has_storage(tensor)]
+        alive = [tensor for ref in before if (tensor := ref()) is not None]
         kept = [t for t in alive if t.requires_grad and not any(t is one for one in batch)]
-        return sum(tensor.nbytes * (1 if gradient_of(tensor) is None else 2) for tensor in kept)
+        return sum(tensor.nbytes for tensor in with_memory([*kept, *map(gradient_of, kept)]))
 
     def after_forward(self, out: Any, listener: Listener) -> None:
         """Watch the forward that returned `out` until its backward begins."""

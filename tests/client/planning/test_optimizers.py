@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ac_client
+from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner.units import GIB
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
@@ -140,6 +141,51 @@ class ScheduleFree(Momentum):
             p.lerp_(average.sub_(p.grad, alpha=0.1), 0.3)
 
 
+class Coded(Tensor):
+    """A float32 tensor that has a byte for each element, and a scale, as the state of 8-bit optimizers."""
+
+    codes: Tensor
+    scale: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Coded:
+        made: Coded = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, codes.shape, dtype=torch.float32, device=codes.device
+        )
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    def decoded(self) -> Tensor:
+        return self.codes * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.copy_.default, "nothing else is known"
+        coded, values = args
+        coded.scale.copy_(values.abs().amax() / 127)
+        coded.codes.copy_(values / coded.scale)
+        return coded
+
+
+class Coding(Momentum):
+    """Has its averages in a wrapper, which knows no op but `copy_`."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "average" not in self.state[p]:
+                    codes = torch.zeros_like(p, dtype=torch.int8)
+                    self.state[p]["average"] = Coded(codes, torch.ones(1))
+                average = self.state[p]["average"]
+                average.copy_(average.decoded().lerp_(p.grad, 0.1))
+                p.sub_(average.decoded(), alpha=0.1)
+
+
 def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
     parameters = list(model.parameters())
     return [
@@ -162,6 +208,7 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
     "container": lambda m: Container(halves(m)),
     "container with state": lambda m: Averaging([adam(m)]),
     "several": halves,
+    "state in wrappers": lambda m: Coding(m.parameters()),
 }
 LATE = ("object", "container with state")
 
@@ -178,7 +225,8 @@ def train(model: nn.Module, optimizer: Any, steps: int = 3) -> list[Tensor]:
 def state_nbytes(optimizer: Any) -> int:
     parts = optimizer if isinstance(optimizer, list) else [optimizer]
     parts = [*parts, *(one for part in parts for one in getattr(part, "optimizers", ()))]
-    states = sum(t.nbytes for one in parts for state in one.state.values() for t in state.values())
+    tensors = [t for one in parts for state in one.state.values() for t in state.values()]
+    states = sum(t.codes.nbytes + t.scale.nbytes if isinstance(t, Coded) else t.nbytes for t in tensors)
     attributes = [
         *(getattr(one, "averages", ()) for one in parts),
         *([one.calls] for one in parts if isinstance(one, WithTensor)),
@@ -238,3 +286,42 @@ def test_optimizer_that_appears_later_never_stops_a_loop(caplog: pytest.LogCaptu
     assert all(map(torch.equal, run(refused.value.smallest_found * 1.02 / GIB), run(0)))
     said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert any("cannot be kept" in one and "of state more than in the first step" in one for one in said)
+
+
+@pytest.mark.parametrize("kind", ["state in wrappers", "new storages", "new parameters"])
+def test_measured_peak_is_that_of_a_plain_loop(kind: str) -> None:
+    def optimizer_of(model: nn.Module) -> Any:
+        return Coding(model.parameters()) if kind == "state in wrappers" else None
+
+    def run(model: nn.Module, optimizer: Any) -> None:
+        if optimizer is not None:
+            train(model, optimizer, 1)
+            return
+        model(X).square().mean().backward()
+        for layer in model.modules():
+            for name, p in list(layer.named_parameters(recurse=False)):
+                assert p.grad is not None
+                new = p.detach() - 0.1 * p.grad
+                if kind == "new storages":
+                    p.data = new
+                else:
+                    setattr(layer, name, nn.Parameter(new))
+        model.zero_grad()
+
+    with AllocatorTimeline() as timeline:
+        plain = new_model()
+        of_plain = optimizer_of(plain)
+        run(plain, of_plain)
+        run(plain, of_plain)
+        timeline.mark("step")
+        run(plain, of_plain)
+    planned = new_model()
+    optimizer = optimizer_of(planned)
+    ac_client.apply(planned, 1.0, optimizer=optimizer)
+    run(planned, optimizer)
+    run(planned, optimizer)
+    with ac_client.applied(planned).measure():
+        run(planned, optimizer)
+    measured = ac_client.applied(planned).report().measured_peak_bytes
+    assert measured is not None
+    assert measured - X.nbytes == pytest.approx(timeline.peak_since("step"), rel=0.001)
