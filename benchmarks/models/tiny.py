@@ -58,6 +58,8 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 
+# A peak must be saved tensors, not the workspace of a convolution, which depends on the CPU's kernels, and
+# mostly on the size of the image. So images have many patches, and the ResNet is widest at its first stage.
 ZOO = (
     ZooModel(
         "GPT-2",
@@ -101,7 +103,7 @@ ZOO = (
     ZooModel(
         "ViT",
         lambda: transformers.ViTForImageClassification(
-            transformers.ViTConfig(**SMALL, image_size=32, patch_size=8, hidden_dropout_prob=0.1)
+            transformers.ViTConfig(**SMALL, image_size=32, patch_size=4, hidden_dropout_prob=0.1)
         ),
         images,
     ),
@@ -159,7 +161,7 @@ ZOO = (
                     "bos_token_id": 0,
                     "eos_token_id": 36,
                 },
-                vision_config={**SMALL, "image_size": 32, "patch_size": 8},
+                vision_config={**SMALL, "image_size": 32, "patch_size": 4},
                 projection_dim=16,
             )
         ),
@@ -173,7 +175,7 @@ ZOO = (
         "ResNet",
         lambda: transformers.ResNetForImageClassification(
             transformers.ResNetConfig(
-                embedding_size=16, hidden_sizes=[16, 32, 32, 32], depths=[1, 1, 1, 1], layer_type="basic"
+                embedding_size=16, hidden_sizes=[48, 16, 16, 16], depths=[2, 1, 1, 1], layer_type="basic"
             )
         ),
         images,
