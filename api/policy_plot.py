@@ -11,6 +11,7 @@ import gzip
 import json
 from typing import Any
 
+from autoac.planner.as_planned import as_planned
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
@@ -20,7 +21,6 @@ from autoac.planner.plan import Plan
 from autoac.planner.report.align_measured import KernelTimes, thin_out
 from autoac.planner.report.by_module import Decision, OpDecision, op_decisions, runs_added_up
 from autoac.planner.report.timeline import picture
-from autoac.planner.report.what_if import as_planned
 
 IDLE, KEPT, AGAIN, MOVED = range(4)
 """The number of each decision: unused in backward, saved, recomputed, moved to the host."""

@@ -1,3 +1,4 @@
+from .as_planned import as_planned, carried
 from .errors import (
     ConflictingPins,
     InfeasibleBudget,
@@ -11,7 +12,6 @@ from .errors import (
     OtherProfile,
     PlannerError,
     SolverOutOfTime,
-    UnknownKey,
     UnknownOp,
     UnknownVersion,
     UnmatchedPattern,
@@ -31,9 +31,9 @@ from .problem.apply_constraints import constrained
 from .problem.build import build
 from .problem.graph import Graph
 from .report.compare import Difference, difference, difference_in_words
+from .report.policy_diff import DiffRow, diff_as_table, diff_rows
 from .report.summary import beyond_dispatch_in_words, explain
 from .report.timeline import Picture, picture
-from .report.what_if import More, Why, as_planned, carried, more, more_in_words, why, why_in_words
 from .sizes.profile_by_size import ProfileBySize
 from .solver.bounds import Bounds, bounds
 from .solver.highs import Progress, Stopped
@@ -42,6 +42,7 @@ __all__ = [
     "Bounds",
     "ConflictingPins",
     "Constraints",
+    "DiffRow",
     "Difference",
     "Frontier",
     "Graph",
@@ -54,7 +55,6 @@ __all__ = [
     "MalformedPolicy",
     "MalformedProfile",
     "MinimumPeak",
-    "More",
     "OtherProfile",
     "Picture",
     "Plan",
@@ -69,25 +69,23 @@ __all__ = [
     "Stages",
     "Stopped",
     "Timeline",
-    "UnknownKey",
     "UnknownOp",
     "UnknownVersion",
     "UnmatchedPattern",
-    "Why",
     "as_planned",
     "beyond_dispatch_in_words",
     "bounds",
     "build",
     "carried",
     "constrained",
+    "diff_as_table",
+    "diff_rows",
     "difference",
     "difference_in_words",
     "explain",
     "find_frontier",
     "find_minimum_peak",
     "frontier_in_words",
-    "more",
-    "more_in_words",
     "picture",
     "plan",
     "plan_offload",
@@ -96,6 +94,4 @@ __all__ = [
     "plan_with_host",
     "schedule",
     "simulate",
-    "why",
-    "why_in_words",
 ]

@@ -7,7 +7,6 @@
     +-- InvalidBudget         not a positive number of bytes
     +-- InvalidLimit          a gap, or a limit on time or work, that no search can keep to
     +-- UnknownOp             a save set names an op that the graph does not have
-    +-- UnknownKey            a name matches no op, or several
     +-- OtherProfile          a policy was made for another profile
     +-- InvalidPipeline       a schedule that does not exist, or numbers that it does not take
     +-- InvalidConstraints    constraints that no plan can meet, whatever the budget
@@ -151,15 +150,6 @@ class UnknownOp(PlannerError):
     def __init__(self, op: int, n_ops: int) -> None:
         self.op, self.n_ops = op, n_ops
         super().__init__(f"op {op} is not in this graph, which has ops 0 to {n_ops - 1}")
-
-
-class UnknownKey(PlannerError):
-    """A name that a person gave matches no op, or several. `near` are keys to try instead."""
-
-    def __init__(self, key: str, near: Sequence[str], n_ops: int) -> None:
-        self.key, self.near, self.n_ops = key, tuple(near), n_ops
-        advice = "pass a whole key: " + ", ".join(self.near) if self.near else "a policy lists all keys"
-        super().__init__(f"{key!r} must match one of the {n_ops} ops, got none or several; {advice}")
 
 
 class OtherProfile(PlannerError):

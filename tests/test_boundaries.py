@@ -25,7 +25,15 @@ PACKAGES = ("planner", "tape", "profiler", "api", "ac_client")
 GROUP_OF_FILE = {
     "planner": {
         "base": ("errors", "units", "budget"),
-        "plans": ("plan", "minimum_peak", "frontier", "infeasibility", "shared_code", "offload"),
+        "plans": (
+            "plan",
+            "as_planned",
+            "minimum_peak",
+            "frontier",
+            "infeasibility",
+            "shared_code",
+            "offload",
+        ),
     },
     "tape": {
         "base": ("errors",),

@@ -214,25 +214,15 @@ def rows_in_words(rows: Iterable[ModuleRow]) -> Iterator[str]:
             )
 
 
-def rows_as_table(rows: Sequence[ModuleRow]) -> Iterator[str]:
-    """Return the lines of a table: modules, bytes kept, bytes and time recomputed; the last has the sums."""
-    head = ("module", "keeps", "recomputes", "in")
-    numbers = [
-        (row.name or "(outside all modules)", row.kept_bytes, row.recomputed_bytes, row.recompute_us)
-        for row in rows
-    ]
-    sums = (sum(row.kept_bytes for row in rows), sum(row.recomputed_bytes for row in rows))
-    numbers.append(("all", *sums, sum(row.recompute_us for row in rows)))
-    body = [(name, format_bytes(kept), format_bytes(made), format_us(us)) for name, kept, made, us in numbers]
-    return aligned([head, *body])
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield a line for each row of a table, the first column flush left and all others flush right."""
+def aligned(rows: Sequence[Sequence[str]], words: int = 1) -> Iterator[str]:
+    """Yield a line for each row of a table: the first `words` columns flush left, all others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        yield "  ".join([first.ljust(widths[0]), *cells])
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < words else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
 
 
 def _amount(total: float, several: int, text: Callable[..., str]) -> str:

@@ -1,4 +1,4 @@
-"""Say how much time a chunked or fused cross-entropy would save, where the loss is at the peak.
+"""Say how much time a chunked or fused cross-entropy would save, if the loss is at the peak.
 
 A language model's loss makes logits in two types, their log-probabilities, and gradients of both, each with
 an element for every token and every word of the vocabulary. A cross-entropy that multiplies by the head's
@@ -8,12 +8,11 @@ them whole. `without_loss` returns the graph of a step with such a loss; a plan 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoac.planner.formats.op_key import OpKey
-from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.simulate import simulate
+from autoac.planner.offload import plan_with_host
 from autoac.planner.plan import Plan
 from autoac.planner.problem.graph import Graph, OpId, StepId
 from autoac.planner.units import format_bytes, format_us
@@ -31,25 +30,6 @@ class Loss:
     temporaries: frozenset[OpId]  # the head, and the ops from it to the log-probabilities
     first_step: StepId  # of backward, that unpacks log-probabilities
     last_step: StepId  # the head's own
-
-
-@dataclass(frozen=True, slots=True)
-class LossAdvice:
-    """The effect of a loss without temporaries. Bytes and microseconds."""
-
-    loss_bytes: int  # the most that is live while the loss is computed, or its gradients
-    loss_at: str
-    temporary_bytes: int  # part of `loss_bytes`: what a chunked loss does not hold
-    peak: int  # of the plan
-    budget: int
-    recompute_us: float  # of the plan, stalls included
-    recompute_us_then: float  # of a plan within the same budget, without the temporaries
-    peak_then: int
-
-    @property
-    def gain_us(self) -> float:
-        """Return the time that each step would save."""
-        return self.recompute_us - self.recompute_us_then
 
 
 def find_loss(graph: Graph) -> Loss | None:
@@ -108,45 +88,33 @@ def without_loss(graph: Graph, loss: Loss) -> Graph:
     )
 
 
-def loss_advice(plan: Plan, planning: Callable[[Profile | Graph, int], Plan]) -> LossAdvice | None:
-    """Return what a chunked cross-entropy would gain; None if nothing, or if the loss is not at the peak.
+def loss_in_words(plan: Plan) -> list[str]:
+    """Return a sentence on what a chunked cross-entropy would gain; none if nothing.
 
-    Args:
-        plan: the plan to improve.
-        planning: plans a graph within a budget in bytes, under the plan's own constraints.
+    Only if the loss is at the peak is the step planned without its temporaries, within the same budget.
     """
-    graph = plan.graph if plan.unmoved is None else plan.unmoved  # the advice plans other moves
+    graph = plan.graph if plan.unmoved is None else plan.unmoved  # without the loss, other outputs move
     loss = find_loss(graph) if plan.recompute_set else None
     if loss is None:
-        return None
+        return []
     n = len(graph.ops)
     moments = {*loss.temporaries, *range(n + loss.first_step, n + loss.last_step + 1)}
     fullest = max((i for i in plan.timeline.instants if i.moment in moments), key=lambda i: i.live_bytes)
     if fullest.live_bytes < AT_PEAK * plan.peak:
-        return None
+        return []
     chunked = without_loss(graph, loss)
-    there = simulate(chunked, plan.save_set).instants
-    then = planning(chunked, plan.budget)
+    then = plan_with_host(
+        chunked,
+        budget_bytes=plan.budget,
+        rates=plan.profile.link if plan.profile is not None else None,
+        constraints=plan.constraints.beyond_the_graph if plan.constraints is not None else None,
+    )
     if then.extra_us >= plan.extra_us:
-        return None
-    return LossAdvice(
-        loss_bytes=fullest.live_bytes,
-        loss_at=graph.moment_name(fullest.moment),
-        temporary_bytes=fullest.live_bytes - max(i.live_bytes for i in there if i.moment == fullest.moment),
-        peak=plan.peak,
-        budget=plan.budget,
-        recompute_us=plan.extra_us,
-        recompute_us_then=then.extra_us,
-        peak_then=then.peak,
-    )
-
-
-def loss_advice_in_words(advice: LossAdvice) -> str:
-    """Return a paragraph that advises the user to use a chunked or fused loss."""
-    return (
-        f"The loss is at the peak: {format_bytes(advice.loss_bytes)} at {advice.loss_at}, "
-        f"{format_bytes(advice.temporary_bytes)} of it logits, log-probabilities and their gradients. "
-        "A chunked or fused cross-entropy (torch.nn.functional.linear_cross_entropy) does not hold them: "
-        f"within the same budget, backward would recompute {format_us(advice.recompute_us_then)} instead of "
-        f"{format_us(advice.recompute_us)} in each step."
-    )
+        return []
+    instants = simulate(chunked, plan.save_set).instants
+    temporary = fullest.live_bytes - max(i.live_bytes for i in instants if i.moment == fullest.moment)
+    return [
+        f"The loss is at the peak. A chunked or fused one (torch.nn.functional.linear_cross_entropy) holds"
+        f" {format_bytes(temporary)} less: within this budget, backward would recompute"
+        f" {format_us(then.extra_us)} instead of {format_us(plan.extra_us)}."
+    ]

@@ -17,10 +17,10 @@ from autoac.planner.report.by_module import (
     by_module,
     op_decisions,
     policy_decisions,
-    rows_as_table,
     rows_in_words,
     runs_added_up,
 )
+from autoac.planner.report.loss_advice import loss_in_words
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.time_limit import relative_gap
 from autoac.planner.units import format_bytes, format_us
@@ -29,26 +29,21 @@ SMALL_SHARE = 0.001  # of the step: a solver may stop there without a bound
 LARGE_GAP = 0.05  # of the recompute time: a larger gap gets a sentence of its own
 
 
-def explain(subject: Plan | Policy, *, table: bool = False) -> str:
+def explain(subject: Plan | Policy) -> str:
     """Write the decisions, the peak and its moment, the recompute time, and how near to the best it is.
 
     Layers that decide alike share an entry: `h.0-11.mlp` stands for the `mlp` of twelve blocks.
-
-    Args:
-        subject: the plan or policy.
-        table: for a Plan, write bytes and times by module as a table instead of the names of the ops.
     """
     match subject:
         case Plan():
-            return _plan(subject, table=table)
+            return _plan(subject)
         case Policy():
             return _policy(subject)
 
 
-def _plan(plan: Plan, *, table: bool) -> str:
+def _plan(plan: Plan) -> str:
     graph = plan.graph
     decisions = runs_added_up(op_decisions(graph, plan.save_set, plan.moved))
-    rows = by_module(decisions)
     beyond = [f"{line}." for line in beyond_dispatch_in_words(graph)]
     lines = [
         f"The peak is {format_bytes(plan.peak)} of a budget of {format_bytes(plan.budget)}"
@@ -58,8 +53,9 @@ def _plan(plan: Plan, *, table: bool) -> str:
         _cost(plan.recompute_us, plan.step_us, decisions, _spread_us(plan, decisions)),
         *_moves(plan.moved_bytes, plan.stall_us, decisions, plan.why_unmoved),
         _proof(plan.extra_us, plan.bound_us, plan.step_us, plan.stopped.value),
+        *loss_in_words(plan),
         "",
-        *(rows_as_table(rows) if table else rows_in_words(rows)),
+        *rows_in_words(by_module(decisions)),
         "",
         *beyond,
         *([""] if beyond else []),

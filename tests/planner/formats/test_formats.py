@@ -33,7 +33,6 @@ from autoac.planner.errors import (
     InvalidLimit,
     OtherProfile,
     PlannerError,
-    UnknownKey,
     UnmatchedPattern,
     from_dict,
 )
@@ -253,7 +252,6 @@ def test_profile_with_packable_values_is_read_without_them() -> None:
         SolverOutOfTime(10, 2.0, 5, 20),
         SolverOutOfTime(10, None, 5, 20),
         InvalidLimit("gap", -1, "from 0 to 1"),
-        UnknownKey("x", ["y"], 3),
         OtherProfile("a", "b", "key"),
         UnmatchedPattern("pin_save", "x", ("y",), 3),
         ConflictingPins("op", "one", "other"),

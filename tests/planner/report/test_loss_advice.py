@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoac.planner import Plan, Profile, plan
-from autoac.planner.memory.schedule import recompute_us
+from autoac.planner import Plan, Profile, explain, plan
 from autoac.planner.problem.graph import Graph, chain
 from autoac.planner.report.loss_advice import (
     Loss,
     find_loss,
-    loss_advice,
-    loss_advice_in_words,
+    loss_in_words,
     without_loss,
 )
+from autoac.planner.units import format_us
 
 NAMES = [
     *(f"layers.{i}/aten.mm.default#0" for i in range(6)),
@@ -57,25 +56,23 @@ def test_step_without_the_loss_has_no_logits_but_the_gradients_of_the_head() -> 
     assert [op.extra_bytes for op in chunked.ops] == [0] * 6 + [2, 2, 2, 0]
 
 
-def test_advice_has_the_figure_of_a_plan_without_the_temporaries() -> None:
+def test_summary_has_the_figure_of_a_plan_without_the_temporaries() -> None:
     graph = language_model()
-    made = planning(graph, 76)
-    advice = loss_advice(made, planning)
-    assert advice is not None
-    loss = find_loss(graph)
+    made, loss = planning(graph, 76), find_loss(graph)
     assert loss is not None
     best = planning(without_loss(graph, loss), 76)
-    assert advice.recompute_us_then == best.recompute_us == 0 < made.recompute_us == advice.recompute_us
-    assert advice.gain_us == recompute_us(graph, made.save_set)
-    assert "linear_cross_entropy" in loss_advice_in_words(advice)
+    assert best.recompute_us == 0 < made.recompute_us
+    (line,) = (line for line in explain(made).splitlines() if "linear_cross_entropy" in line)
+    assert f"would recompute {format_us(0)} instead of {format_us(made.recompute_us)}." in line
+    assert "holds 46 B less" in line
 
 
 def test_no_advice_where_the_loss_is_not_at_the_peak_or_nothing_is_recomputed() -> None:
     graph = language_model()
-    assert loss_advice(planning(graph, 1000), planning) is None
+    assert not loss_in_words(planning(graph, 1000))
     other = language_model([*NAMES[:8], "./aten.tanh.default#0", NAMES[9]])
-    assert loss_advice(planning(other, 76), planning) is None
+    assert not loss_in_words(planning(other, 76))
     last = replace(graph, ops=(*graph.ops[:9], replace(graph.ops[9], workspace_bytes=60)))
     made = planning(last, 115)
     assert made.recompute_us > 0
-    assert loss_advice(made, planning) is None
+    assert not loss_in_words(made)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoac.planner import Stopped, bounds, build, explain, plan
 from autoac.planner.memory.schedule import Compute, Free, schedule
-from autoac.planner.problem.graph import OpId, chain
+from autoac.planner.problem.graph import OpId
 from autoac.planner.report import summary
 from autoac.planner.report.by_module import (
     Decision,
@@ -20,7 +20,6 @@ from autoac.planner.report.by_module import (
     by_module,
     fold_paths,
     op_decisions,
-    rows_as_table,
     rows_in_words,
 )
 from autoac.planner.units import format_us
@@ -100,16 +99,6 @@ def test_kept_bytes_are_held_when_backward_begins(seed: int) -> None:
     assert {row.key for row in rows} == {op.name for op in graph.ops}
 
 
-def test_a_table_has_a_line_for_each_row_and_one_with_the_sums() -> None:
-    graph = chain(4, 8, 4, 8)
-    rows = by_module(op_decisions(graph, frozenset({OpId(0), OpId(2)})))
-    assert sum(row.kept_bytes for row in rows) == 8
-    assert sum(row.recomputed_bytes for row in rows) == 16
-    lines = list(rows_as_table(rows))
-    assert len(lines) == len(rows) + 2
-    assert lines[-1].split() == ["all", "8", "B", "16", "B", "2", "us"]
-
-
 def test_explanation_of_equal_layers_has_fewer_lines_than_modules() -> None:
     profile = graphs.gpt2(6)
     known = bounds(build(profile))
@@ -117,10 +106,7 @@ def test_explanation_of_equal_layers_has_fewer_lines_than_modules() -> None:
     text = explain(made)
     assert "(6 modules)\n  each " in text
     assert len(text.splitlines()) < len(profile.modules)
-    table = explain(made, table=True)
-    assert "each " not in table
-    assert "\nall  " in table
-    assert made.peak_at in table
+    assert made.peak_at in text
 
 
 def test_recompute_time_has_the_range_of_measured_run_times() -> None:

@@ -1,0 +1,33 @@
+"""Check the plan of a policy on a profile, without solving."""
+
+from __future__ import annotations
+
+import graphs
+import pytest
+
+from autoac.planner import OtherProfile, as_planned, bounds, build, carried, plan, simulate
+
+
+def test_policy_and_its_profile_rebuild_the_plan() -> None:
+    profile = graphs.gpt2(2)
+    known = bounds(build(profile))
+    made = plan(profile, budget_bytes=(known.floor + known.ceiling) // 2)
+    again = as_planned(made.policy(), profile)
+    assert (again.peak, again.peak_at, again.recompute_us) == (made.peak, made.peak_at, made.recompute_us)
+    assert (again.recompute_set, again.bound_us) == (made.recompute_set, made.bound_us)
+    assert again.policy() == made.policy()
+    with pytest.raises(OtherProfile, match="not made for this profile of gpt2-3"):
+        as_planned(made.policy(), graphs.gpt2(3))
+
+
+def test_policy_on_a_grown_model_saves_unknown_ops() -> None:
+    small, large = graphs.gpt2(2), graphs.gpt2(3)
+    known = bounds(build(small))
+    made = plan(small, budget_bytes=(known.floor + known.ceiling) // 2)
+    policy = made.policy()
+    found = carried(policy, large)
+    again = {found.graph.ops[op].name for op in found.recompute_set}
+    assert again == {made.graph.ops[op].name for op in made.recompute_set} != set()
+    assert found.peak == simulate(found.graph, found.save_set).peak.live_bytes > made.peak
+    assert found.bound_us == 0.0
+    assert carried(policy, small).peak == as_planned(policy, small).peak == made.peak
