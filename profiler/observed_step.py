@@ -200,7 +200,7 @@ class ObservedStep:
     @property
     def missed_backward(self) -> bool:
         """Return True if a backward through the step was called on another thread than its forward."""
-        return self.recording and self._reached and self._begin < 0
+        return self._reached and self._begin < 0
 
     @property
     def peak_nbytes(self) -> int:

@@ -48,6 +48,7 @@ from autoac.planner import (
 )
 from autoac.planner.formats.policy_set import Shape, shape_in_words
 from autoac.profiler import Loop, ProfilerBusy, device_of
+from autoac.tape.distributed.pipelining import infers_metadata
 from autoac.tape.errors import CannotCapture, CannotProfile, ProfilerError
 from autoac.tape.torch_facts.batch_contents import batch_tensors
 from autoac.tape.torch_facts.streams import is_capturing
@@ -278,7 +279,7 @@ class PolicyChooser:
         """Observe the step that begins; return the bucket that runs it instead if that is impossible now."""
         try:
             with self._giving_up(CannotProfile):
-                self._planner.observe(call, key, meets=meets)
+                self._planner.observe(call, key, meets=meets, recorded=not infers_metadata())
         except ProfilerBusy as busy:
             return self._unplanned_now(busy, call, meets=meets)
         return None

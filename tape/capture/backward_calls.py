@@ -1,8 +1,9 @@
 """See where a call of backward begins and where it has returned, on the thread that makes it.
 
 The engine restores the state of its thread when it returns, so torch.profiler cannot be stopped from inside
-of backward. All of torch's own functions (`backward`, `grad`, their callers) reach the engine through one
-name, which stands here while somebody watches.
+of backward. All calls reach the engine through one attribute of `Variable`: those of torch's own functions
+(`backward`, `grad`, their callers), and those of libraries that call the engine itself, as the pipeline
+schedules of Megatron and apex do. While somebody watches, another object is in its place.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class BackwardCalls:
         """Begin to watch."""
         with _lock:
             _watchers.append(self)
-            setattr(torch.autograd, private.ENGINE_RUN_BACKWARD, _run_backward)
+            torch.autograd.Variable._execution_engine = _watched_engine  # type: ignore[assignment]
 
     def close(self) -> None:
         """Watch no longer. May be called twice."""
@@ -47,22 +48,34 @@ class BackwardCalls:
             if self in _watchers:
                 _watchers.remove(self)
             if not _watchers:
-                setattr(torch.autograd, private.ENGINE_RUN_BACKWARD, private.engine_run_backward)
+                torch.autograd.Variable._execution_engine = private.execution_engine
 
 
-def _run_backward(*args: Any, **kwargs: Any) -> Any:
-    watchers = [watcher for watcher in _watchers if watcher.thread == threading.get_ident()]
-    for watcher in watchers:
-        if not watcher.depth:
-            watcher.begins(args[0], args[1])
-        watcher.depth += 1
-    raised = True
-    try:
-        out = private.engine_run_backward(*args, **kwargs)
-        raised = False
-        return out
-    finally:
+class _WatchedEngine:
+    """Autograd's engine, whose calls of backward the watchers see."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(private.execution_engine, name)
+
+    def run_backward(
+        self, tensors: Sequence[Any], grad_tensors: Sequence[Tensor | None], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run backward from `tensors`, as the engine does."""
+        watchers = [watcher for watcher in _watchers if watcher.thread == threading.get_ident()]
         for watcher in watchers:
-            watcher.depth -= 1
             if not watcher.depth:
-                watcher.ended(raised)
+                watcher.begins(tensors, grad_tensors)
+            watcher.depth += 1
+        raised = True
+        try:
+            out = private.execution_engine.run_backward(tensors, grad_tensors, *args, **kwargs)
+            raised = False
+            return out
+        finally:
+            for watcher in watchers:
+                watcher.depth -= 1
+                if not watcher.depth:
+                    watcher.ended(raised)
+
+
+_watched_engine = _WatchedEngine()

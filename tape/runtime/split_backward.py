@@ -14,11 +14,12 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Protocol
 
 import torch
 
+from autoac.tape.distributed.pipelining import is_input_half
 from autoac.tape.torch_facts import private
 
 
@@ -76,7 +77,7 @@ def split_backward() -> Iterator[None]:
 def current_split() -> Split | None:
     """Return the split backward that the running graph task is a part of; None outside any."""
     split = _declared() or _of_group()
-    if split is None and _called_by_a_stage():
+    if split is None and is_input_half():
         split = Split()  # never closed: its pass is freed with the graph
     return split
 
@@ -130,26 +131,3 @@ def _is_requested(node: torch.autograd.graph.Node) -> bool:
         return bool(private.will_engine_execute_node(node))
     except RuntimeError:  # raised for a leaf passed to autograd.grad
         return True
-
-
-def _called_by_a_stage() -> bool:
-    """Return True if `stage_backward_input` waits for the running graph task."""
-    module = sys.modules.get("torch.distributed.pipelining._backward")
-    if module is None:
-        return False
-    code = module.stage_backward_input.__code__
-    # A frame in a local variable would be a cycle, and keep alive the variables of every caller.
-    if _is_called_from(sys._getframe(1), code):
-        return True
-    if _is_called_from(sys._getframe(1), private.engine_run_backward.__code__):
-        return False
-    # This is a thread of the engine (CUDA), and the caller waits in another thread.
-    return any(_is_called_from(other, code) for other in sys._current_frames().values())
-
-
-def _is_called_from(frame: FrameType | None, code: CodeType) -> bool:
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
-    return False

@@ -108,6 +108,16 @@ def two_backwards(training: Training, steps: int) -> None:
         training.step()
 
 
+def call_of_the_engine(training: Training, steps: int) -> None:
+    """As in the pipeline schedules of Megatron."""
+    for x, _ in zip(batches(), range(steps), strict=False):
+        loss = training.loss(x)
+        torch.autograd.Variable._execution_engine.run_backward(
+            (loss,), (torch.ones(()),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+        training.step()
+
+
 def gradient_of_inputs(training: Training, steps: int) -> None:
     for x, _ in zip(batches(), range(steps), strict=False):
         training.loss(x.requires_grad_()).backward()
@@ -153,6 +163,7 @@ LOOPS = [
     accumulation,
     two_forwards,
     two_backwards,
+    call_of_the_engine,
     gradient_of_inputs,
     evaluations,
     forward_without_backward,

@@ -144,15 +144,19 @@ def test_tightest_plan_runs_if_none_fits_for_other_parameters(caplog: pytest.Log
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize("keeps", [False, True], ids=["", "graph freed on the thread of forward"])
 def test_backward_on_another_thread_is_said_after_three_steps_and_no_more_are_observed(
-    budget_gb: float, caplog: pytest.LogCaptureFixture
+    keeps: bool, budget_gb: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "ac_client")
     plain, planned = new_model(), ac_client.apply(new_model(), budget_gb)
     for _ in range(6):
         for model in (plain, planned):
             torch.manual_seed(1)
-            thread = threading.Thread(target=scalar(model(BATCH)).backward)
+            loss = scalar(model(BATCH))
+            thread = threading.Thread(target=loss.backward)
+            if not keeps:
+                del loss
             thread.start()
             thread.join()
     for ours, wanted in zip(planned.parameters(), plain.parameters(), strict=True):
