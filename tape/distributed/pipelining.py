@@ -1,4 +1,4 @@
-"""What the stages of torch.distributed.pipelining do, found out by the frames of their threads."""
+"""Tell what a stage of torch.distributed.pipelining does, by the frames of its threads."""
 
 from __future__ import annotations
 
