@@ -26,7 +26,8 @@ from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.model_hooks import ModelHooks
 from ac_client.planning.model_planning import ModelPlanning
 from ac_client.planning.options import ApplyOptions
-from autoac.planner import Plan, Policy, PolicySet, beyond_dispatch_in_words
+from autoac.planner import Plan, Policy, PolicySet, beyond_dispatch_in_words, picture
+from autoac.planner.report.page import timeline_page
 from autoac.profiler import device_of
 from autoac.profiler.compiler.second_stage import forget_code_that_calls
 from autoac.profiler.static_memory import state_tensors
@@ -133,7 +134,7 @@ class Applied:
 
         Args:
             html: also write a page there that draws memory over the step, in one file (docs/cli.md).
-                A step that was measured (`measure`) is drawn over the predicted one.
+                It has the peak that `measure` measured under this plan.
 
         Raises:
             RuntimeError: with `html`, nothing is planned yet, or the policy was given without a profile.
@@ -200,7 +201,15 @@ class Applied:
     def _page(self, bucket: PlannedBucket | None) -> str:
         if bucket is None:
             raise RuntimeError("nothing is planned yet: run one training step first, then ask for the page")
-        return self._measured.page(bucket, bucket.policy, bucket.plan)
+        if bucket.plan is None:
+            raise RuntimeError(
+                "the policy was given without its profile, which has the sizes; draw the policy with "
+                "`autoac explain POLICY --profile PROFILE --html PAGE`"
+            )
+        of_plan = self._measured.policy is bucket.policy  # not made again since
+        measured_peak = self._measured.peak_bytes if of_plan else None
+        drawn = picture(bucket.plan, policy=bucket.policy, measured_peak_bytes=measured_peak)
+        return timeline_page(drawn.data())
 
     @contextmanager
     def measure(self) -> Iterator[None]:
@@ -226,11 +235,9 @@ class Applied:
         complete = {bucket.loaded for bucket in store.all if watch.peaks.is_complete(bucket)}
         written = watch.peaks.written()
         base = watch.on_device.standing_nbytes() + watch.on_device.others_standing_nbytes()
-        state, policies = state_tensors(watch.optimizers.all), [bucket.policy for bucket in store.all]
-        with self._measured.record(model, state, base, policies) as timeline:
+        with self._measured.record(model, state_tensors(watch.optimizers.all), base) as timeline:
             yield
-        if (current := store.current) is not None:
-            self._measured.remember(timeline, current, current.policy, current.plan)
+        self._measured.policy = store.current.policy if store.current is not None else None
         watch.peaks.discard()
         ran = [bucket for bucket in store.all if bucket.statistics.steps > steps.get(bucket, 0)]
         if ran and not self._measured.beyond_plan:

@@ -18,9 +18,8 @@ from autoac.planner.formats.profile import Profile
 from autoac.planner.frontier import Frontier
 from autoac.planner.memory.simulate import simulate
 from autoac.planner.plan import Plan
-from autoac.planner.report.align_measured import KernelTimes, thin_out
 from autoac.planner.report.by_module import Decision, OpDecision, op_decisions, runs_added_up
-from autoac.planner.report.timeline import picture
+from autoac.planner.report.timeline import KernelTimes, picture, thin_out
 
 IDLE, KEPT, AGAIN, MOVED = range(4)
 """The number of each decision: unused in backward, saved, recomputed, moved to the host."""

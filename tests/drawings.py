@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from autoac.planner import Constraints, Picture, Plan, Profile, as_planned, picture, plan, simulate
+from autoac.planner import Constraints, Picture, Plan, Profile, as_planned, picture, plan
 from autoac.planner.formats.profile import LinkRates
 from autoac.planner.offload import plan_with_host
-from autoac.planner.report.align_measured import KernelTimes, MeasuredStep
 
 sys.path.append(str(Path(__file__).parent / "planner"))
 
@@ -69,17 +68,9 @@ def recompute_activations(profile: Profile) -> Plan:
 
 
 def timeline_of(profile: Profile) -> Picture:
-    """Return the timeline of `recompute_activations`, with a measured step 1 % above the predicted one."""
+    """Return the timeline of `recompute_activations`, with a measured peak 1 % above the predicted one."""
     made = recompute_activations(profile)
-    graph = made.graph
-    timeline = simulate(graph, made.save_set)
-    clock = KernelTimes.of(graph, timeline)
-    time_us, levels = [0.0], [timeline.instants[0].live_bytes]
-    for i, us in zip(clock.events[:-1], clock.begin_us, strict=False):
-        live = timeline.instants[i].live_bytes * 101 // 100
-        time_us += [max(us - 1e-3, 0.0), us + 1e-3]  # frees precede a kernel, allocations are inside
-        levels += [min(live, levels[-1]), live]
-    return picture(made, MeasuredStep(tuple(time_us), tuple(levels), (), clock.end_us))
+    return picture(made, measured_peak_bytes=made.peak * 101 // 100)
 
 
 def hostile() -> Profile:

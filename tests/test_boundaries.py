@@ -99,8 +99,7 @@ profiler/entry:         compiler timing static steps joint_graph gpu_dispatch pl
                         tape/runtime
 profiler:               base timing static entry
 ac_client/base:         planner planner/base planner/formats tape/base profiler
-ac_client/measure:      planner planner/base planner/report tape/runtime tape/torch_facts tape/distributed
-                        profiler
+ac_client/measure:      planner planner/base tape/runtime tape/torch_facts tape/distributed profiler
 ac_client/service_client: planner planner/base planner/formats planner/problem planner/memory
                         planner/plans
 ac_client/compiled:     base planner planner/formats tape/runtime profiler/compiler profiler/joint_graph
@@ -109,8 +108,8 @@ ac_client/planning:     base service_client compiled measure planner planner/bas
                         tape/distributed tape/checkpoints profiler profiler/compiler profiler/static
                         profiler/entry
 ac_client/entry:        base service_client measure planning planner planner/base planner/formats
-                        tape/runtime tape/torch_facts tape/checkpoints tape/distributed profiler
-                        profiler/compiler profiler/static
+                        planner/report tape/runtime tape/torch_facts tape/checkpoints tape/distributed
+                        profiler profiler/compiler profiler/static
 ac_client/sizes:        base entry measure planning planner planner/base planner/formats planner/problem
                         planner/memory planner/plans planner/report planner/sizes profiler profiler/entry
                         profiler/steps

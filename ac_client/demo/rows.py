@@ -28,7 +28,7 @@ from ac_client.demo import setting as demo_setting
 from ac_client.demo.setting import Setting
 from ac_client.measure.memory_timeline import AllocatorTimeline, LiveBytes
 from autoac.planner import Policy, Profile
-from autoac.planner.report.align_measured import thin_out
+from autoac.planner.report.timeline import thin_out
 
 FIRST_STEPS = 2
 MEMORY_STEPS = 2  # a warm-up step and the measured one

@@ -1,11 +1,10 @@
-"""Measure steps of a planned model, and draw the last one over its plan."""
+"""Measure the peak of steps of a planned model."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -13,66 +12,46 @@ import torch
 from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.measure.step_marks import last_step
-from autoac.planner import Plan, Policy, picture
-from autoac.planner.report.align_measured import MeasuredStep, op_names
-from autoac.planner.report.page import timeline_page
-from autoac.planner.units import format_bytes
+from autoac.planner import Policy
 from autoac.profiler import device_of
 from autoac.tape.distributed.fsdp import parameters_of
 from autoac.tape.distributed.wrapped_tensors import with_memory
 from autoac.tape.torch_facts.gradients import gradient_of
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """A measured step, and the plan under which it ran."""
-
-    owner: object  # what the plan belongs to; compared by identity
-    policy: Policy
-    plan: Plan | None
-    step: MeasuredStep
-
-
 class MeasuredSteps:
     """Measure steps of a planned model by the record of the allocator.
 
     Attributes:
-        timeline: that is being recorded, and gets the marks of step_marks.py; None if none is.
+        timeline: that is being recorded; None if none is.
         peak_bytes: the peak of the last measured block; None if there was none.
+        policy: under which the last step of that block ran.
         beyond_plan: a step of the block ran on a batch that its plan does not cover.
     """
 
     def __init__(self) -> None:
         self.timeline: AllocatorTimeline | None = None
         self.peak_bytes: int | None = None
+        self.policy: Policy | None = None
         self.beyond_plan = False
-        self._last: PlannedStep | None = None
         self._counted: Set[int] = frozenset()  # storages that are part of the block's base
         self._batches: dict[
             int, weakref.ref[Any]
         ] = {}  # by storage, of batches that may be older than the block
 
     @contextmanager
-    def record(
-        self, model: nn.Module, state: Iterable[Tensor], base: int, policies: Iterable[Policy]
-    ) -> Iterator[AllocatorTimeline]:
+    def record(self, model: nn.Module, state: Iterable[Tensor], base: int) -> Iterator[AllocatorTimeline]:
         """Record the body; the timeline is complete when the with-block ends.
 
         Args:
             model: the model whose steps run.
             state: of its optimizers.
             base: bytes live at the beginning, batches not included; see `AllocatorTimeline`.
-            policies: the policies under which the steps may run.
 
         Raises:
             RuntimeError: torch.profiler is running.
         """
-        timeline = AllocatorTimeline(
-            device_of(model),
-            base=base,
-            ops=op_names([key for policy in policies for key in policy.decisions]),
-        )
+        timeline = AllocatorTimeline(device_of(model), base=base)
         self.beyond_plan = False
         try:
             with timeline:
@@ -107,32 +86,6 @@ class MeasuredSteps:
                 timeline.note_release(nbytes, address)
 
             self._batches[key] = weakref.ref(storage, note_release)
-
-    def remember(self, timeline: AllocatorTimeline, owner: object, policy: Policy, plan: Plan | None) -> None:
-        """Keep the last step in `timeline`, which ran under `policy` of `owner`, for `page`."""
-        if (step := last_step(timeline)) is not None:
-            self._last = PlannedStep(owner, policy, plan, step)
-
-    def page(self, owner: object, policy: Policy, plan: Plan | None) -> str:
-        """Return an HTML page: the step last measured under `owner`, as planned then, or else the plan alone.
-
-        Raises:
-            RuntimeError: `plan` is None, so the sizes of the tensors are unknown.
-        """
-        step, notes = None, []
-        if self._last is not None and self._last.owner is owner:
-            if self._last.policy is not policy:
-                notes.append(
-                    "The model was planned again since this step was measured; its predicted peak is now "
-                    f"{format_bytes(policy.predicted.peak_bytes)}."
-                )
-            policy, plan, step = self._last.policy, self._last.plan, self._last.step
-        if plan is None:
-            raise RuntimeError(
-                "the policy was given without its profile, which has the sizes; draw the policy with "
-                "`autoac explain POLICY --profile PROFILE --html PAGE`"
-            )
-        return timeline_page(picture(plan, step, policy=policy, notes=notes).data())
 
 
 def _watch(tensors: Iterable[Any], timeline: AllocatorTimeline) -> list[weakref.ref[Any]]:

@@ -12,7 +12,6 @@ them, workspaces and temporaries included. No part of the planner or the runtime
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -20,7 +19,7 @@ from typing import Self
 import torch
 
 from autoac.profiler import ProfilerBusy
-from autoac.tape.torch_facts.torch_trace import AllocationEvent, MarkEvent, OpEvent, TorchTrace
+from autoac.tape.torch_facts.torch_trace import AllocationEvent, MarkEvent, TorchTrace
 
 _RELEASED, _EXISTING = "released ", "existing "
 
@@ -50,32 +49,26 @@ class AllocatorTimeline:
     Args:
         device: the device to measure.
         base: bytes live at the beginning; ignored on CUDA, whose allocator knows them.
-        ops: names of ops, such as `aten::mm`, whose runs are recorded in `entries`.
 
     Attributes:
         events: live bytes after each allocation and free.
         marks: live bytes at each mark.
-        entries: marks and runs of `ops`, ordered by time; empty without `ops`.
 
     Raises:
         RuntimeError: another torch profiler is running.
         CannotProfile: at the end of the block: torch.profiler left allocations out of its record.
     """
 
-    def __init__(
-        self, device: torch.device | str = "cpu", *, base: int = 0, ops: Collection[str] = ()
-    ) -> None:
+    def __init__(self, device: torch.device | str = "cpu", *, base: int = 0) -> None:
         self.device = torch.device(device)
         self.events: tuple[LiveBytes, ...] = ()
         self.marks: dict[str, LiveBytes] = {}
-        self.entries: tuple[MarkEvent | OpEvent, ...] = ()
-        self._ops = frozenset(ops)
         self._base = base
         self._counted_peak: int | None = None
         self._trace: TorchTrace | None = None
 
     def __enter__(self) -> Self:
-        trace = TorchTrace(self.device, ops=self._ops)
+        trace = TorchTrace(self.device)
         try:
             trace.__enter__()
         except ProfilerBusy:
@@ -129,7 +122,6 @@ class AllocatorTimeline:
 
     def _read(self, trace: TorchTrace) -> None:
         live, events = self._base, []
-        entries: list[MarkEvent | OpEvent] = []
         of_device = (self.device.type, self.device.index or 0)
         allocated: set[int] = set()  # addresses of live memory that was allocated in the block
         existing: set[int] = set()  # addresses of noted storages that are older than the block
@@ -161,16 +153,11 @@ class AllocatorTimeline:
                     events.append(LiveBytes(time_ns, live))
                 case MarkEvent(time_ns, name):
                     self.marks[name] = LiveBytes(time_ns, live)
-                    if self._ops:
-                        entries.append(entry)
-                case OpEvent():
-                    entries.append(entry)
         self._base += before
         self.events = tuple(LiveBytes(event.time_ns, event.live_bytes + before) for event in events)
         self.marks = {
             name: LiveBytes(mark.time_ns, mark.live_bytes + before) for name, mark in self.marks.items()
         }
-        self.entries = tuple(entries)
 
     @property
     def peak_bytes(self) -> int:

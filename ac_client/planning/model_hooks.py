@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ac_client.measure.measured_steps import MeasuredSteps
-from ac_client.measure.step_marks import ENTER, FORWARD, LEAVE
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.captured_steps import check_capture
 from ac_client.planning.facts.optimizer_steps import UnplannedSteps
@@ -173,9 +172,7 @@ class ModelHooks:
         if captures:
             check_capture(self._name, bucket, route)
         planning.watch.on_device.forward_begins(bucket)
-        if (timeline := self._measured.timeline) is not None:
-            if not waiting:
-                timeline.mark(FORWARD)
+        if self._measured.timeline is not None:
             self._measured.note_batch(batch_tensors((*args, *kwargs.values())))
             self._measured.beyond_plan |= not bucket.covers(args, kwargs)
         bucket.statistics.steps += 1
@@ -234,16 +231,12 @@ class ModelHooks:
             self._planning.watch.peaks.read()
 
     def _enter(self, path: str) -> None:
-        if (timeline := self._measured.timeline) is not None:
-            timeline.mark(ENTER + path)
         self._planning.planner.called.add(path)
         if (observed := self._planning.planner.observed_here) is not None:
             observed.enter(path)
         self._of_thread.forward.enter(path)
 
     def _leave(self, path: str) -> None:
-        if (timeline := self._measured.timeline) is not None:
-            timeline.mark(LEAVE + path)
         if (observed := self._planning.planner.observed_here) is not None:
             observed.leave(path)
         self._of_thread.forward.leave(path)

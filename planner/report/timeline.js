@@ -12,7 +12,7 @@ function timeline(root, picture) {
   const layerOf = picture.modules.map(layerIn);
   const {ops, steps, copies} = picture;
 
-  /* ---- timelines: simulated ones, then the measured one ---- */
+  /* ---- timelines ---- */
   const tracks = picture.tracks.map(track => {
     const n = track.kind.length;
     const begin = Float64Array.from(track.begin_us);
@@ -25,19 +25,12 @@ function timeline(root, picture) {
     }
     return {...track, n, begin, ofOp, ofStep};
   });
-  const plan = tracks[0], measured = picture.measured;
-  const tail = measured ? Math.max(measured.end_us - plan.end_us, plan.end_us * .01) : plan.end_us * .03;
+  const plan = tracks[0], measured = picture.measured_peak_bytes;  // null: not measured
+  const tail = plan.end_us * .03;
   const lines = tracks.map(track => ({
     key: track.id, name: track.name, track, us: track.begin, bytes: track.live_bytes, end: track.end_us + tail,
     peak: track.live_bytes[track.peak], peakAt: track.begin[track.peak],
   }));
-  if (measured) {
-    const us = Float64Array.from(measured.time_us);
-    for (let i = 1; i < us.length; i++) us[i] = Math.max(us[i], us[i - 1] + plan.end_us * 1e-8);
-    const high = measured.live_bytes.indexOf(measured.peak_bytes);
-    lines.splice(1, 0, {key: "measured", name: "measured", us, bytes: measured.live_bytes, end: plan.end_us + tail,
-      peak: measured.peak_bytes, peakAt: us[high]});
-  }
   lines[0].name = measured ? "predicted" : plan.name;
 
   /* ---- what an event is ---- */
@@ -125,7 +118,7 @@ function timeline(root, picture) {
   function range() {
     const drawn = visible();
     const low = Math.min(...drawn.map(line => line.bytes.reduce((a, b) => Math.min(a, b), Infinity)));
-    const peak = Math.max(...drawn.map(line => line.peak));
+    const peak = Math.max(...drawn.map(line => line.peak), measured ?? 0);
     const high = picture.budget_bytes < 2 * peak ? Math.max(picture.budget_bytes, peak) : peak;  // one far above is not drawn
     const floor = fromZero || low < high * .35 ? 0 : low - (high - low) * .06;
     return [floor / unit[1], (high + (high - floor) * .05) / unit[1]];
@@ -193,6 +186,7 @@ function timeline(root, picture) {
       ink: color(line.key), name: line.name, bytes: line.peak,
     }));
     wanted.push({y: u.valToPos(picture.budget_bytes / unit[1], "y", true), from: bbox.left, ink: color("budget"), name: "budget", bytes: picture.budget_bytes});
+    if (measured) wanted.push({y: u.valToPos(measured / unit[1], "y", true), from: bbox.left, ink: color("measured"), name: "measured peak", bytes: measured});
     wanted.sort((a, b) => a.y - b.y);
     const rows = wanted.filter(one => one.y >= bbox.top - 1 && one.y <= bbox.top + bbox.height + 1);
     const step = 17 * r, lowest = bbox.top + bbox.height - 8 * r;
@@ -211,7 +205,7 @@ function timeline(root, picture) {
       ctx.lineTo(right + 10 * r, one.at);
       ctx.stroke();
       ctx.setLineDash([]);
-      if (one.name !== "budget" && one.from >= bbox.left && one.from <= right) {
+      if (one.from > bbox.left && one.from <= right) {
         ctx.beginPath();
         ctx.arc(one.from, one.y, 3 * r, 0, 7);
         ctx.fill();
@@ -318,13 +312,8 @@ function timeline(root, picture) {
   function values(e) {
     const found = new Map();
     for (const line of lines) {
-      if (line.track) {
-        const other = same(watched, e, line.track);
-        if (other >= 0) found.set(line.key, {us: line.track.begin[other], bytes: line.track.live_bytes[other]});
-      } else {
-        const own = same(watched, e, plan);
-        if (own >= 0) found.set(line.key, {us: plan.begin[own], bytes: measured.most_bytes[own]});
-      }
+      const other = same(watched, e, line.track);
+      if (other >= 0) found.set(line.key, {us: line.track.begin[other], bytes: line.track.live_bytes[other]});
     }
     return found;
   }
@@ -472,39 +461,30 @@ function timeline(root, picture) {
     keys(part("layers-keys"), [["saved", "kept until backward"], ...(copies.length ? [["moved", "moved to the host"]] : []), ["again", "recomputed in backward"]]);
   }
   const phaseOf = kind => kind === FORWARD ? 0 : kind <= BACKWARD ? 1 : 2;
-  function byPhase(track, bytes) {
+  function byPhase(track) {
     const most = [0, 0, 0];
-    for (let e = 0; e < track.n; e++) most[phaseOf(track.kind[e])] = Math.max(most[phaseOf(track.kind[e])], bytes[e]);
+    for (let e = 0; e < track.n; e++) most[phaseOf(track.kind[e])] = Math.max(most[phaseOf(track.kind[e])], track.live_bytes[e]);
     return most;
   }
   function listPeaks() {
     const rows = [];
     for (const line of lines) {
-      const track = line.track || plan, most = byPhase(track, line.track ? track.live_bytes : measured.most_bytes);
-      const tr = row("", line.name, size(line.peak), ...most.map(size),
-        line.track ? time(track.recompute_us) : "", line.track ? time(track.end_us) : `${time(measured.took_us)} profiled`,
-        wide(line.track ? words(track, track.peak) : words(plan, measured.most_bytes.indexOf(Math.max(...measured.most_bytes)))));
+      const {track} = line;
+      const tr = row("", line.name, size(line.peak), ...byPhase(track).map(size),
+        time(track.recompute_us), time(track.end_us), wide(words(track, track.peak)));
       tr.firstChild.style.color = `var(--${line.key})`;
       rows.push(tr);
-    }
-    if (measured) {
-      const a = byPhase(plan, plan.live_bytes), b = byPhase(plan, measured.most_bytes);
-      rows.splice(2, 0, row("", "measured compared with predicted", percent(measured.peak_bytes / lines[0].peak - 1),
-        ...a.map((bytes, i) => bytes && b[i] ? percent(b[i] / bytes - 1) : ""), "", "", wide("")));
     }
     headed(part("peaks"), ["", "peak", "in forward", "in backward", "optimizer step", "recompute", "forward and backward", "the peak is at"], rows);
   }
   part("numbers").addEventListener("toggle", () => {
     if (part("runs").firstChild) return;
     const rows = runsOf(plan).map(run => {
-      let predicted = 0, seen = 0;
-      for (let e = run.begin; e < run.end; e++) {
-        predicted = Math.max(predicted, plan.live_bytes[e]);
-        if (measured) seen = Math.max(seen, measured.most_bytes[e]);
-      }
-      return row("", `${run.phase}${run.layer ? `, ${run.layer}` : ""}`, at(plan.begin_us[run.begin]), size(predicted), ...(measured ? [size(seen)] : []));
+      let most = 0;
+      for (let e = run.begin; e < run.end; e++) most = Math.max(most, plan.live_bytes[e]);
+      return row("", `${run.phase}${run.layer ? `, ${run.layer}` : ""}`, at(plan.begin_us[run.begin]), size(most));
     });
-    headed(part("runs"), ["stretch", "from", lines[0].name, ...(measured ? ["measured"] : [])], rows, "The most that is live in each stretch of the step.");
+    headed(part("runs"), ["stretch", "from", lines[0].name], rows, "The most that is live in each stretch of the step.");
   });
 
   function describe() {
@@ -513,7 +493,7 @@ function timeline(root, picture) {
     const plain = tracks.find(track => track.id === "plain");
     const facts = [["Budget", size(picture.budget_bytes), picture.headroom_bytes ? `${size(picture.headroom_bytes)} of it left free` : ""],
       ["Predicted peak", size(lines[0].peak), `${(100 * lines[0].peak / picture.budget_bytes).toFixed(1)} % of the budget`]];
-    if (measured) facts.push(["Measured peak", size(measured.peak_bytes), `${percent(measured.peak_bytes / lines[0].peak - 1)} compared with predicted`]);
+    if (measured) facts.push(["Measured peak", size(measured), `${percent(measured / lines[0].peak - 1)} compared with predicted`]);
     if (plain) facts.push(["Nothing recomputed", size(plain.live_bytes[plain.peak]), `${size(plain.live_bytes[plain.peak] - lines[0].peak)} more`]);
     facts.push(["Recompute", time(plan.recompute_us), picture.step_us ? `${(100 * plan.recompute_us / picture.step_us).toFixed(1)} % of ${time(picture.step_us)}` : ""]);
     if (copies.length) facts.push(["Moved to the host", size(mostOnHost), `compute waits for copies: ${time(copies.reduce((sum, one) => sum + one.stall_us, 0))}`]);
@@ -528,9 +508,8 @@ function timeline(root, picture) {
     const about = ["Predicted times come from the profile, which has no time for the optimizer step."];
     if (copies.length) about.push(`Below the axis are the bytes on the host, and when the link copies to it and back${copies.some(one => one.stall_us) ? "; compute waits for red copies, and times include that" : ""}.`);
     if (copies.length && copies.every(one => one.in_us[0] === one.in_us[1])) about.push("The profile has no link, so copies take no time here.");
-    if (measured) about.push(`The measured line has every allocation and free of the allocator that PyTorch's own profiler reported. The profiler slows a step, so the line is drawn in predicted time, aligned at ${measured.matched} of ${measured.of} events that were seen in both. In the readout and the tables it is the most that was live during an event.`);
     if (picture.corrected_by_bytes) about.push(`The plan was made for ${size(Math.abs(picture.corrected_by_bytes))} ${picture.corrected_by_bytes > 0 ? "less" : "more"} than the budget, because an earlier step was measured; the predicted line is simulated without this correction.`);
-    part("about").textContent = [...about, ...picture.notes].join(" ");
+    part("about").textContent = about.join(" ");
   }
 
   function listLegend() {

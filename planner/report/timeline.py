@@ -1,7 +1,7 @@
 """Prepare the data of a page that draws memory over a step and says what is live when.
 
-The data have the simulated step under the plan, the same step with nothing recomputed and with every block
-recomputed, and a measured step if there is one. They are columns of numbers and a few tables of names, so
+The data have the simulated step under the plan, and the same step with nothing recomputed and with every
+block recomputed. They are columns of numbers and a few tables of names, so
 that steps of tens of thousands of ops stay small.
 """
 
@@ -14,15 +14,14 @@ from typing import Any
 
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.policy import Policy
-from autoac.planner.memory.clocks import Copy
+from autoac.planner.memory.clocks import Copy, Timing, runtime_us_of
 from autoac.planner.memory.lifetimes import lives
-from autoac.planner.memory.schedule import Backward, Compute, Event, Recompute, recompute_us
-from autoac.planner.memory.simulate import extra_bytes, simulate, waiting_bytes
+from autoac.planner.memory.schedule import Backward, Compute, Event, Free, Recompute, recompute_us
+from autoac.planner.memory.simulate import Timeline, extra_bytes, simulate, waiting_bytes
 from autoac.planner.plan import Plan
 from autoac.planner.problem.graph import BackwardStep, Graph, OpId, SaveSet
 from autoac.planner.problem.moves import handling_us
 from autoac.planner.problem.save_sets import with_forced_saves
-from autoac.planner.report.align_measured import KernelTimes, MeasuredStep, align, thin_out
 from autoac.planner.report.by_module import (
     Decision,
     ModuleRow,
@@ -36,7 +35,29 @@ from autoac.planner.report.checkpointed_blocks import every_block_recomputed
 FORWARD, RECOMPUTE, FETCH, BACKWARD, OPTIMIZER = range(5)
 """Kinds of event. FETCH begins a copy from the host. OPTIMIZER is the last."""
 
-MOST_CHANGES = 40_000  # of a measured step that are drawn
+
+@dataclass(frozen=True, slots=True)
+class KernelTimes:
+    """When the kernels of a simulated step begin, in microseconds from the start of forward."""
+
+    events: tuple[int, ...]  # into Timeline.instants: all but frees, which take no time
+    begin_us: tuple[float, ...]  # of each; the last is the optimizer's step
+    end_us: float  # forward and backward are over
+
+    @classmethod
+    def of(cls, graph: Graph, timeline: Timeline, timing: Timing | None = None) -> KernelTimes:
+        """Return the times of kernels that run one after the other, as long as the profile says.
+
+        With moves, the times are those of `timing`, since compute also waits for copies.
+        """
+        events, begin, now = [], [], 0.0
+        for i, instant in enumerate(timeline.instants):
+            if isinstance(instant.event, Free):
+                continue
+            events.append(i)
+            begin.append(now if timing is None else timing.begin_us[i])
+            now += runtime_us_of(graph, instant.event)
+        return cls(tuple(events), tuple(begin), now if timing is None else timing.end_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +87,6 @@ class LiveIntervals:
     begin: tuple[int, ...]
     end: tuple[int, ...]
     why: tuple[int, ...]  # into Picture.reasons
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredTrack:
-    """The memory of a measured step, drawn on the time axis of the plan."""
-
-    time_us: tuple[float, ...]
-    live_bytes: tuple[int, ...]  # from then on
-    end_us: float
-    most_bytes: tuple[int, ...]  # the most that was live at each event of the plan's track
-    peak_bytes: int
-    took_us: float  # by the profiler's own clock
-    matched: int  # events of the plan's track that were found in the measured step
-    of: int  # events of the plan's track
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,28 +132,20 @@ class Picture:
     tracks: tuple[Track, ...]  # the plan's first
     copies: tuple[Copy, ...]  # of the plan's track; `op` is into `ops`
     layers: tuple[Layer, ...]
-    measured: MeasuredTrack | None
-    notes: tuple[str, ...]
+    measured_peak_bytes: int | None  # of a step that carried out the plan
 
     def data(self) -> dict[str, Any]:
         """Return the picture as dictionaries, lists and numbers, ready for JSON."""
         return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
 
 
-def picture(
-    plan: Plan,
-    measured: MeasuredStep | None = None,
-    *,
-    policy: Policy | None = None,
-    notes: Sequence[str] = (),
-) -> Picture:
+def picture(plan: Plan, *, policy: Policy | None = None, measured_peak_bytes: int | None = None) -> Picture:
     """Return the data to draw `plan`. `as_planned` makes a plan from a Policy and its Profile.
 
     Args:
         plan: the decision; its peak is the first track's.
-        measured: one step that carried out the plan.
         policy: the policy that is carried out, if it says more than the plan: the budget before a correction.
-        notes: sentences for the reader.
+        measured_peak_bytes: of a step that carried out the plan.
     """
     graph, profile = plan.graph, plan.profile
     unmoved = graph if plan.unmoved is None else plan.unmoved
@@ -204,8 +203,7 @@ def picture(
         tracks=tuple(tracks),
         copies=plan.timing.copies if plan.timing is not None else (),
         layers=_layers(op_decisions(graph, plan.save_set, plan.moved)),
-        measured=_measured(plan, measured) if measured is not None else None,
-        notes=tuple(notes),
+        measured_peak_bytes=measured_peak_bytes,
     )
 
 
@@ -253,32 +251,6 @@ def _kind(event: Event, moved: Collection[OpId]) -> tuple[int, int]:
             return BACKWARD, int(step)
         case _:
             return OPTIMIZER, -1
-
-
-def _measured(plan: Plan, step: MeasuredStep) -> MeasuredTrack:
-    timeline = simulate(plan.graph, plan.save_set)
-    kernels = KernelTimes.of(plan.graph, timeline, plan.timing)
-    aligned = align(plan.graph, timeline, kernels, step)
-    ends = (*kernels.begin_us[1:], float("inf"))
-    most, at, level = [], 0, step.live_bytes[0]
-    for end in ends:
-        highest = level
-        while at < len(aligned.time_us) and aligned.time_us[at] < end:
-            level = step.live_bytes[at]
-            highest = max(highest, level)
-            at += 1
-        most.append(highest)
-    positions = thin_out(step.live_bytes, MOST_CHANGES)
-    return MeasuredTrack(
-        time_us=tuple(round(aligned.time_us[i], 2) for i in positions),
-        live_bytes=tuple(step.live_bytes[i] for i in positions),
-        end_us=round(aligned.end_us, 2),
-        most_bytes=tuple(most),
-        peak_bytes=step.peak_bytes,
-        took_us=step.end_us - step.time_us[0],
-        matched=aligned.matched,
-        of=aligned.of,
-    )
 
 
 def _modules_of_steps(graph: Graph, modules: Sequence[str]) -> Iterator[str]:
@@ -352,3 +324,16 @@ def _plain(value: Any) -> Any:
 def _position(table: dict[str, int], text: str) -> int:
     """Return the position of `text` in `table`, where it is added if it is new."""
     return table.setdefault(text, len(table))
+
+
+def thin_out(levels: Sequence[int], most: int) -> list[int]:
+    """Return the positions of about `most` levels: the first, and the highest and last of each stretch."""
+    if len(levels) <= most:
+        return list(range(len(levels)))
+    positions = [0]
+    stretch = max(1, 2 * len(levels) // most)
+    for begin in range(0, len(levels), stretch):
+        end = min(begin + stretch, len(levels))
+        highest = max(range(begin, end), key=lambda i: levels[i])
+        positions += [highest, end - 1]
+    return sorted(set(positions))

@@ -22,7 +22,7 @@ from autoac.tape.errors import CannotProfile
 from autoac.tape.torch_facts.torch_trace import (
     AllocationEvent,
     MarkEvent,
-    OpEvent,
+    NodeEvent,
     TorchTrace,
     profiler_is_running,
 )
@@ -187,7 +187,7 @@ class AllocationRecord:
                     times += [event.time_ns] * (len(self.changes) - position)
                 case MarkEvent():
                     self.positions.append(len(self.changes))
-                case OpEvent(node=True):
+                case NodeEvent():
                     ends.append((len(self.changes), event.end_ns))
         self.functions = [(begin, bisect.bisect_left(times, end_ns)) for begin, end_ns in ends]
 

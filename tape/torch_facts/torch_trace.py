@@ -1,16 +1,15 @@
-"""Run torch.profiler over a with-block and read its trace: allocations, marks, and the ops that ran.
+"""Run torch.profiler over a with-block and read its trace: allocations, marks, and nodes of autograd.
 
 PyTorch's profiler reports each allocation and free of its CPU and CUDA allocators, also inside kernels. A
 mark is a named range in the same trace, so the allocations between two marks are known exactly, without a
 clock.
 
 NOTE [ Ops are left out of the trace ]
-Unless the caller asks for ops, the profiler records the scope of marks alone, for which torch.profiler has
-no argument. The entry of an op holds its name for as long as the trace is open, in a few bytes of the C
-library's heap, and these come to lie in the gaps that aligned allocations leave next to tensors. glibc
-before 2.39 then cannot reuse the memory of a freed tensor for another one of its size (sourceware.org, bug
-30723). The heap grows far beyond what the step holds, and the kernel clears all these pages. The trace is
-shorter, too.
+The profiler records the scopes of marks and nodes alone, for which torch.profiler has no argument. The entry
+of an op holds its name for as long as the trace is open, in a few bytes of the C library's heap, and these
+come to lie in the gaps that aligned allocations leave next to tensors. glibc before 2.39 then cannot reuse
+the memory of a freed tensor for another one of its size (sourceware.org, bug 30723). The heap grows far
+beyond what the step holds, and the kernel clears all these pages. The trace is shorter, too.
 
 NOTE [ Allocations of other devices need a range around them ]
 torch.profiler lists events twice: in a tree, with addresses, and flat, without. In the tree, an event of
@@ -31,7 +30,7 @@ with it.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from operator import itemgetter
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -45,7 +44,6 @@ _MARK = "autoac.mark:"
 _WHOLE = "autoac.record"
 _MEMORY = "[memory]"
 _CPU = private.DeviceType.CPU
-_NODE = "autograd::engine::evaluate_function: "
 _NO_KINETO_BANNER = "6"  # kineto writes a line at start and stop at every lower level
 
 
@@ -70,16 +68,15 @@ class MarkEvent(NamedTuple):
     name: str
 
 
-class OpEvent(NamedTuple):
-    """The run of an op; or of a node of autograd, from its first unpack until its function returned."""
+class NodeEvent(NamedTuple):
+    """The run of a node of autograd."""
 
     time_ns: int
     end_ns: int
-    name: str  # "aten::mm"; of a node "MmBackward0"
-    node: bool
+    name: str  # "MmBackward0"
 
 
-TraceEvent = AllocationEvent | MarkEvent | OpEvent
+TraceEvent = AllocationEvent | MarkEvent | NodeEvent
 
 
 class TorchTrace:
@@ -87,23 +84,18 @@ class TorchTrace:
 
     Args:
         device: the device whose allocator is traced; None: every device. The CPU's allocator always is.
-        ops: names of ops, such as `aten::mm`, whose runs are traced, and with them the runs of all nodes of
-            autograd. By default neither is (NOTE [ Ops are left out of the trace ]).
         nodes: the runs of autograd's nodes are traced where `backward_runs` says so.
 
     Raises:
         ProfilerBusy: another torch profiler is running on this thread.
     """
 
-    def __init__(
-        self, device: torch.device | None = None, *, ops: Collection[str] = (), nodes: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device | None = None, *, nodes: bool = False) -> None:
         self._ranged = device is None or device.type != "cpu"
         self._range: Any = None  # open on this thread; NOTE [ Allocations of other devices need a range ... ]
-        self._ops = frozenset(ops)
-        self._nodes = nodes or bool(ops)
+        self._nodes = nodes
         # NOTE [ Ranges of others ]. On a GPU, allocations in a backward that nobody tells of need its nodes.
-        self._is_quiet = not ops and (nodes or not self._ranged)
+        self._is_quiet = nodes or not self._ranged
         self._in_backward = False
         # Without CUDA's activities: the allocator reports on the host, and no kernel needs to be traced.
         self._settings = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
@@ -118,7 +110,7 @@ class TorchTrace:
         scopes = {private.RecordScope.USER_SCOPE}
         if self._ranged or self._nodes:
             scopes.add(private.RecordScope.BACKWARD_FUNCTION)
-        private.enable_profiler(config, activities, set() if self._ops else scopes)
+        private.enable_profiler(config, activities, scopes)
         if self._ranged:
             self._range = private.begin_range(_WHOLE)
         if self._is_quiet:
@@ -171,7 +163,7 @@ class TorchTrace:
         )
         in_tree = sum(
             type(fields) is private.AllocationFields and fields.device.type != "cpu"
-            for _, _, fields, _ in self._walk()
+            for _, _, fields in self._walk()
         )
         if in_tree != listed:
             raise CannotProfile(
@@ -182,40 +174,26 @@ class TorchTrace:
             )
 
     def events(self) -> Iterator[TraceEvent]:
-        """Yield the events in order of time. Of nested ops, only the outer one."""
-        ops, nodes = self._ops, self._nodes and not self._ops
-        for time_ns, event, fields, inside in sorted(self._walk(), key=itemgetter(0)):
+        """Yield the events in order of time."""
+        for time_ns, event, fields in sorted(self._walk(), key=itemgetter(0)):
             if type(fields) is private.AllocationFields:
                 yield AllocationEvent(time_ns, fields.ptr, fields.alloc_size, fields.device)
             elif type(fields) is not private.OpFields:  # on a GPU, calls of its runtime
                 continue
             elif (name := event.name).startswith(_MARK):
                 yield MarkEvent(time_ns, name.removeprefix(_MARK))
-            elif not inside:
-                if name in ops:
-                    yield OpEvent(time_ns, event.end_time_ns, name, node=False)
-                elif nodes:  # the range around a node has another scope, and is not recorded
-                    if fields.scope == private.RecordScope.BACKWARD_FUNCTION:
-                        yield OpEvent(time_ns, event.end_time_ns, name, node=True)
-                elif name.startswith(_NODE):
-                    yield OpEvent(time_ns, _function_end_ns(event), name.removeprefix(_NODE), node=True)
+            elif self._nodes and fields.scope == private.RecordScope.BACKWARD_FUNCTION:
+                # The range around a node has another scope, and is not recorded.
+                yield NodeEvent(time_ns, event.end_time_ns, name)
 
-    def _walk(self) -> Iterator[tuple[int, Any, Any, bool]]:
-        """Yield every event of the tree: its time, itself, its fields, and True if inside a traced op."""
-        ops = self._ops
-        levels = [(iter(self._results.experimental_event_tree()), False)]
+    def _walk(self) -> Iterator[tuple[int, Any, Any]]:
+        """Yield every event of the tree: its time, itself, its fields."""
+        levels = [iter(self._results.experimental_event_tree())]
         while levels:
-            events, inside = levels[-1]
-            for event in events:
-                yield event.start_time_ns, event, event.extra_fields, inside
+            for event in levels[-1]:
+                yield event.start_time_ns, event, event.extra_fields
                 if children := event.children:
-                    levels.append((iter(children), inside or event.name in ops))
+                    levels.append(iter(children))
                     break
             else:
                 levels.pop()
-
-
-def _function_end_ns(node: Any) -> int:
-    """Return when a node's own function returned. Autograd then checks and accumulates its gradients."""
-    name = node.name.removeprefix(_NODE)
-    return int(next((child for child in node.children if child.name == name), node).end_time_ns)

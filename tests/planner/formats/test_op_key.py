@@ -8,9 +8,8 @@ import pytest
 from autoac.planner import Constraints, Profile, build, constrained
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.plan import plan
-from autoac.planner.report.align_measured import op_names
 from autoac.planner.report.by_module import by_module, op_decisions
-from autoac.planner.report.compare import difference
+from autoac.planner.report.policy_diff import diff_rows
 
 MODULE = "layers.3.experts.a/b#2"
 
@@ -67,12 +66,8 @@ def test_comparison_of_plans_names_a_module_with_a_slash(profile: Profile) -> No
     made = plan(profile, budget_bytes=1 << 20).policy()
     _, second, _ = profile.keys()
     other = made.model_copy(update={"decisions": made.decisions | {second: "recompute"}})
-    (change,) = difference(made, other).changes
-    assert (change.name, change.gained, change.lost) == (MODULE, (), ("mm.default#1",))
-
-
-def test_torch_profiler_names_ignore_a_slash_in_the_module(profile: Profile) -> None:
-    assert op_names(profile.keys()) == {"aten::mm", "aten::relu"}
+    (row,) = diff_rows(made, other)
+    assert (row.module, row.op, row.before, row.after) == (MODULE, "mm.default#1", "saved", "recomputed")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""Check the data of a page: the simulator's bytes, and a measured step aligned with them."""
+"""Check the data of a page: the simulator's bytes."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import pairwise
 
 import drawings
 import graphs
@@ -12,19 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoac.planner import Graph, Plan, as_planned, build, picture, plan, simulate
+from autoac.planner import Plan, as_planned, build, picture, plan, simulate
 from autoac.planner.memory.lifetimes import lives
-from autoac.planner.memory.schedule import Backward, Compute, Recompute
 from autoac.planner.memory.simulate import extra_bytes
 from autoac.planner.problem.graph import OpId, SaveSet, chain
-from autoac.planner.report.align_measured import (
-    KernelTimes,
-    MeasuredStep,
-    ProfiledCall,
-    longest_common_subsequence,
-    op_names,
-    thin_out,
-)
 from autoac.planner.report.timeline import (
     BACKWARD,
     FETCH,
@@ -33,6 +23,7 @@ from autoac.planner.report.timeline import (
     RECOMPUTE,
     Picture,
     Track,
+    thin_out,
 )
 
 seeds = st.integers(0, 2**32 - 1)
@@ -194,82 +185,9 @@ def test_backward_step_is_in_the_module_of_its_forward_op() -> None:
     assert ("TanhBackward0", "transformer.h.2.mlp.act") in where
 
 
-# --- a measured step ------------------------------------------------------------------------------------
-
-
-def as_measured(graph: Graph, save_set: SaveSet, *, slower: float, lost: frozenset[int]) -> MeasuredStep:
-    """Return the simulated step as a profiler sees it: slower, and with calls that no plan knows.
-
-    Args:
-        slower: how much longer everything takes, after a pause between forward and backward.
-        lost: events that the profiler does not see.
-    """
-    timeline = simulate(graph, save_set)
-    clock = KernelTimes.of(graph, timeline)
-    ran, changes = [], []
-    pause = 0.0
-    for k, i in enumerate(clock.events):
-        event = timeline.instants[i].event
-        if isinstance(event, Backward | Recompute) and not pause:
-            pause = 5000.0
-        begin = 100 + slower * clock.begin_us[k] + pause
-        end = 100 + slower * (clock.begin_us[k + 1] if k + 1 < len(clock.events) else clock.end_us) + pause
-        live = timeline.instants[i].live_bytes
-        # What goes, goes before the next kernel begins; what comes, comes after.
-        changes += [(begin - 1e-3, min(live, changes[-1][1] if changes else live)), (begin + 1e-3, live)]
-        match event:
-            case Compute(op):
-                (name,) = op_names([graph.ops[op].name])
-                module = graph.ops[op].name.partition("/")[0]
-                seen = ProfiledCall(begin, end, name, False, module)
-                ran.append(ProfiledCall(begin, begin, "aten::elsewhere", False, module))
-            case Recompute(op):
-                seen = ProfiledCall(begin, end, *op_names([graph.ops[op].name]), False)
-            case Backward(step):
-                seen = ProfiledCall(begin, end, graph.steps[step].name, True)
-                ran.append(ProfiledCall(begin, begin, "ViewBackward0", True))
-                # The node begins with its first unpack, before what that has run again.
-                while isinstance(timeline.instants[clock.events[k - 1]].event, Recompute):
-                    k -= 1
-                seen = replace(seen, begin_us=100 + slower * clock.begin_us[k] + pause)
-            case _:
-                continue
-        if k not in lost:
-            ran.append(seen)
-    ran.sort(key=lambda seen: (seen.begin_us, not seen.node))
-    return MeasuredStep(
-        (100.0, *(us for us, _ in changes)),
-        (graph.static_bytes, *(live for _, live in changes)),
-        tuple(ran),
-        changes[-1][0] + 50.0,
-    )
-
-
-@pytest.mark.parametrize("lost", [frozenset[int](), frozenset(range(3, 60, 7))])
-def test_measured_step_is_drawn_at_the_same_ops_of_the_plan(lost: frozenset[int]) -> None:
-    made = planned()
-    step = as_measured(made.graph, made.save_set, slower=3.0, lost=lost)
-    drawn = picture(made, step)
-    measured, track = drawn.measured, drawn.tracks[0]
-    assert measured is not None
-    assert measured.peak_bytes == step.peak_bytes == made.peak == max(measured.live_bytes)
-    assert max(measured.most_bytes) == made.peak
-    assert measured.of == len(track.kind) - 1
-    assert measured.of - measured.matched <= len(lost)
-    exact = sum(a == b for a, b in zip(track.live_bytes, measured.most_bytes, strict=True))
-    if not lost:
-        assert exact == len(track.kind)
-    assert exact >= len(track.kind) - 2 * len(lost)
-
-
-def test_unmatched_measured_step_is_stretched_over_the_plan() -> None:
-    made = planned()
-    step = MeasuredStep((0.0, 10.0, 20.0), (5, 9, 5), (), 20.0)
-    drawn = picture(made, step).measured
-    assert drawn is not None
-    assert drawn.matched == 0
-    assert drawn.time_us == pytest.approx([0, drawn.end_us / 2, drawn.end_us], abs=1)
-    assert drawn.peak_bytes == max(drawn.most_bytes) == 9
+def test_measured_peak_is_the_one_that_was_passed() -> None:
+    assert picture(planned()).measured_peak_bytes is None
+    assert picture(planned(), measured_peak_bytes=7).data()["measured_peak_bytes"] == 7
 
 
 def test_kinds_come_in_the_order_of_the_step() -> None:
@@ -278,19 +196,6 @@ def test_kinds_come_in_the_order_of_the_step() -> None:
     assert track.kind[-1] == OPTIMIZER
     first_back = track.kind.index(BACKWARD)
     assert FORWARD not in track.kind[first_back:]
-
-
-@quick
-@given(st.text("abcd", max_size=9), st.text("abcde", max_size=9))
-def test_common_subsequence_is_the_longest(a: str, b: str) -> None:
-    longest = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
-    for i, x in enumerate(a):
-        for j, y in enumerate(b):
-            longest[i + 1][j + 1] = longest[i][j] + 1 if x == y else max(longest[i][j + 1], longest[i + 1][j])
-    found = longest_common_subsequence(a, b)
-    assert len(found) == longest[-1][-1]
-    assert all(a[i] == b[j] for i, j in found)
-    assert all(p[0] < q[0] and p[1] < q[1] for p, q in pairwise(found))
 
 
 def test_thinning_keeps_the_highest_and_the_last() -> None:

@@ -17,12 +17,12 @@ from torch.profiler import record_function
 
 from autoac.profiler import ProfilerBusy
 from autoac.tape.capture.allocations import AllocationRecord, allocated_between
-from autoac.tape.torch_facts.torch_trace import AllocationEvent, MarkEvent, OpEvent, TorchTrace
+from autoac.tape.torch_facts.torch_trace import AllocationEvent, MarkEvent, NodeEvent, TorchTrace
 
 CPU = torch.device("cpu")
 
 
-def traced(recording: TorchTrace) -> list[AllocationEvent | MarkEvent | OpEvent]:
+def traced(recording: TorchTrace) -> list[AllocationEvent | MarkEvent | NodeEvent]:
     """Return the trace of two allocations, nested ops, and a backward."""
     x = torch.ones(1000, requires_grad=True)
     with recording:
@@ -39,11 +39,11 @@ def test_trace_lists_allocations_and_marks_in_order_and_nothing_else() -> None:
     assert [entry.name for entry in events if isinstance(entry, MarkEvent)] == ["first", "second"]
     between = events[kinds.index(MarkEvent) + 1 : len(kinds) - 1 - kinds[::-1].index(MarkEvent)]
     assert next(entry.nbytes for entry in between if isinstance(entry, AllocationEvent)) == 2_000_000
-    assert OpEvent not in kinds
+    assert NodeEvent not in kinds
     assert [entry.time_ns for entry in events] == sorted(entry.time_ns for entry in events)
 
 
-def test_ops_are_left_out_of_the_trace_by_default() -> None:
+def test_ops_are_left_out_of_the_trace() -> None:
     """Their names would lie between tensors on the heap for as long as the trace is open."""
     traced(recording := TorchTrace(CPU))
     names = {event.name for event in every(recording._results.experimental_event_tree())}
@@ -54,16 +54,6 @@ def every(events: list[Any]) -> Iterator[Any]:
     for event in events:
         yield event
         yield from every(event.children)
-
-
-def test_requested_ops_and_nodes_of_backward_are_traced() -> None:
-    ran = [
-        entry
-        for entry in traced(TorchTrace(CPU, ops=["aten::linear", "aten::mv"]))
-        if isinstance(entry, OpEvent)
-    ]
-    assert [entry.name for entry in ran if not entry.node] == ["aten::linear"], "mv runs inside linear"
-    assert "SumBackward0" in [entry.name for entry in ran if entry.node]
 
 
 def test_dispatch_modes_do_not_see_marks() -> None:
@@ -109,9 +99,9 @@ def test_events_that_are_neither_ops_nor_allocations_are_left_out(monkeypatch: p
         x.sin().sum().backward()
     found, of_runtime = list(trace._walk()), SimpleNamespace(name="cudaLaunchKernel", end_time_ns=1)
     expected = list(trace.events())
-    monkeypatch.setattr(trace, "_walk", lambda: [(0, of_runtime, SimpleNamespace(), False), *found])
+    monkeypatch.setattr(trace, "_walk", lambda: [(0, of_runtime, SimpleNamespace()), *found])
     assert list(trace.events()) == expected
-    assert sum(isinstance(event, OpEvent) for event in expected) >= 2
+    assert sum(isinstance(event, NodeEvent) for event in expected) >= 2
 
 
 def test_record_can_be_read_after_the_next_one_has_run() -> None:
@@ -154,5 +144,5 @@ def test_nodes_of_a_backward_are_traced_where_it_is_told_of() -> None:
         trace.backward_runs(False)
         with record_function("of the loop"):
             x.exp()
-    names = [event.name for event in trace.events() if isinstance(event, OpEvent)]
+    names = [event.name for event in trace.events() if isinstance(event, NodeEvent)]
     assert names == ["SumBackward0", "SinBackward0", "torch::autograd::AccumulateGrad"]
