@@ -115,7 +115,7 @@ ac_client/sizes:        base entry measure planning planner planner/base planner
                         profiler/steps
 ac_client:              base entry sizes planner/base
 ac_client/integrations: base planning planner planner/base profiler ac_client
-ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler
+ac_client/regenerate:   base planner planner/base planner/formats profiler
 ac_client/demo:         measure planner planner/report ac_client
 ac_client/doctor:       base measure planner planner/base tape/capture profiler profiler/timing ac_client
 ac_client/cli:          base regenerate demo doctor planner planner/base planner/formats planner/problem

@@ -5,13 +5,9 @@ from __future__ import annotations
 OK = 0
 ERROR = 1
 USAGE = 2  # wrong usage
-DRIFT = 2  # `regenerate --check` found a policy that is out of date
 INTERRUPTED = 130
 
 EPILOG = "Exit codes: 0 success, 1 error, 2 wrong usage, 130 interrupted."
-REGENERATE_EPILOG = (
-    "Exit codes: 0 success, 1 error, 2 wrong usage or drift found by --check, 130 interrupted."
-)
 
 
 def exit_code_of(error: BaseException) -> int:

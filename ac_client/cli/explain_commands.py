@@ -15,6 +15,8 @@ from ac_client.cli.output import (
     format_of,
     named_as_given,
     policy_header,
+    policy_of,
+    policy_set_of,
     read,
     read_policy,
     read_profile,
@@ -72,12 +74,11 @@ def explain(
 
 
 def _read_policies(path: Path) -> Policy | PolicySet:
-    from autoac.planner import Policy, PolicySet
     from autoac.planner.formats.policy_set import SET_FORMAT
 
     text = read(path)
     with named_as_given(path):
-        return (PolicySet if format_of(text) == SET_FORMAT else Policy).from_json(text)
+        return policy_set_of(text) if format_of(text) == SET_FORMAT else policy_of(text)
 
 
 def _facts_with_bytes(policy: Policy, profile_file: Path, html: Path | None) -> tuple[dict[str, Any], str]:

@@ -20,9 +20,8 @@ from ac_client.cli import (
     fit_command,
     plan_commands,
     regenerate_command,
-    validate_command,
 )
-from ac_client.cli.exit_codes import EPILOG, ERROR, OK, REGENERATE_EPILOG, exit_code_of
+from ac_client.cli.exit_codes import EPILOG, ERROR, OK, exit_code_of
 from autoac.api.cli.commands import app as service_app
 
 app = typer.Typer(
@@ -58,13 +57,12 @@ for _command in (
     plan_commands.stages,
     explain_commands.explain,
     explain_commands.diff,
-    validate_command.validate,
+    regenerate_command.regenerate,
     doctor_command.doctor,
 ):
     app.command(epilog=EPILOG)(_command)
 app.command("frontier", epilog=EPILOG)(plan_commands.frontier_command)
 app.command("fit", epilog=EPILOG)(fit_command.fit_command)
-app.command(epilog=REGENERATE_EPILOG)(regenerate_command.regenerate)
 
 
 own = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -21,7 +22,7 @@ from autoac.planner.units import printable
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from autoac.planner import InfeasibleBudget, Policy, Profile, Progress
+    from autoac.planner import InfeasibleBudget, Policy, PolicySet, Profile, Progress
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -52,11 +53,64 @@ def read_profile(path: Path) -> Profile:
 
 def read_policy(path: Path) -> Policy:
     """Read a policy from a file or stdin."""
-    from autoac.planner import Policy
-
     text = read(path)
     with named_as_given(path):
-        return Policy.from_json(text)
+        return policy_of(text)
+
+
+def policy_of(text: bytes) -> Policy:
+    """Return the policy that `text` holds.
+
+    Raises:
+        UnknownVersion, MalformedPolicy: as for `Policy.from_json`; or parts of it contradict each other.
+    """
+    from autoac.planner import Policy
+
+    policy = Policy.from_json(text)
+    _refuse(_contradictions(policy))
+    return policy
+
+
+def policy_set_of(text: bytes) -> PolicySet:
+    """Return the policy set that `text` holds.
+
+    Raises:
+        UnknownVersion, MalformedPolicy: as for `policy_of`.
+    """
+    from autoac.planner import PolicySet
+
+    policies = PolicySet.from_json(text)
+    for i, bucket in enumerate(policies.buckets):
+        _refuse(f"buckets[{i}].policy.{line}" for line in _contradictions(bucket.policy))
+    return policies
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    from autoac.planner.errors import MalformedPolicy
+    from autoac.planner.formats.base import MAX_COMPLAINTS
+
+    if first := list(islice(problems, MAX_COMPLAINTS)):
+        raise MalformedPolicy(first)
+
+
+def _contradictions(policy: Policy) -> Iterator[str]:
+    """Find traces of an edit or a merge, which the format alone cannot see."""
+    from autoac.planner.formats.op_key import OpKey
+
+    predicted = policy.predicted
+    if predicted.peak_bytes > policy.budget_bytes:
+        yield f"predicted.peak_bytes is {predicted.peak_bytes}, over budget_bytes, {policy.budget_bytes}"
+    extra_us = predicted.recompute_us + predicted.stall_us
+    if predicted.recompute_bound_us > extra_us * (1 + 1e-9):
+        also = " and stall_us" if policy.moves else ""
+        yield (
+            f"predicted.recompute_bound_us is {predicted.recompute_bound_us}, over recompute_us{also}, "
+            f"{extra_us}, which it bounds from below"
+        )
+    for key in policy.decisions:
+        parsed = OpKey.parse(key)
+        if parsed.occurrence is None or str(parsed) != key:
+            yield f"decisions: a key must have the form MODULE/OP#N, got {json.dumps(key)}"
 
 
 def check_output(output: Path) -> None:
@@ -227,7 +281,7 @@ def _infeasible(error: InfeasibleBudget) -> str:
     smallest = error.smallest_found
     if smallest is not None:
         gb = -(-gb_from_bytes(smallest) * 1000 // 1) / 1000
-        text += f" (proven); a plan exists for --budget-gb {max(gb, gb_from_bytes(smallest)):.6g}"
+        text += f" (proven); a plan exists for {max(gb, gb_from_bytes(smallest)):.6g} GiB"
     if isinstance(error, InfeasibleConstraints):
         text += ". " + " ".join(error.culprits)
     return text

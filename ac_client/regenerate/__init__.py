@@ -1,6 +1,6 @@
-"""Keep the policies of a repository up to date: `autoac.toml` -> what changed -> policies in a folder.
+"""Keep the policies of a repository up to date: `autoac.toml` -> new plans -> policies in a folder.
 
-    config.read -> Config -> drift.regenerate -> Outcome -> outcome_formats.as_text, as_data, as_annotations
+    config.read_config -> Config -> new_plans.new_plans -> Plans
 
-docs/regenerate.md describes the command and says what counts as drift.
+`new_plans.why_out_of_date` compares a plan with a stored policy.
 """

@@ -60,9 +60,11 @@ class Decoder(nn.Module):
 
 
 def decoder() -> dict[str, object]:
-    """Build a decoder in bfloat16 with AdamW. autoac.toml has its batch and asks for the meta device."""
-    model = Decoder(vocabulary=8192, width=1024, layers=8, heads=16).to(torch.bfloat16)
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    """Build a decoder in bfloat16 with AdamW on the meta device, where it takes no memory."""
+    with torch.device("meta"):
+        model = Decoder(vocabulary=8192, width=1024, layers=8, heads=16).to(torch.bfloat16)
+    tokens = torch.ones(8, 2048, dtype=torch.int64)
+    return {"model": model, "args": (tokens,), "optimizer": torch.optim.AdamW(model.parameters())}
 
 
 def convnet() -> tuple[nn.Module, tuple[Tensor], dict[str, Tensor], Callable[[Tensor], Tensor]]:

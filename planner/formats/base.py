@@ -32,7 +32,6 @@ _FORMATS = {
     "autoac.profile": "a profile, as `autoac profile` writes it",
     "autoac.policy": "a policy, as `autoac plan` writes it",
     "autoac.policy-set": "a policy set",
-    "autoac.lock": "a lock of `autoac regenerate`",
 }
 
 
@@ -85,6 +84,8 @@ def read_data(cls: type[Model], data: Any, malformed: type[MalformedProfile | Ma
     if not isinstance(data, dict):
         raise malformed([f"must be {_FORMATS[format]}, got JSON that is not an object"])
     found = data.get("format")
+    if found is None:
+        raise malformed([f"format must be {format!r}, got nothing"])
     if isinstance(found, str) and found != format and found in _FORMATS:
         raise malformed([f"must be {_FORMATS[format]}, got {_FORMATS[found].partition(',')[0]}"])
     if found == format and data.get("version") not in known:

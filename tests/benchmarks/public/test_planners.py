@@ -8,13 +8,13 @@ import random
 from dataclasses import replace
 
 import pytest
+from graph_rules import broken_graph_rules
 from graphs import gpt2, random_profile
 
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import OpId
-from autoac.planner.problem.validate import broken_graph_rules
 from benchmarks.public.check import judge
 from benchmarks.public.instances import Instance, instance_of, least_bytes, save_all_peak
 from benchmarks.public.lower_bound import least_again_us

@@ -150,27 +150,6 @@ def test_plan_obeys_constraint_options(profiled, capsys):
     assert policy.decisions["4/aten.gelu.default#0"] == policy.decisions["7/aten.gelu.default#0"] == "save"
 
 
-def test_validate_checks_a_policy_as_a_plan_of_its_profile(profiled, capsys):
-    budget = gb_of(profiled / "profile.json", 0.5)
-    assert run(capsys, "plan", "profile.json", "--budget-gb", budget)[0] == OK
-    argv = ["validate", "policy.json", "--profile", "profile.json"]
-    assert run(capsys, *argv) == (OK, "", "")
-    text = (profiled / "policy.json").read_text()
-    policy = Policy.from_json(text)
-    peak = policy.predicted.peak_bytes
-    for old, new, words in (
-        (f'"peak_bytes": {peak}', f'"peak_bytes": {peak - 1}', f"must be {peak} for these decisions"),
-        (policy.profile_digest, "0" * 64, "profile_digest must be"),
-        ('": "recompute"', '": "save"', "predicted.peak_bytes must be"),
-    ):
-        (profiled / "policy.json").write_text(text.replace(old, new))
-        code, _, err = run(capsys, *argv)
-        assert code == ERROR
-        assert words in err
-    (profiled / "policy.json").write_text(text.replace("7/aten", "70/aten"))
-    assert "was not made for this profile" in run(capsys, *argv)[2]
-
-
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
@@ -222,7 +201,7 @@ def test_stages_writes_a_policy_for_each_stage(profiled, capsys):
     )
     assert first.predicted.recompute_us >= second.predicted.recompute_us
     for stage in ("out/stage-0.json", "out/stage-1.json"):
-        code, _, err = run(capsys, "validate", stage, "--profile", "profile.json")
+        code, _, err = run(capsys, "explain", stage, "--profile", "profile.json")
         assert code == OK, err
     code, out, _ = run(capsys, *argv, "--json")
     data = json.loads(out)
@@ -261,8 +240,6 @@ def test_host_budget_moves_tensors_over_the_link_of_the_profile(folder, capsys):
     policy = Policy.from_json(Path("policy.json").read_text())
     assert policy.moves
     assert policy.predicted.moved_bytes > 0
-    code, out, _ = run(capsys, "validate", "policy.json", "--profile", "step.json")
-    assert code == OK, out
     code, out, _ = run(capsys, "explain", "policy.json", "--profile", "step.json")
     assert f"Outputs of {len(policy.moves)} ops" in out
     assert "to the host and back" in out
@@ -397,7 +374,7 @@ def test_profile_can_be_read_from_stdin(profiled, capsys, monkeypatch):
         (["plan", "profile.json", "--budget-gb", "lots"], USAGE, "--budget-gb"),
         (["plan", "profile.json", "--budget-gb", "1", "--headroom-gb", "-1"], USAGE, "--headroom-gb"),
         (["plan", "profile.json", "--budget-gb", "-1"], USAGE, "positive"),
-        (["plan", "profile.json", "--budget-gb", "0.00001"], ERROR, "a plan exists for --budget-gb 0."),
+        (["plan", "profile.json", "--budget-gb", "0.00001"], ERROR, "a plan exists for 0."),
         (["plan", "absent.json", "--budget-gb", "1"], ERROR, "absent.json: No such file"),
         (["plan", "small.py", "--budget-gb", "1"], ERROR, "not a valid profile"),
         (["plan", "profile.json", "--budget-gb", "1", "-o", "nowhere/p.json"], ERROR, "nowhere"),
@@ -502,7 +479,7 @@ def test_json_option_prints_errors_as_json(profiled, capsys):
 
 def test_budget_suggested_by_an_infeasible_one_is_feasible(profiled, capsys):
     _, _, err = run(capsys, "plan", "profile.json", "--budget-gb", "0.00001")
-    budget = err.split()[-1]
+    budget = err.split()[-2]
     assert run(capsys, "plan", "profile.json", "--budget-gb", budget)[0] == OK
 
 
@@ -528,9 +505,7 @@ def test_help_lists_commands_and_exit_codes(capsys):
     assert "0 success, 1 error, 2 wrong usage" in " ".join(out.split())
 
 
-@pytest.mark.parametrize(
-    "command", ["demo", "profile", "plan", "explain", "diff", "regenerate", "validate", "serve"]
-)
+@pytest.mark.parametrize("command", ["demo", "profile", "plan", "explain", "diff", "regenerate", "serve"])
 def test_help_of_every_command_lists_its_exit_codes(command, capsys):
     code, out, _ = run(capsys, command, "--help")
     assert code == OK
@@ -576,7 +551,7 @@ print(used.ru_utime + used.ru_stime)
     [
         (["-c", "import ac_client.cli.main"], 0.3),
         (["-m", "ac_client.cli.main", "--help"], 0.5),
-        (["-m", "ac_client.cli.main", "validate", POLICY_FILE], 0.5),
+        (["-m", "ac_client.cli.main", "explain", POLICY_FILE], 0.5),
     ],
 )
 def test_light_commands_start_fast(argv, seconds):
@@ -597,15 +572,16 @@ def test_names_from_files_cannot_steer_the_terminal(folder, capsys, caplog):
     (folder / "steering.json").write_text(json.dumps(data))
     (folder / "other.json").write_text(json.dumps(data | {"model": "\x1b]0;title\x07"}))
     (folder / "field.json").write_text(json.dumps(data | {STEERING: 1}))
-    (folder / "set.json").write_text(json.dumps({"format": "autoac.policy-set", STEERING: 1}))
+    (folder / "set.json").write_text(json.dumps({"format": "autoac.policy-set", "version": 1, STEERING: 1}))
     (folder / f"{STEERING}.json").write_text("{")
     (folder / "\x1b[1m.toml").write_text("[models.")
     for argv in (
         ["explain", "steering.json"],
         ["diff", "steering.json", "other.json"],
         ["diff", "steering.json", POLICY_FILE],
-        ["validate", "field.json", "set.json", f"{STEERING}.json", f"absent{STEERING}"],
         ["explain", "field.json"],
+        ["explain", "set.json"],
+        ["explain", f"absent{STEERING}"],
         ["explain", f"{STEERING}.json"],
         [STEERING],
         ["plan", f"absent{STEERING}", "--budget-gb", "1"],
@@ -624,12 +600,11 @@ def test_names_from_files_cannot_steer_the_terminal(folder, capsys, caplog):
     assert "\x1b" not in str(raised.value)
 
 
-@pytest.mark.parametrize("format", ["policy", "profile", "policy-set", "lock"])
+@pytest.mark.parametrize("format", ["policy", "profile", "policy-set"])
 def test_all_commands_refuse_a_key_that_occurs_twice(folder, capsys, format):
     (folder / "twice.json").write_text(f'{{"format": "autoac.{format}", "version": 1, "a": 1, "a": 2}}')
     for argv in (
         ["explain", "twice.json"],
-        ["validate", "twice.json"],
         ["diff", "twice.json", POLICY_FILE],
         ["plan", "twice.json", "--budget-gb", "1"],
     ):

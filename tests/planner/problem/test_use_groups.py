@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import oracles
 import pytest
+from graph_rules import broken_graph_rules
 
 from autoac.planner.errors import InfeasibleBudget
 from autoac.planner.memory.schedule import Recompute, recompute_us, schedule
@@ -26,7 +27,6 @@ from autoac.planner.problem.graph import (
     chain,
 )
 from autoac.planner.problem.use_groups import joined, later_runs, with_use_groups
-from autoac.planner.problem.validate import broken_graph_rules
 from autoac.planner.report.summary import explain
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.recompute_windows import canonical, find_windows

@@ -1,4 +1,4 @@
-"""`autoac validate`: formats, contradictions inside a file, and locks."""
+"""`autoac explain` refuses what is not a policy, and policies that contradict themselves."""
 
 import copy
 import json
@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ac_client.cli.exit_codes import ERROR, OK, USAGE
+from ac_client.cli.exit_codes import ERROR, OK
 from ac_client.cli.main import main
-from ac_client.cli.validate_command import check_file
 from autoac.planner import Policy, PolicySet
 
-POLICIES = Path(__file__).parents[3] / "examples" / "regenerate" / "policies"
+POLICY_FILE = Path(__file__).parents[3] / "examples" / "regenerate" / "policies" / "decoder-4gib.json"
 
 POLICY = {
     "format": "autoac.policy",
@@ -66,29 +65,32 @@ def changed(path, value):
     return data
 
 
-def problems(tmp_path, text, name="p.json"):
-    """Return the problems of a file with this text, or with this data as JSON."""
-    path = tmp_path / name
-    path.write_text(text if isinstance(text, str) else json.dumps(text))
-    return check_file(path).problems
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """Return a function that explains a file with this text or data, and returns the error, or ""."""
 
+    def explain(content):
+        path = tmp_path / "p.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        with pytest.raises(SystemExit) as exited:
+            main(["explain", str(path)])
+        out, err = capsys.readouterr()
+        assert (exited.value.code, bool(out)) == ((ERROR, False) if err else (OK, True))
+        assert err.startswith(f"autoac: {path}: ") or not err
+        return err.removeprefix(f"autoac: {path}: ")
 
-def test_policies_of_the_repository_are_valid():
-    files = sorted(POLICIES.glob("*.json"))
-    assert len(files) == 5
-    for file in files:
-        assert check_file(file).problems == []
+    return explain
 
 
 @pytest.mark.parametrize("data", [POLICY, POLICY | {"constraints": None}, changed("corrected_by_bytes", -5)])
-def test_valid_policy_has_no_problems(tmp_path, data):
-    assert problems(tmp_path, data) == []
+def test_valid_policy_is_explained(refused, data):
+    assert refused(data) == ""
 
 
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("format", "autoac.profile"),
+        ("format", "autoac.plan"),
         ("format", GONE),
         ("version", 2),
         ("model", 3),
@@ -117,10 +119,8 @@ def test_valid_policy_has_no_problems(tmp_path, data):
         ("decisions|0/aten.mm.default#0", "keep"),
     ],
 )
-def test_problem_of_a_field_names_the_field(tmp_path, path, value):
-    found = problems(tmp_path, changed(path, value))
-    assert found
-    assert path.replace("|", ".").partition("#")[0] in found[0]
+def test_problem_of_a_field_names_the_field(refused, path, value):
+    assert path.replace("|", ".").partition("#")[0] in refused(changed(path, value))
 
 
 @pytest.mark.parametrize(
@@ -128,14 +128,14 @@ def test_problem_of_a_field_names_the_field(tmp_path, path, value):
     [
         ("{", "not JSON: Expecting"),
         ("[" * 200000, "not JSON: nested too deeply"),
-        ("[]", "format must be 'autoac.policy', 'autoac.policy-set' or 'autoac.lock', got nothing"),
-        ('{"format": ["autoac.policy"]}', "got ['autoac.policy']"),
+        ("[]", "must be a policy, as `autoac plan` writes it, got JSON that is not an object"),
+        ('{"format": ["autoac.policy"]}', "format: "),
         ('{"a": 1, "a": 2}', 'key "a" occurs twice'),
         ('{"format": "autoac.policy", "budget_bytes": NaN}', "NaN is not a JSON number"),
     ],
 )
-def test_file_that_is_not_a_policy_is_reported(tmp_path, text, words):
-    assert words in problems(tmp_path, text)[0]
+def test_file_that_is_not_a_policy_is_refused(refused, text, words):
+    assert words in refused(text)
 
 
 @pytest.mark.parametrize(
@@ -146,89 +146,63 @@ def test_file_that_is_not_a_policy_is_reported(tmp_path, text, words):
         ("decisions|aten.mm", "save", 'a key must have the form MODULE/OP#N, got "aten.mm"'),
     ],
 )
-def test_contradiction_inside_a_policy_is_reported(tmp_path, path, value, words):
-    assert words in problems(tmp_path, changed(path, value))[0]
+def test_policy_that_contradicts_itself_is_refused(refused, path, value, words):
+    assert words in refused(changed(path, value))
 
 
-def test_policies_of_a_policy_set_are_checked(tmp_path):
+def test_diff_refuses_the_same(tmp_path, capsys):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(changed("predicted|peak_bytes", 101)))
+    with pytest.raises(SystemExit) as exited:
+        main(["diff", str(path), str(path)])
+    assert exited.value.code == ERROR
+    assert "over budget_bytes, 100" in capsys.readouterr().err
+
+
+def test_policies_of_a_policy_set_are_checked(refused):
     policy = Policy.from_json(json.dumps(POLICY))
     policies = PolicySet(buckets=({"shape": {"0": "int64[2]"}, "policy": policy},))
     data = json.loads(policies.to_json())
-    assert problems(tmp_path, data) == []
+    assert refused(data) == ""
     data["buckets"][0]["policy"]["budget_bytes"] = 1
-    assert problems(tmp_path, data) == ["buckets[0].policy.predicted.peak_bytes is 90, over budget_bytes, 1"]
+    assert "buckets[0].policy.predicted.peak_bytes is 90, over budget_bytes, 1" in refused(data)
     data["buckets"][0]["policy"]["stopped"] = 1
     data["buckets"][0]["shape"] = 3
-    found = problems(tmp_path, data)
-    assert found[0].startswith("buckets.0.shape")
-    assert found[1].startswith("buckets.0.policy.stopped")
+    found = refused(data)
+    assert "buckets.0.shape" in found
+    assert "buckets.0.policy.stopped" in found
 
 
-def test_policy_must_be_the_text_that_its_lock_was_written_with(tmp_path):
-    for path in POLICIES.glob("decoder*"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    policy, lock = tmp_path / "decoder-4gib.json", tmp_path / "decoder.lock.json"
-    assert check_file(policy).problems == []
-    policy.write_text(policy.read_text().replace('"recompute"', '"save"', 1))
-    (problem,) = check_file(policy).problems
-    assert "decoder.lock.json" in problem
-    policy.unlink()
-    (problem,) = check_file(lock).problems
-    assert "decoder-4gib.json" in problem
-    lock.write_text(lock.read_text().replace("decoder-4gib.json", "../x.json"))
-    assert "../x.json" in check_file(lock).problems[0]
-
-
-def test_validate_loads_neither_torch_nor_a_solver():
+def test_explain_of_a_policy_loads_no_torch():
     code = (
-        "import sys; from pathlib import Path; from ac_client.cli.validate_command import check_file\n"
-        f"assert not check_file(Path({str(POLICIES / 'decoder.lock.json')!r})).problems\n"
-        f"assert not check_file(Path({str(POLICIES / 'decoder-4gib.json')!r})).problems\n"
+        "import sys; from ac_client.cli.main import main\n"
+        f"try: main(['explain', {str(POLICY_FILE)!r}])\n"
+        "except SystemExit as exited: assert exited.code == 0\n"
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
-    loaded = {name.split(".")[0] for name in done.stdout.split()}
-    assert not loaded & {"torch", "pulp", "highspy"}
-    assert "autoac.profiler" not in done.stdout.split()
+    loaded = done.stdout.splitlines()[-1].split()
+    assert "autoac.planner" in loaded
+    assert not {"torch", "autoac.profiler"} & {*loaded}
 
 
 def test_policy_can_be_read_from_stdin():
-    for policy, code, words in ((POLICY, OK, ""), (changed("version", 3), ERROR, "-: ")):
-        argv = [sys.executable, "-m", "ac_client.cli.main", "validate", "-"]
+    for policy, code, words in ((POLICY, OK, ""), (changed("version", 3), ERROR, "stdin: ")):
+        argv = [sys.executable, "-m", "ac_client.cli.main", "explain", "-"]
         done = subprocess.run(argv, input=json.dumps(policy), capture_output=True, text=True, check=False)
         assert done.returncode == code
         assert words in done.stderr
 
 
-def test_exit_code_is_1_if_a_file_is_invalid(tmp_path, capsys):
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps(changed("version", 3)))
-    valid = str(POLICIES / "decoder-4gib.json")
-    for argv, code in (([valid], OK), ([], USAGE), ([str(path), valid], ERROR), (["absent"], ERROR)):
-        with pytest.raises(SystemExit) as exited:
-            main(["validate", *argv])
-        assert exited.value.code == code
-    assert "autoac: 1 of 2 files invalid" in capsys.readouterr().err
-
-
-def test_json_lists_the_problems_of_each_file(capsys):
-    with pytest.raises(SystemExit):
-        main(["validate", "--json", "absent"])
-    data = json.loads(capsys.readouterr().out)
-    assert not data["valid"]
-    assert data["files"][0]["problems"] == ["No such file or directory"]
-
-
-@pytest.mark.parametrize("argv", [["validate", "--json"], ["db", "upgrade"]])
+@pytest.mark.parametrize("argv", [["explain", "--json", str(POLICY_FILE)], ["db", "upgrade"]])
 def test_closed_stdout_is_not_a_traceback(argv, tmp_path):
-    """As in `autoac validate --json ... | head -1`."""
-    files = [str(POLICIES / "decoder-4gib.json")] if argv[0] == "validate" else []
+    """As in `autoac explain --json ... | head -1`."""
     environment = os.environ | {"AUTOAC_DATABASE_URL": f"sqlite:///{tmp_path / 'service.sqlite3'}"}
     read, write = os.pipe()
     os.close(read)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "ac_client.cli.main", *argv, *files],
+            [sys.executable, "-m", "ac_client.cli.main", *argv],
             env=environment,
             stdout=write,
             stderr=subprocess.PIPE,
