@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ac_client.doctor import sample_training
-from ac_client.doctor.sample_models import TINY, Sample
-from ac_client.doctor.sample_training import train
 from autoac.planner import InfeasibleBudget
+from benchmarks import sample_training
+from benchmarks.models.samples import TINY, Sample
+from benchmarks.sample_training import train
 
 ROOM = 1.01  # of the smallest peak found
 WIDTH = 256

@@ -24,6 +24,7 @@ import signal
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -38,11 +39,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ac_client
-from ac_client.doctor.device_facts import machine_facts
-from ac_client.doctor.examine_gpu import examine_gpu
-from ac_client.doctor.gpu_report import Result, finding_of_error
-from ac_client.doctor.sample_models import CARD, FULL, SAMPLES, TINY, Sample, Size
-from ac_client.doctor.sample_training import Case, train
+from ac_client.doctor.device_facts import error_in_words, machine_facts
 from ac_client.files import write_whole
 from ac_client.planning import plan_batch
 from autoac.planner import Constraints, InfeasibleBudget, build
@@ -51,10 +48,13 @@ from autoac.planner.plan import step_time_us
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import DATASHEETS, link_of, observe
 from autoac.profiler.timing.on_device import seconds
+from autoac.profiler.timing.roofline import kind_of
 from benchmarks import gpu_kernels
 from benchmarks.models.modules import DoubleConv
+from benchmarks.models.samples import CARD, FULL, LAYER, SAMPLES, TINY, Sample, Size
 from benchmarks.plans.block_rules import SELECTIVE, as_run, per_block, selective
 from benchmarks.results import markdown_table
+from benchmarks.sample_training import Case, datasheet_like, train
 from benchmarks.torch_checkpoint import Baseline, wrap_blocks
 
 LARGE = replace(CARD, layers=12, batch=8, images=64, stages=FULL.stages)
@@ -64,7 +64,7 @@ COMPILED_SHARE = 0.6  # of what plain training saves, for compiled models
 CAPTURED_SHARE = 0.8  # the same, for an eager step that is captured
 STATE = 4  # parameter, gradient and two moments of AdamW
 MOST_BATCHES = 4  # times the batch of the case, to exceed a card
-KERNELS_S, DOCTOR_S = 60.0, 150.0
+KERNELS_S = 60.0
 LEAST_S = 8.0  # in which a row can still say something
 
 Figures = dict[str, Any]
@@ -158,7 +158,7 @@ def case_of(name: str, sample: Sample, size: str, device: str = "cuda:0") -> Cas
     return Case(replace(sample, name=name), "bf16", SIZES[size][name], torch.device(device))
 
 
-def rows(size: str, out: Path) -> list[Row]:
+def rows(size: str) -> list[Row]:
     """Return all rows, the most valuable first."""
     compiled = case_of("compiled", LLAMA, size)
 
@@ -188,7 +188,7 @@ def rows(size: str, out: Path) -> list[Row]:
             Row(f"kernels: {make.__name__}", partial(kernels, make), KERNELS_S, "kernels")
             for make in gpu_kernels.CASES
         ),
-        Row("doctor", partial(doctor, out), DOCTOR_S, "kernels"),
+        Row("wide layer", partial(wide_layer, size), KERNELS_S, "kernels"),
         *trained(LATER),
     ]
 
@@ -365,15 +365,29 @@ def kernels(make: type[gpu_kernels.KernelModel], found: Found) -> Figures:
     return {"wrong": row.is_wrong, "text": text + format_bytes(row.error)}
 
 
-def doctor(out: Path, found: Found) -> Figures:
-    report = examine_gpu("tiny", lambda *_: None, out / "doctor.md")
-    wrong = [
-        f"{finding.check}: {finding.text}" for finding in report.findings if finding.verdict is Result.WRONG
-    ]
-    return {
-        "wrong": report.failed,
-        "text": "; ".join([f"{len(report.findings)} findings, {len(wrong)} wrong", *wrong]),
-    }
+def wide_layer(size: str, found: Found) -> Figures:
+    """Compare run times of a layer as wide as Llama 8B's, by kind of kernel, with those of a datasheet.
+
+    The ratio of the two says by how much the efficiency of that kind in the datasheet is off.
+    """
+    width = LAYER if size == "full" else TINY
+    case = Case(replace(LLAMA, name="wide layer"), "bf16", width, torch.device("cuda:0"))
+    sheet, real = datasheet_like(case.device), case.profiled()
+    fake = case.faked(sheet)
+    if real.keys() != fake.keys():
+        return {
+            "wrong": True,
+            "text": f"{len(real.ops)} ops ran, a fake step predicts {len(fake.ops)} others",
+        }
+    measured_us, estimated_us = defaultdict[str, float](float), defaultdict[str, float](float)
+    for i, row in enumerate(real.ops.overload):
+        packet, _, overload = real.overloads[row].removeprefix("aten.").partition(".")
+        func = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+        kind = str(kind_of(func, f"aten.{packet}", real.ops.flops[i]))
+        measured_us[kind] += real.ops.runtime_us[i]
+        estimated_us[kind] += fake.ops.runtime_us[i]
+    times = [f"{kind} {us / 1e3:.2f} ms, {estimated_us[kind] / 1e3:.2f}" for kind, us in measured_us.items()]
+    return {"text": f"measured, and by the datasheet of {sheet.name}: {'; '.join(times)}"}
 
 
 def _child(size: str, name: str, out: Path) -> None:
@@ -381,14 +395,14 @@ def _child(size: str, name: str, out: Path) -> None:
     os.setpgid(0, 0)  # killed with the processes that it starts
     figures: Figures
     try:
-        row = next(row for row in rows(size, out) if row.name == name)
+        row = next(row for row in rows(size) if row.name == name)
         figures = row.run(results(out))
     except InfeasibleBudget as error:
         figures = {"error": f"needs {format_bytes(error.smallest_found or 0)}"}
     except KeyError as error:
         figures = {"error": f"needs the row {error}"}
     except Exception as error:  # noqa: BLE001 - the error is the result
-        figures = {"error": finding_of_error(name, error).text}
+        figures = {"error": error_in_words(error)}
     write_line(out, name, figures)
     os._exit(0)  # threads of the device, or compilers, may not end
 
@@ -559,7 +573,7 @@ def main() -> int:
             print(*line, sep=" | ", flush=True)
             write_whole(out / "predicted.md", markdown_table(PREDICTED, lines) + "\n")
         return 0
-    todo = [row for row in rows(options.size, out) if any(fnmatchcase(row.name, one) for one in options.only)]
+    todo = [row for row in rows(options.size) if any(fnmatchcase(row.name, one) for one in options.only)]
     (out / "results.jsonl").unlink(missing_ok=True)
     run(todo, options.size, out, options.seconds)
     return int(any("error" in figures or figures.get("wrong") for figures in results(out).values()))

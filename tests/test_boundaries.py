@@ -117,7 +117,7 @@ ac_client:              base entry sizes planner/base
 ac_client/integrations: base planning planner planner/base profiler ac_client
 ac_client/regenerate:   base planner planner/base planner/formats profiler
 ac_client/demo:         measure planner planner/report ac_client
-ac_client/doctor:       base measure planner planner/base tape/capture profiler profiler/timing ac_client
+ac_client/doctor:       base planner planner/base tape/capture profiler profiler/timing ac_client
 ac_client/cli:          base regenerate demo doctor planner planner/base planner/formats planner/problem
                         planner/report profiler ac_client api/cli
 api/base:               planner/base planner/formats planner/solver planner/plans

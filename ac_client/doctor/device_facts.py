@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import platform
+import re
 import shutil
+import socket
 import subprocess
+import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.metadata import version
+from pathlib import PurePath
 from typing import Any
 
 import torch
 
-from ac_client.doctor.gpu_report import redacted
-from autoac.profiler import DATASHEETS, Device
 from autoac.tape.capture.backlog import Backlog
 
-_BY_CAPABILITY = {(8, 0): "a100", (8, 9): "rtx4090"}
+_FRAMES = 6  # of a traceback, the innermost
+_PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}[\\/]?")
 
 
 def machine_facts(device: torch.device) -> dict[str, str]:
@@ -65,15 +67,17 @@ def _driver() -> str:
     return ", ".join(sorted(set(said.split())))
 
 
-def datasheet_like(device: torch.device) -> Device:
-    """Return a datasheet with the architecture and cuDNN of `device`, and the rates of the most similar one.
+def error_in_words(error: BaseException) -> str:
+    """Return type, message and innermost frames of `error`, without paths."""
+    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
+    where = " > ".join(f"{PurePath(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
+    message = " ".join(str(error).split())[:600]
+    return redacted(f"{type(error).__name__}: {message} (in {where})")
 
-    Architecture and cuDNN decide which kernels run. The rates only serve to compare run times.
-    """
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "")
-    named = next((key for key in DATASHEETS if key in name), None)  # "nvidiageforcertx4090"
-    if torch.version.hip is not None:
-        return DATASHEETS["mi300x"]
-    capability = torch.cuda.get_device_capability(device)
-    like = DATASHEETS[named or _BY_CAPABILITY.get(capability, "h100")]
-    return replace(like, capability=capability, cudnn=torch.backends.cudnn.version() or 0)
+
+def redacted(text: str) -> str:
+    """Return `text` without the name of this host, and with the last part of each path alone."""
+    text = _PATH.sub(lambda match: PurePath(match[0]).name, text)
+    for name in {socket.gethostname(), socket.gethostname().partition(".")[0]}:
+        text = re.sub(rf"\b{re.escape(name)}\b", "<host>", text)
+    return text

@@ -90,7 +90,7 @@ def _efficiencies(
 #   arXiv:2307.08691). On H100 the same kernel reaches 0.33 to 0.37 and cuDNN's 0.42 to 0.6 (Shah et al.,
 #   arXiv:2407.08608, figure 5). MI300X has no such table, so it gets H100's number.
 # - Pointwise: a copy reaches 0.9 of the bandwidth of an H100; kernels with several operands reach less.
-# - In a layer as wide as Llama 8B's (`autoac doctor --gpu --only "wide layer"`), an H200 reached 0.81 in
+# - In a layer as wide as Llama 8B's (`benchmarks.gpu_quarter --only "wide layer"`), an H200 reached 0.81 in
 #   products, 0.63 in cuDNN's attention, 0.55 in norms and 0.70 in pointwise kernels. In a whole step of 12
 #   narrower layers (benchmarks.gpu_quarter, Llama large, plain: 143.0 ms), 0.75 in products fits.
 # - The link to the host reaches 0.8 of each direction of PCIe 5.0 x16 (63 GB/s) and 4.0 x16 (31.5 GB/s) with

@@ -1,4 +1,7 @@
-"""Run the tests of this folder in a process of their own, which has a device named "cuda"."""
+"""Run the tests of this folder in a process of their own, which has a device named "cuda".
+
+Those marked `gpu` run in this process on a machine with a GPU, and there.
+"""
 
 from __future__ import annotations
 
@@ -81,13 +84,19 @@ _child: Child | None = None
 
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     """Have a test of this folder run in the child, and report what the child reports."""
-    if IN_CHILD or not item.path.is_relative_to(HERE):
+    if IN_CHILD or not item.path.is_relative_to(HERE) or _has_its_gpu(item):
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in _reports(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+def _has_its_gpu(item: pytest.Item) -> bool:
+    import torch
+
+    return item.get_closest_marker("gpu") is not None and torch.cuda.is_available()
 
 
 def _reports(item: pytest.Item) -> list[pytest.TestReport]:
@@ -147,6 +156,9 @@ def gpu() -> Iterator[ModuleType]:
     """
     import torch
 
+    if not IN_CHILD:
+        yield torch.cuda
+        return
     from ac_client.planning.facts import host_budget
     from standin.child import device
 

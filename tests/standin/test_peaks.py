@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.doctor.sample_models import SAMPLES, TINY, Attention
-from ac_client.doctor.sample_training import Case
-from ac_client.doctor.sample_training import train as planned_training
 from autoac.planner import bounds, build
 from autoac.planner.units import GIB
 from benchmarks.models.modules import Transformer
+from benchmarks.models.samples import SAMPLES, TINY, Attention
+from benchmarks.sample_training import Case
+from benchmarks.sample_training import train as planned_training
 from standin.tasks import TASKS, LanguageModel, bounds_of, task_of
 from standin.training import Task, Training, step, train
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from stepping import needs_compiled_plans
 
 from ac_client import model_loader
@@ -461,6 +462,14 @@ def test_error_is_one_line_on_stderr_and_an_exit_code(argv, code, says, profiled
     assert line.startswith("autoac: ")
     assert says in line
     assert all(other.endswith(" ...") for other in err.splitlines()[:-1])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_doctor_without_a_gpu_says_so(folder, capsys):
+    code, _, err = run(capsys, "doctor", "--gpu")
+    assert code == ERROR
+    assert "doctor --gpu needs a GPU, got none: torch" in err
+    assert not Path("autoac-gpu-report.md").exists()
 
 
 def test_demo_names_its_extra(folder, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Define the models that the doctor trains: two decoders, a vision transformer, a ResNet, and custom parts.
+"""Define the models that are trained on GPUs: two decoders, a vision transformer, a ResNet, and custom parts.
 
 They are written here so that a machine needs nothing but torch. Between them they have what differs most
 between devices: causal and full attention, grouped heads, dropout, three kinds of norm, convolution with
@@ -213,7 +213,7 @@ class CustomParts(nn.Module):
         for block in self.blocks:
             x = x + F.gelu(F.linear(block(x), self.frozen.to(x.dtype) / (255 * len(self.frozen))))
         labels = ids[:, 1:].flatten()
-        return FusedLoss.apply(x.flatten(0, 1), self.tokens.weight, labels)  # type: ignore[no-any-return, no-untyped-call]
+        return FusedLoss.apply(x.flatten(0, 1), self.tokens.weight, labels)  # type: ignore[no-untyped-call]
 
 
 def _ids(size: Size) -> dict[str, Tensor]:
@@ -228,7 +228,7 @@ def _images(size: Size) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A small model that the doctor trains: functions that make the model and a batch for it."""
+    """A model to train on a GPU: functions that make the model and a batch for it."""
 
     name: str
     make: Callable[[Size], nn.Module]  # with `blocks`

@@ -6,22 +6,23 @@ import gc
 import statistics
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.doctor.sample_models import Sample, Size
 from autoac.planner import Profile
 from autoac.planner.units import GIB
-from autoac.profiler import Device, observe
+from autoac.profiler import DATASHEETS, Device, observe
 from autoac.profiler.timing.on_device import seconds
+from benchmarks.models.samples import Sample, Size
 
 PRECISIONS = ("fp32", "bf16")
 STEPS = 3  # the first is observed, the second planned; the peak is that of the last
 TIMED = 3
+_BY_CAPABILITY = {(8, 0): "a100", (8, 9): "rtx4090"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,3 +202,17 @@ def release_memory() -> None:
     """Return memory that no tensor holds to the device."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def datasheet_like(device: torch.device) -> Device:
+    """Return a datasheet with the architecture and cuDNN of `device`, and the rates of the most similar one.
+
+    Architecture and cuDNN decide which kernels run. The rates only serve to compare run times.
+    """
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "")
+    named = next((key for key in DATASHEETS if key in name), None)  # "nvidiageforcertx4090"
+    if torch.version.hip is not None:
+        return DATASHEETS["mi300x"]
+    capability = torch.cuda.get_device_capability(device)
+    like = DATASHEETS[named or _BY_CAPABILITY.get(capability, "h100")]
+    return replace(like, capability=capability, cudnn=torch.backends.cudnn.version() or 0)
