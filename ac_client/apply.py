@@ -27,8 +27,6 @@ from ac_client.files import named
 from ac_client.planning.loaded_policy import other_environment
 from ac_client.planning.options import ApplyOptions, Budget, BudgetOf, HostBudgetGb, Shapes
 from ac_client.planning.ranks import AUTO, Group
-from ac_client.service_client.errors import ServiceUnavailable
-from ac_client.service_client.policy_requests import named_policy
 from autoac.planner import Constraints as Constraints
 from autoac.planner import InfeasibleBudget, InvalidBudget, Policy
 from autoac.planner import PolicySet as PolicySet
@@ -52,9 +50,7 @@ def apply(
     *,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     policy: Policy | PolicySet | str | os.PathLike[str] | None = None,
-    alias: str | None = None,
     service: str | None = None,
-    require_service: bool = False,
     headroom_gb: float = 0.0,
     budget_of: BudgetOf = "allocated",
     host_budget_gb: HostBudgetGb = "auto",
@@ -86,12 +82,9 @@ def apply(
         policy: the policy to carry out: a Policy, for every batch; a PolicySet, for the batches that it
             covers, and without `budget_gb` also for all others; or the path of a file with
             either.
-        alias: name of a policy in the service, such as "llama-8b@h100/production". The policy that it stands
-            for now is used as if it were given as `policy`.
         service: URL of a planning service. It returns a stored policy for this model, shapes, device, budget
             and constraints, and gets the profile if it has none. Its key is the environment's AUTOAC_TOKEN.
             If the service is away, the plan is made in this process.
-        require_service: raise ServiceUnavailable if the service is away.
         headroom_gb: left free below the budget, for what no plan counts.
         budget_of: "allocated": the budget is for the bytes that the allocator hands out. "reserved": for
             those that it takes from the GPU, fragments included (docs/budget.md).
@@ -129,13 +122,10 @@ def apply(
         InvalidBudget: a budget or the headroom is not a number of GiB (one in bytes is refused); or there is
             no budget, and the policy set is empty; or it is for reserved memory, and the model is not on a
             GPU.
-        ValueError: `shapes`, `group` or `budget_of` is not one of its valid values; `service` is not a URL;
-            `alias` cannot be a name, or comes with `policy`; or `alias` or `require_service` come without
-            `service`.
-        ServiceUnavailable: the service is away, and `require_service` was passed or `budget_gb` was
-            not. From `apply` for an alias, otherwise from the second training forward, which leaves the
-            model without a plan.
-        ServiceRefused: the service refused the request: a wrong key, no such alias.
+        ValueError: `shapes`, `group` or `budget_of` is not one of its valid values, or `service` is not a
+            URL.
+        ServiceRefused: the service refused the request, such as for a wrong key. From the second training
+            forward, which leaves the model without a plan.
         AlreadyApplied: the model, a part of it, or a model that it is part of is planned already.
         MalformedPolicy: `policy` is the path of a file without a policy.
         CheckpointingActive: the model checkpoints itself, and `take_over_checkpoints` is False.
@@ -160,7 +150,6 @@ def apply(
     check_optimizer(optimizer, model)
     check_switches(
         strict=strict,
-        require_service=require_service,
         take_over_checkpoints=take_over_checkpoints,
         shapes=shapes,
         group=group,
@@ -168,8 +157,8 @@ def apply(
     )
     if budget_gb == "device":
         budget_of = "reserved"
-    check_source(budget_gb, policy, alias, service, require_service=require_service)
-    check_constraints(constraints, planned=policy is not None or alias is not None)
+    check_source(budget_gb, policy, service)
+    check_constraints(constraints, planned=policy is not None)
     pins = constraints == "user"
     constraints = None if constraints == "user" else constraints
     budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, budget_of, model)
@@ -183,11 +172,9 @@ def apply(
         check_taken_over()
     if is_called_compiled(given) or compiled_parts(model):
         check_version()
-    if policy is None and alias is None:
+    if policy is None:
         check_one_device(model)
     loaded = _read(policy)
-    if alias is not None and service is not None:
-        loaded = _named(service, alias, required=require_service or budget_bytes is None)
     if isinstance(loaded, PolicySet) and not loaded.buckets and budget_bytes is None:
         raise InvalidBudget("the policy set has no buckets: pass budget_gb=... to fill it")
     here = device_of(model), layout_of(model)
@@ -207,7 +194,6 @@ def apply(
         constraints=constraints,
         finds_host_budget=finds_host_budget,
         service=service,
-        require_service=require_service,
         strict=strict,
         shapes=shapes,
         group=group,
@@ -228,17 +214,6 @@ def _read(policy: Policy | PolicySet | str | os.PathLike[str] | None) -> Policy 
     kind = PolicySet if f'"{SET_FORMAT}"'.encode() in text[:200] else Policy
     with named(policy):
         return kind.from_json(text)
-
-
-def _named(service: str, alias: str, *, required: bool) -> Policy | None:
-    """Return the policy that `alias` stands for; None if the service is away and not required."""
-    try:
-        return named_policy(service, alias)
-    except ServiceUnavailable as error:
-        if required:
-            raise
-        log.warning("planning in-process in place of %s, because %s", alias, error)
-        return None
 
 
 def _policies(given: Policy | PolicySet | None) -> list[Policy]:

@@ -150,26 +150,21 @@ def with_host_budget(
     return (constraints or Constraints()).model_copy(update={"host_budget_bytes": host_budget})
 
 
-def check_source(budget_gb: Any, policy: Any, alias: Any, service: Any, *, require_service: bool) -> None:
+def check_source(budget_gb: Any, policy: Any, service: Any) -> None:
     """Check the sources of the policy: a budget, a policy, or a service.
 
     Raises:
         TypeError: `policy` is not a policy, a policy set or a path.
-        ValueError: `service` is not a URL, or two arguments exclude or need each other.
+        ValueError: `service` is not a URL.
         InvalidBudget: there is neither a budget nor a policy.
     """
     if policy is not None and not isinstance(policy, (Policy, PolicySet, str, os.PathLike)):
         raise TypeError(
             f"policy must be a Policy, a PolicySet or the path of a file, got {described(policy)}"
         )
-    if service is None and (alias is not None or require_service):
-        argument = "alias" if alias is not None else "require_service"
-        raise ValueError(f"{argument} needs a service: pass service=URL")
     if service is not None:
         policies_url(service)  # raises
-    if alias is not None and policy is not None:
-        raise ValueError("pass policy=... or alias=..., not both")
-    if budget_gb is None and policy is None and alias is None:
+    if budget_gb is None and policy is None:
         raise InvalidBudget("pass budget_gb=..., the device's peak in GiB, or policy=...")
 
 
@@ -200,7 +195,6 @@ def check_constraints(constraints: Any, *, planned: bool) -> None:
 def check_switches(
     *,
     strict: Any,
-    require_service: Any,
     take_over_checkpoints: Any,
     shapes: Any,
     group: Any,
@@ -209,16 +203,10 @@ def check_switches(
     """Check the arguments that have only a few valid values.
 
     Raises:
-        TypeError: `strict`, `require_service` or `take_over_checkpoints` is not a bool, or `group` is not a
-            ProcessGroup.
+        TypeError: `strict` or `take_over_checkpoints` is not a bool, or `group` is not a ProcessGroup.
         ValueError: `shapes`, `group` or `budget_of` is not one of the valid strings.
     """
-    switches = {
-        "strict": strict,
-        "require_service": require_service,
-        "take_over_checkpoints": take_over_checkpoints,
-    }
-    for name, switch in switches.items():
+    for name, switch in {"strict": strict, "take_over_checkpoints": take_over_checkpoints}.items():
         if not isinstance(switch, bool):
             raise TypeError(f"{name} must be True or False, got {switch!r}")
     if shapes not in ("bucket", "first"):

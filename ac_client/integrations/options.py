@@ -19,9 +19,7 @@ class ApplyArguments(TypedDict, total=False):
 
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
     policy: Policy | PolicySet | str | os.PathLike[str] | None
-    alias: str | None
     service: str | None
-    require_service: bool
     headroom_gb: float
     budget_of: BudgetOf
     host_budget_gb: HostBudgetGb

@@ -20,7 +20,7 @@ from autoac.profiler import device_of
 
 log = logging.getLogger("ac_client")
 
-NOT_IN_A_POLICY = ("policy", "alias", "constraints", "host_budget_gb")  # arguments
+NOT_IN_A_POLICY = ("policy", "constraints", "host_budget_gb")  # arguments
 
 
 def usable(text: str, budget_gb: Budget, options: ApplyArguments, model: nn.Module) -> PolicySet | None:

@@ -25,7 +25,6 @@ class ApplyOptions:
     constraints: Constraints | None = None  # with the host's budget, if it was passed
     finds_host_budget: bool = False
     service: str | None = None
-    require_service: bool = False
     strict: bool = False
     shapes: Shapes = "bucket"
     group: Group = AUTO

@@ -385,11 +385,6 @@ class BatchPlanner:
                     service, profile, budget, headroom_bytes=headroom, constraints=constraints
                 )
             except ServiceUnavailable as error:
-                if self.options.require_service:
-                    raise ServiceUnavailable(
-                        f"{error}. require_service=True forbids planning in this process: start the service, "
-                        "or leave require_service out"
-                    ) from error
                 self.warn_once("service", f"planning in-process, because {error}")
             else:
                 return policy, as_planned(policy, profile)

@@ -1,13 +1,11 @@
-"""Ask a planning service for the policy of a step, or for the policy that an alias stands for."""
+"""Ask a planning service for the policy of a step."""
 
 from __future__ import annotations
 
 import json
 import re
 import time
-from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 
 import httpx2
 import zstandard
@@ -35,9 +33,6 @@ from autoac.planner.problem.apply_constraints import with_forward_limit
 
 URN = "urn:autoac:problem:"
 POLL_S = 0.5  # between two looks at a job
-MOST_CANDIDATES = 3  # stored policies to fetch, the newest first
-ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*(/[A-Za-z0-9][A-Za-z0-9._@+-]*){0,3}")
-MOST_ALIAS_LENGTH = 200
 MOST_TIME_OFF = 0.1  # of the step: by how much the added time of a stored policy may be off on this profile
 # That a service raises for a request of ours.
 PLANNER_ERRORS = InfeasibleBudget, InvalidBudget, InvalidConstraints, SolverOutOfTime
@@ -58,7 +53,7 @@ def request_policy(
 ) -> Policy:
     """Return the policy that the service at `url` has for this step, or have the service make one.
 
-    A stored policy is taken if it was made for the same fingerprint, device, budget, headroom,
+    The newest stored policy is taken if it was made for the same fingerprint, device, budget, headroom,
     constraints and gap, and if `on_profile` accepts it: run times and temporaries are not part of the
     fingerprint. It then has the predictions for `profile`. The profile is sent only if the service has no
     such policy. A service that is busy or does not answer is asked again a few times, within `timeout_s`.
@@ -82,131 +77,63 @@ def request_policy(
         InfeasibleBudget, SolverOutOfTime, InvalidBudget, InvalidConstraints: as `plan` does.
         ValueError: `url` is not an http or https URL.
     """
-    request = _Request(
-        profile,
-        budget_bytes,
-        headroom_bytes,
-        None if constraints == Constraints() else constraints,
-        DEFAULT_GAP if gap is None else gap,
-        {} if time_limit_s is None else {"time_limit_s": time_limit_s},
-    )
+    rules = None if constraints == Constraints() else constraints
+    options: dict[str, Any] = {
+        "budget_bytes": budget_bytes,
+        "headroom_bytes": headroom_bytes,
+        "gap": DEFAULT_GAP if gap is None else gap,
+    }
+    if time_limit_s is not None:
+        options["time_limit_s"] = time_limit_s
     with ServiceConnection(url, token, transport, timeout_s) as connection:
-        return _stored_policy(connection, request) or _new_policy(connection, request)
+        stored = _stored_policy(connection, profile, options, rules)
+        return stored or _new_policy(connection, profile, options, rules)
 
 
-def named_policy(
-    url: str,
-    alias: str,
-    *,
-    token: str | None = None,
-    transport: httpx2.BaseTransport | None = None,
-    timeout_s: float = 30.0,
-) -> Policy:
-    """Return the policy that `alias` stands for now, such as "llama-8b@h100/production".
-
-    Args:
-        url, token, transport, timeout_s: as for `request_policy`.
-        alias: name of the policy in the service at `url`.
-
-    Raises:
-        ServiceUnavailable: there was no usable answer.
-        ServiceRefused: the service refused the request, or has no such alias.
-        ValueError: `url` is not an http or https URL, or `alias` cannot be a name.
-    """
-    if not ALIAS.fullmatch(alias) or len(alias) > MOST_ALIAS_LENGTH:
-        raise ValueError(
-            f"alias must be a name of at most {MOST_ALIAS_LENGTH} letters, digits and -_.@/ such as "
-            f"llama-8b@h100/production, got {alias!r}"
-        )
-    with ServiceConnection(url, token, transport, timeout_s) as connection:
-        response = connection.send("GET", f"/v1/named-policies/{quote(alias)}")
-        if response.status_code != 200:
-            raise refusal(url, response)
-        return _policy_of(url, response)
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """The step, the budget, and the rules for which to get a policy."""
-
-    profile: Profile
-    budget_bytes: int
-    headroom_bytes: int
-    constraints: Constraints | None
-    gap: float
-    time_limit: dict[str, float]  # "time_limit_s"; empty if the service's own limit holds
-
-    def accepted(self, policy: Policy) -> Policy | None:
-        """Return `policy` as predicted for the profile, if it was made for this request and serves it."""
-        if (policy.fingerprint, policy.device, policy.budget_bytes, policy.constraints) != (
-            self.profile.fingerprint,
-            self.profile.environment.device_name,
-            self.budget_bytes,
-            self.constraints,
-        ):
-            return None
-        return on_profile(policy, self.profile, self.budget_bytes, self.headroom_bytes)
-
-
-def _stored_policy(connection: ServiceConnection, request: _Request) -> Policy | None:
-    """Return a stored policy for the request; None if the service has none that fits."""
-    rules = request.constraints
+def _stored_policy(
+    connection: ServiceConnection, profile: Profile, options: dict[str, Any], rules: Constraints | None
+) -> Policy | None:
+    """Return the newest policy that is stored for these options; None without one that serves the step."""
     response = connection.send(
         "GET",
         "/v1/policies",
         params={
-            "fingerprint": request.profile.fingerprint,
-            "device": request.profile.environment.device_name,
-            "budget_bytes": str(request.budget_bytes),
-            "headroom_bytes": str(request.headroom_bytes),
-            "gap": repr(request.gap),
+            "fingerprint": profile.fingerprint,
+            "device": profile.environment.device_name,
             "constraints_digest": "" if rules is None else rules.digest,
-            "limit": str(MOST_CANDIDATES),
+            "limit": "1",
         }
-        | {name: repr(seconds) for name, seconds in request.time_limit.items()},
+        | {name: repr(value) for name, value in options.items()},
     )
     if response.status_code == 422:  # a refusal to plan explains better what is wrong
         return None
     if response.status_code != 200:
         raise refusal(connection.url, response)
-    for id in _ids(connection.url, response):
-        response = connection.send("GET", f"/v1/policies/{id}")
-        if response.status_code == 404:  # deleted in the meantime
-            continue
-        if response.status_code != 200:
-            raise refusal(connection.url, response)
-        policy = request.accepted(_policy_of(connection.url, response))
-        if policy is not None:
-            return policy
-    return None
-
-
-def _ids(url: str, response: httpx2.Response) -> list[str]:
-    """Return the ids in a page of policies.
-
-    Raises:
-        ServiceUnavailable: the answer is not a list of policies.
-    """
     try:
         ids = [item["id"] for item in json.loads(response.content)["items"]]
+        if not all(re.fullmatch("[0-9a-f]{64}", id) for id in ids):
+            raise ValueError("not the ids of policies")
     except (ValueError, KeyError, TypeError) as error:
-        raise ServiceUnavailable(f"{url} gave something other than a list of policies") from error
-    if not all(isinstance(id, str) and re.fullmatch("[0-9a-f]{64}", id) for id in ids):
-        raise ServiceUnavailable(f"{url} gave something other than a list of policies")
-    return ids[:MOST_CANDIDATES]
+        raise ServiceUnavailable(f"{connection.url} gave something other than a list of policies") from error
+    if not ids:
+        return None
+    response = connection.send("GET", f"/v1/policies/{ids[0]}")
+    if response.status_code == 404:  # deleted in the meantime
+        return None
+    if response.status_code != 200:
+        raise refusal(connection.url, response)
+    policy = _policy_of(connection.url, response)
+    if (policy.budget_bytes, policy.constraints) != (options["budget_bytes"], rules):
+        return None
+    return on_profile(policy, profile, policy.budget_bytes, options["headroom_bytes"])
 
 
-def _new_policy(connection: ServiceConnection, request: _Request) -> Policy:
+def _new_policy(
+    connection: ServiceConnection, profile: Profile, options: dict[str, Any], rules: Constraints | None
+) -> Policy:
     """Return the policy that the service makes from the profile."""
-    profile = request.profile
-    options: dict[str, Any] = {
-        "budget_bytes": request.budget_bytes,
-        "headroom_bytes": request.headroom_bytes,
-        "gap": request.gap,
-    } | request.time_limit
-    if request.constraints is not None:
-        options["constraints"] = request.constraints.model_dump(mode="json")
-    body = json.dumps(options)[:-1] + ', "profile": ' + profile.to_json() + "}"
+    more = {} if rules is None else {"constraints": rules.model_dump(mode="json")}
+    body = json.dumps(options | more)[:-1] + ', "profile": ' + profile.to_json() + "}"
     headers = {"Content-Type": "application/json", "Content-Encoding": "zstd"}
     headers["Prefer"] = f"wait={max(1, int(connection.left_s * 0.9))}"
     content = zstandard.compress(body.encode())
@@ -221,7 +148,7 @@ def _new_policy(connection: ServiceConnection, request: _Request) -> Policy:
     if response.status_code != done:
         problem = problem_of(response)
         _refuse_other_release(connection.url, problem, profile)
-        known = planner_error(problem, request.budget_bytes)
+        known = planner_error(problem, options["budget_bytes"])
         raise known if known is not None else refusal(connection.url, response)
     policy = _policy_of(connection.url, response)
     if policy.fingerprint != profile.fingerprint:

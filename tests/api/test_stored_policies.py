@@ -13,7 +13,7 @@ from service_fakes import InProcess, Planned, chain_profile, save_all
 
 import ac_client.service_client.connection
 from ac_client.service_client.errors import ServiceRefused, ServiceUnavailable
-from ac_client.service_client.policy_requests import named_policy, on_profile, request_policy
+from ac_client.service_client.policy_requests import on_profile, request_policy
 from autoac.api.storage.database import Database
 from autoac.api.storage.keys import Scope, create_key
 from autoac.planner.formats.constraints import Constraints
@@ -33,7 +33,6 @@ URL = "http://localhost"
 MIB = 1 << 20
 GIB = 1 << 30
 SIZES = tuple(size * MIB for size in (4, 8, 2, 8, 4))
-NAME = "chain@cpu/production"
 
 
 @pytest.fixture
@@ -240,26 +239,6 @@ def test_key_that_may_only_read_gets_what_is_stored(
         ask(transport, step, token=read)
     made = ask(transport, step, token=full)
     assert ask(transport, step, token=read) == made
-
-
-# --- aliases --------------------------------------------------------------------------------------------
-
-
-def test_alias_gives_the_policy_that_it_stands_for(in_app: Transport, step: Profile) -> None:
-    transport = in_app(InProcess(plan))
-    made = ask(transport, step)
-    id = transport.client.get("/v1/policies").json()["items"][0]["id"]
-    put = transport.client.put(f"/v1/aliases/{NAME}", json={"policy_id": id}, headers={"If-None-Match": "*"})
-    assert put.status_code == 201
-    assert named_policy(URL, NAME, transport=transport) == made
-    with pytest.raises(ServiceRefused, match="404: no alias chain@cpu/canary"):
-        named_policy(URL, "chain@cpu/canary", transport=transport)
-
-
-@pytest.mark.parametrize("name", ["", "/x", "a/../b", "a b", "a?b", "a/b/c/d/e", "a" * 201])
-def test_invalid_alias_is_never_sent(name: str) -> None:
-    with pytest.raises(ValueError, match="alias must be a name"):
-        named_policy(URL, name, transport=httpx2.MockTransport(lambda request: httpx2.Response(500)))
 
 
 # --- another try ----------------------------------------------------------------------------------------
