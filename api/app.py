@@ -18,16 +18,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from autoac.api.error_mapping import documented, headers_of, problem_of
-from autoac.api.errors import JobFailed, ServiceError
-from autoac.api.plot_maker import PlotMaker
-from autoac.api.problems import MEDIA_TYPE, URN, ProblemResponse, schemas
+from autoac.api.error_mapping import documented, headers_of, problem_of, problem_response
+from autoac.api.errors import DatabaseNotReady, JobFailed, ServiceError
+from autoac.api.problems import MEDIA_TYPE, URN, schemas
 from autoac.api.request_reader import RequestReader
 from autoac.api.requests import FloorRequest, FrontierRequest, PolicyRequest
 from autoac.api.routes import ROUTERS
-from autoac.api.routes.aliases import AliasRequest
-from autoac.api.routes.models import NameRequest
-from autoac.api.routes.results import FloorView, FrontierView, JobResult
+from autoac.api.routes.results import DifferenceView, FloorView, FrontierView, JobResult
 from autoac.api.routes.views import JobView
 from autoac.api.service import Service
 from autoac.api.settings import Settings
@@ -35,7 +32,7 @@ from autoac.api.solving import EmbeddedWorker, embedded_worker
 from autoac.api.solving.child_process import Solver, SpawnedSolver
 from autoac.api.solving.job_runner import JobRunner
 from autoac.api.storage import queue_of
-from autoac.api.storage.database import AWAY, Database, DatabaseNotReady, cause_of
+from autoac.api.storage.database import AWAY, Database, cause_of
 from autoac.api.storage.job_requests import JobRequests
 from autoac.api.storage.job_runs import JobRuns
 from autoac.api.storage.job_store import JobStore
@@ -48,9 +45,9 @@ from autoac.planner.formats.profile import Profile
 
 log = structlog.get_logger("autoac.api")
 
-BODIES = (Policy, Profile, PolicyRequest, FrontierRequest, FloorRequest, AliasRequest, NameRequest)
+BODIES = (Policy, Profile, PolicyRequest, FrontierRequest, FloorRequest)
 ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
-RESULTS = (JobView, FrontierView, FloorView, JobResult)
+RESULTS = (JobView, FrontierView, FloorView, JobResult, DifferenceView)
 
 
 async def _explain(request: Request, error: Exception) -> Response:
@@ -71,7 +68,7 @@ async def _explain(request: Request, error: Exception) -> Response:
         log.warning(
             "no answer", problem=problem.type, status=problem.status, detail=problem.detail, cause=cause
         )
-    return ProblemResponse(problem, headers_of(error))
+    return problem_response(problem, headers_of(error))
 
 
 def _allowed(path: str) -> set[str]:
@@ -157,7 +154,6 @@ def create_app(
         metrics=metrics,
         authenticator=Authenticator(settings, database),
         reader=reader,
-        plots=PlotMaker(database, reader),
         worker=embedded_worker(database, runner) if settings.runs_embedded else None,
     )
 
@@ -192,7 +188,7 @@ def create_app(
     app.state.service = service
     for router in ROUTERS:
         app.include_router(router)
-    kinds = (PlannerError, ServiceError, DBAPIError, PoolTimeout, DatabaseNotReady)
+    kinds = (PlannerError, ServiceError, JobFailed, DBAPIError, PoolTimeout)
     for kind in (*kinds, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _explain)
     app.add_exception_handler(ClientDisconnect, _client_is_gone)

@@ -4,57 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
 MEDIA_TYPE = "application/problem+json"
 URN = "urn:autoac:problem:"
 REF = "#/components/schemas/{model}"
-
-
-class Problem(BaseModel):
-    """A problem document. `type` identifies the kind of problem and does not change between releases."""
-
-    model_config = ConfigDict(frozen=True)
-
-    type: str = Field(examples=[URN + "not-json", "about:blank"])
-    title: str
-    status: int
-    detail: str
-
-
-class InvalidProblem(Problem):
-    """The body is not valid; `problems` has the first few complaints."""
-
-    problems: list[str]
-
-
-class VersionProblem(Problem):
-    """The service does not read this version of a format."""
-
-    format: str
-    known: int
-
-
-class LimitProblem(Problem):
-    """The body is larger than the limit."""
-
-    limit_bytes: int
-
-
-class QueueProblem(Problem):
-    """The key has reached its limit of queued jobs or event streams."""
-
-    limit: int
-
-
-class OutOfTimeProblem(Problem):
-    """A limit on work or time was reached before any plan was found. Bytes as in InfeasibleProblem."""
-
-    time_limit_s: float
-    proven_floor_bytes: int | None = None
-    smallest_found_bytes: int | None = None
 
 
 class Held(BaseModel):
@@ -65,47 +20,39 @@ class Held(BaseModel):
     why: str
 
 
-class InfeasibleProblem(Problem):
-    """No plan fits in the budget. All sizes in bytes."""
+class Problem(BaseModel):
+    """A problem document. `type` identifies the kind of problem; other members depend on it."""
 
-    budget_bytes: int
-    proven_floor_bytes: int  # no plan has a smaller peak
-    smallest_found_bytes: int | None  # the smallest peak of any plan found
-    peak_at: str
-    live: list[Held]  # at that peak, largest first
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
+    type: str = Field(examples=[URN + "not-json", "about:blank"])
+    title: str
+    status: int
+    detail: str
+    problems: list[str] = Field(
+        default=[], description="Of a body that is not valid: the first few complaints."
+    )
+    format: str = Field(default="", description="Of an unknown version: the format.")
+    known: int = Field(default=0, description="The version of it that the service reads.")
+    limit_bytes: int = Field(default=0, description="Of a body that is too large.")
+    limit: int = Field(default=0, description="Of queued jobs or event streams of the key.")
+    time_limit_s: float = Field(default=0, description="What a solve or a check took longer than.")
+    budget_bytes: int = Field(default=0, description="The budget in which no plan fits.")
+    proven_floor_bytes: int | None = Field(default=None, description="No plan has a smaller peak.")
+    smallest_found_bytes: int | None = Field(default=None, description="The smallest peak of any plan found.")
+    peak_at: str = Field(default="", description="Where that peak is.")
+    live: list[Held] = Field(default=[], description="What is live there, largest first.")
+    culprits: list[str] = Field(default=[], description="A line for each constraint to blame.")
 
-class InfeasibleConstraintsProblem(InfeasibleProblem):
-    """No plan fits in the budget under the constraints."""
-
-    culprits: list[str]  # a line for each constraint to blame
-
-
-MODELS = (
-    Problem,
-    InvalidProblem,
-    VersionProblem,
-    LimitProblem,
-    QueueProblem,
-    OutOfTimeProblem,
-    InfeasibleProblem,
-    InfeasibleConstraintsProblem,
-)
-
-
-class ProblemResponse(JSONResponse):
-    """The response that carries a problem, with its status."""
-
-    media_type = MEDIA_TYPE
-
-    def __init__(self, problem: Problem, headers: dict[str, str] | None = None) -> None:
-        super().__init__(problem.model_dump(mode="json"), problem.status, headers)
+    def to_json(self) -> str:
+        """Return the document with the members that its kind has."""
+        return self.model_dump_json(exclude_unset=True)
 
 
 def schemas(*models: type[BaseModel], serialized: tuple[type[BaseModel], ...] = ()) -> dict[str, Any]:
-    """Return JSON schemas for OpenAPI's components: of problems and `models` as they are read, and of
+    """Return JSON schemas for OpenAPI's components: of the problem and `models` as they are read, and of
     `serialized` as they are written."""
-    kinds: tuple[type[BaseModel], ...] = (*MODELS, *models)
+    kinds: tuple[type[BaseModel], ...] = (Problem, *models)
     read: list[tuple[type[BaseModel], Literal["validation"]]] = [(m, "validation") for m in kinds]
     written: list[tuple[type[BaseModel], Literal["serialization"]]] = [
         (m, "serialization") for m in serialized

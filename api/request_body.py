@@ -28,13 +28,12 @@ class EncodedBody:
     content: bytes
 
 
-async def receive_body(request: Request, settings: Settings, most_bytes: int | None = None) -> EncodedBody:
+async def receive_body(request: Request, settings: Settings) -> EncodedBody:
     """Return the body of a JSON request, as it was sent.
 
     Args:
         request: a request whose body is not read yet.
         settings: the limits on bytes and time.
-        most_bytes: the limit for this body; by default `max_sent_bytes`.
 
     Raises:
         UnsupportedBody: the media type or content coding is another one.
@@ -46,7 +45,7 @@ async def receive_body(request: Request, settings: Settings, most_bytes: int | N
     coding = request.headers.get("content-encoding", "").strip().lower() or "identity"
     if coding not in ("identity", "zstd"):
         raise UnsupportedBody("the Content-Encoding must be zstd or identity")
-    most = settings.max_sent_bytes if most_bytes is None else most_bytes
+    most = settings.max_sent_bytes
     content = bytearray()
     with anyio.move_on_after(settings.body_timeout_s) as scope:
         async for chunk in request.stream():

@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 
 from autoac.api.errors import BodyTooLarge, Busy
 from autoac.api.request_body import SMALL, EncodedBody, decode_body, receive_body
-from autoac.api.requests import Kind, Model, ParsedRequest, parse_request, read_json, validated
+from autoac.api.requests import Kind, ParsedRequest, parse_request
 from autoac.api.settings import Settings
 from autoac.api.solving.child_process import Solver
 from autoac.api.storage.job_store import RETRY_AFTER_S
@@ -73,17 +73,19 @@ class RequestReader:
             body = await receive_body(request, self.settings)
             return await while_connected(request, lambda: self._parse(kind, body, request.state.caller))
 
-    async def small_body(self, request: Request, model: type[Model]) -> Model:
-        """Return the body of a request that needs few bytes, as a `model`.
+    async def report(self, request: Request, verb: str, look: Callable[[], bytes]) -> bytes:
+        """Return what a child process reports of the stored plans that `look` reads: see policy_report.py.
 
         Raises:
-            Busy: too many bodies are being read. Also raises what `receive_body`, `decode_body`, `read_json`
-                and `validated` do.
+            Busy: too many bodies are being read. Also raises what `look` and `Solver.report` do.
         """
+
+        async def work() -> bytes:
+            async with self._turn(request.state.caller):
+                return await self.solver.report(verb, await to_thread.run_sync(look))
+
         with self.reserve_slot(request):
-            body = await receive_body(request, self.settings, SMALL)
-            plain = await to_thread.run_sync(decode_body, body, SMALL)
-        return validated(model, read_json(plain))
+            return await while_connected(request, work)
 
     async def _parse(self, kind: Kind, body: EncodedBody, caller: str) -> ParsedRequest:
         digest = await to_thread.run_sync(lambda: hashlib.sha256(body.content).digest())

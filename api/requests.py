@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, Protocol, Self, TypeVar
+from typing import Annotated, Any, Protocol, Self
 
 import zstandard
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
@@ -33,8 +33,6 @@ from autoac.planner.solver.time_limit import Clock
 from autoac.planner.units import GIB, bytes_from_gb
 
 DEFAULT_POINTS = 16
-
-Model = TypeVar("Model", bound=BaseModel)
 
 
 class Kind(StrEnum):
@@ -206,18 +204,6 @@ class Planned(Protocol):
 Planner = Callable[..., Planned]
 """`autoac.planner.plan`, or a replacement in tests."""
 
-Plot = Callable[[Profile, Policy | Frontier], bytes | None]
-"""`policy_plot.plot`; returns None if the answer cannot be plotted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The response to a request for a solve: JSON, and a plot if one was made."""
-
-    text: str  # JSON
-    # The plot of a policy or a frontier, if one was made.
-    drawing: bytes | None = field(default=None, repr=False)
-
 
 def read_json(body: bytes) -> Any:
     """Return the data of a decoded body.
@@ -232,18 +218,6 @@ def read_json(body: bytes) -> Any:
         raise NotJson(f"the body is not JSON: {error}") from None
 
 
-def validated(model: type[Model], data: Any) -> Model:
-    """Return `data`, as a JSON reader returns it, as a `model`.
-
-    Raises:
-        MalformedRequest: the data is not a `model`.
-    """
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise MalformedRequest(complaints(error)) from None
-
-
 def read_request(kind: Kind, body: bytes) -> SolveRequest:
     """Return the request in a decoded body.
 
@@ -256,7 +230,10 @@ def read_request(kind: Kind, body: bytes) -> SolveRequest:
     if not isinstance(data, dict):
         members = "a profile and a budget" if kind is Kind.POLICY else "a profile"
         raise MalformedRequest([f"the body must be an object with {members}"])
-    return validated(REQUESTS[kind], data)
+    try:
+        return REQUESTS[kind].model_validate(data)
+    except ValidationError as error:
+        raise MalformedRequest(complaints(error)) from None
 
 
 def parse_request(kind: Kind, body: bytes, most_seconds: float) -> ParsedRequest:
@@ -296,9 +273,8 @@ def answer(
     plan: Planner = plan_with_host,
     progress: OnProgress | None = None,
     clock: Clock | None = None,
-    plot: Plot = lambda profile, found: None,
-) -> Answer:
-    """Solve a request. A policy has exactly the text that the embedded planner makes.
+) -> str:
+    """Solve a request and return its answer as JSON. A policy has the text that the embedded planner makes.
 
     Args:
         kind: policy, frontier or floor.
@@ -307,7 +283,6 @@ def answer(
         plan: the planner of policies, which tests replace.
         progress: called as the solver progresses.
         clock: the clock of the time limit.
-        plot: plots the policy or the frontier; by default no plot is made.
 
     Raises what `read_request` and the planner raise.
     """
@@ -326,13 +301,12 @@ def answer(
     match request:
         case PolicyRequest():
             made = plan(profile, budget_bytes=request.budget, headroom_bytes=request.headroom, **common)
-            policy = made.policy()
-            return Answer(policy.to_json(), plot(profile, policy))
+            return made.policy().to_json()
         case FrontierRequest():
             found = find_frontier(profile, points=request.points, **common)
-            return Answer(json.dumps(_frontier(profile, found)), plot(profile, found))
+            return json.dumps(_frontier(profile, found))
         case _:
-            return Answer(json.dumps(_floor(profile, find_minimum_peak(profile, **common))))
+            return json.dumps(_floor(profile, find_minimum_peak(profile, **common)))
 
 
 def _head(profile: Profile, what: str) -> dict[str, Any]:

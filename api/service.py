@@ -19,7 +19,6 @@ from sqlalchemy.exc import OperationalError
 from starlette.requests import ClientDisconnect
 
 from autoac.api.errors import TooManyStreams
-from autoac.api.plot_maker import PlotMaker
 from autoac.api.request_reader import RequestReader, while_connected
 from autoac.api.requests import ParsedRequest
 from autoac.api.settings import Settings
@@ -58,7 +57,6 @@ class Service:
     metrics: Metrics
     authenticator: Authenticator
     reader: RequestReader
-    plots: PlotMaker
     worker: EmbeddedWorker | None  # runs jobs in this process
     worker_failed: bool = False  # by a bug: this process needs a restart
     texts: TTLCache[str, bytes] = field(default_factory=policy_text_cache)

@@ -15,7 +15,6 @@ MIB = 1 << 20
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(gt=0)]
-Days = Annotated[float, Field(gt=0, le=100_000, allow_inf_nan=False)]
 
 
 def data_folder() -> Path:
@@ -83,14 +82,6 @@ class Settings(BaseSettings):
     lease_s: Seconds = 15  # a worker without a heartbeat for so long is dead; its jobs are queued again
     attempts: Annotated[int, Field(ge=1, le=100)] = 3  # of a job whose runner dies
 
-    draw_ahead: bool = True  # plot each policy when it is planned
-
-    keep_policies_days: Days | None = None  # `db prune` deletes older ones; None: keep all
-    keep_policies_count: Annotated[int, Field(ge=1)] | None = None  # newest of a fingerprint and budget
-    keep_drawings_bytes: Annotated[int, Field(ge=0)] = 1024 * MIB  # the oldest plots are deleted at once
-    keep_jobs_days: Days = 30
-    keep_audit_days: Days = 365
-
     worker_port: Annotated[int, Field(ge=0, le=65_535)] | None = None  # of a worker's /metrics and /livez
     shutdown_s: Seconds = 10  # until answers must end after SIGTERM
 
@@ -114,11 +105,6 @@ class Settings(BaseSettings):
         except ValueError as error:  # pydantic's own, for a file that it cannot read
             cause = error.__cause__ or error
             raise InvalidSettings(f"AUTOAC_SECRETS_DIR must have readable files: {cause}") from None
-
-    @property
-    def draws(self) -> bool:
-        """Return True if a policy is plotted when it is planned."""
-        return self.draw_ahead and self.keep_drawings_bytes > 0
 
     @property
     def on_loopback(self) -> bool:

@@ -30,7 +30,6 @@ from .plan import Plan, plan
 from .problem.apply_constraints import constrained
 from .problem.build import build
 from .problem.graph import Graph
-from .report.compare import Difference, difference, difference_in_words
 from .report.policy_diff import DiffRow, diff_as_table, diff_rows
 from .report.summary import beyond_dispatch_in_words, explain
 from .report.timeline import Picture, picture
@@ -43,7 +42,6 @@ __all__ = [
     "ConflictingPins",
     "Constraints",
     "DiffRow",
-    "Difference",
     "Frontier",
     "Graph",
     "InfeasibleBudget",
@@ -80,8 +78,6 @@ __all__ = [
     "constrained",
     "diff_as_table",
     "diff_rows",
-    "difference",
-    "difference_in_words",
     "explain",
     "find_frontier",
     "find_minimum_peak",

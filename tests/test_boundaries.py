@@ -54,9 +54,9 @@ GROUP_OF_FILE = {
     },
     "api": {
         "base": ("errors", "settings", "requests", "problems"),
-        "plot": ("policy_plot",),
+        "report": ("policy_report",),
         "error_mapping": ("error_mapping",),
-        "service": ("service", "request_body", "request_reader", "plot_maker"),
+        "service": ("service", "request_body", "request_reader"),
         "app": ("app",),
     },
     "ac_client": {
@@ -122,14 +122,14 @@ ac_client/cli:          base regenerate demo doctor planner planner/base planner
                         planner/report profiler ac_client api/cli
 api/base:               planner/base planner/formats planner/solver planner/plans
 api/telemetry:
-api/plot:               planner/formats planner/memory planner/plans planner/report
-api/storage:            base plot planner planner/base planner/formats
+api/report:             planner/formats planner/plans planner/report
+api/storage:            base planner planner/base planner/formats
 api/error_mapping:      base storage planner/base
-api/solving:            base telemetry plot storage error_mapping planner/base planner/solver
+api/solving:            base telemetry report storage error_mapping planner/base planner/solver
                         planner/formats planner/plans
-api/service:            base telemetry plot storage solving
+api/service:            base telemetry storage solving
 api/web:                planner/report
-api/routes:             base telemetry plot storage service web planner/base planner/formats planner/plans
+api/routes:             base telemetry report storage service web planner/base planner/formats planner/plans
                         planner/report
 api/app:                base telemetry storage error_mapping solving service routes planner/base
                         planner/formats

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = "Exit codes: 0 fine, 1 error, 2 wrong usage or settings, 130 interrupted."
-OPERATOR = "command line"  # the caller that the audit log names
 
 SERVICE_PACKAGES = frozenset(
     (
@@ -50,6 +49,8 @@ db = typer.Typer(help="Upgrade the service's database, or delete old rows.", **_
 keys = typer.Typer(help="Create, list and revoke the service's keys.", **_STYLE)
 app.add_typer(db, name="db")
 app.add_typer(keys, name="keys")
+
+MOST_OF_A_NAME = 100  # characters, of a key
 
 WrongUsage: Any = typer.BadParameter.__base__  # of typer, or of click under an older typer
 
@@ -105,15 +106,15 @@ def _one_line_errors() -> Iterator[None]:
     """Print an expected error as one line on stderr and exit with its code."""
     from sqlalchemy.exc import DBAPIError
 
-    from autoac.api.errors import NotFound
+    from autoac.api.errors import ServiceError
     from autoac.api.settings import InvalidSettings
-    from autoac.api.storage.database import DatabaseNotReady, cause_of
+    from autoac.api.storage.database import cause_of
 
     try:
         yield
     except InvalidSettings as error:
         text, code = str(error), USAGE
-    except (DatabaseNotReady, NotFound) as error:
+    except ServiceError as error:
         text, code = str(error), ERROR
     except DBAPIError as error:
         text, code = f"the database: {cause_of(error)}; `autoac doctor` says more", ERROR
@@ -174,47 +175,22 @@ def upgrade() -> None:
 
 @db.command(epilog=EXIT_CODES)
 def prune(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
-    as_json: AsJson = False,
+    days: Annotated[
+        float, typer.Option(min=0.01, max=100_000, help="Delete what is older than so many days.")
+    ],
 ) -> None:
-    """Delete what the settings AUTOAC_KEEP_... no longer keep; never a policy that an alias names."""
-    from sqlalchemy import delete
-
+    """Delete old policies, finished jobs, and profiles that neither needs."""
     from autoac.api.settings import Settings
-    from autoac.api.storage.database import now
-    from autoac.api.storage.job_store import prune_jobs
-    from autoac.api.storage.keys import note
-    from autoac.api.storage.retention import prunable
-    from autoac.api.storage.retention import prune as prune_registry
-    from autoac.api.storage.tables import audit
+    from autoac.api.storage.job_store import prune as prune_database
 
-    with _one_line_errors():
-        settings = Settings.load()
-        with _ready_database(settings) as database:
-            if dry_run:
-                with database.read() as connection:
-                    found = prunable(connection, settings)
-                deleted: dict[str, int] = {}
-            else:
-                with database.write() as connection:
-                    ended = prune_jobs(connection, settings.keep_jobs_days)
-                    found = prune_registry(connection, settings)
-                    old = audit.c.at < now() - settings.keep_audit_days * 86_400
-                    lines = connection.execute(delete(audit).where(old)).rowcount
-                    deleted = {"jobs": ended, "audit lines": lines}
-                    subject = f"{len(found.policies)} policies, {len(found.profiles)} profiles, {ended} jobs"
-                    note(connection, OPERATOR, "prune", subject)
-    counts = {"policies": len(found.policies), "profiles": len(found.profiles)} | deleted
-    if as_json:
-        print(json.dumps(counts | {"dry_run": dry_run, "policy_ids": list(found.policies)}))
-    else:
-        verb = "would delete" if dry_run else "deleted"
-        print(f"{verb} " + ", ".join(f"{count} {name}" for name, count in counts.items()))
+    with _one_line_errors(), _ready_database(Settings.load()) as database, database.write() as connection:
+        deleted = prune_database(connection, days)
+    print("deleted " + ", ".join(f"{count} {name}" for name, count in deleted.items()))
 
 
 @keys.command(epilog=EXIT_CODES)
 def create(
-    name: Annotated[str, typer.Argument(help="What the key is for.")],
+    name: Annotated[str, typer.Argument(help="Who uses the key; pages and jobs show it.")],
     scope: Annotated[
         KeyScope,
         typer.Option(help="What the key allows; each includes the one before."),
@@ -223,11 +199,12 @@ def create(
 ) -> None:
     """Create a key and print it. It is not shown again."""
     from autoac.api.settings import Settings
-    from autoac.api.storage.keys import Scope, create_key, note
+    from autoac.api.storage.keys import Scope, create_key
 
+    if not name.isprintable() or not 1 <= len(name) <= MOST_OF_A_NAME:
+        raise typer.BadParameter(f"NAME must be 1 to {MOST_OF_A_NAME} printable characters, got {name!r}")
     with _one_line_errors(), _ready_database(Settings.load()) as database, database.write() as connection:
         key, secret = create_key(connection, name, Scope[scope.upper()])
-        note(connection, OPERATOR, "create key", f"{key.id} ({key.scope}) {key.name}")
     if as_json:
         print(json.dumps(_without_secret(key) | {"key": secret}))
     else:
@@ -258,11 +235,10 @@ def revoke(
 ) -> None:
     """Revoke a key. Every replica refuses it within 5 s."""
     from autoac.api.settings import Settings
-    from autoac.api.storage.keys import note, revoke_key
+    from autoac.api.storage.keys import revoke_key
 
     with _one_line_errors(), _ready_database(Settings.load()) as database, database.write() as connection:
         key = revoke_key(connection, id)
-        note(connection, OPERATOR, "revoke key", f"{key.id} {key.name}")
     print(json.dumps(_without_secret(key)) if as_json else f"key {key.id} is revoked")
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import anyio
 from sqlalchemy.exc import SQLAlchemyError
 
+from autoac.api.errors import DatabaseNotReady
 from autoac.api.settings import InvalidSettings, Settings
 from autoac.api.solving.child_process import SpawnedSolver
 from autoac.api.storage import queue_of
-from autoac.api.storage.database import Database, DatabaseNotReady, DatabaseReadOnly, cause_of
+from autoac.api.storage.database import Database, DatabaseReadOnly, cause_of
 from autoac.api.storage.keys import any_key
 
 CHILD_S = 60.0

@@ -1,17 +1,16 @@
-"""Liveness, readiness, versions, metrics and the audit log."""
+"""Liveness, readiness, versions and metrics."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Response
 from pydantic import BaseModel
 
+from autoac.api.errors import DatabaseNotReady
 from autoac.api.routes.access import Needs, Reader, ServiceOf
-from autoac.api.routes.pagination import Page, PieceOf
-from autoac.api.routes.views import AuditLine, audit_lines
-from autoac.api.storage.database import AWAY, DatabaseNotReady, DatabaseReadOnly
+from autoac.api.storage.database import AWAY, DatabaseReadOnly
 from autoac.api.storage.keys import Scope
 from autoac.api.telemetry.metrics import MEDIA_TYPE
 from autoac.planner.formats.policy import tool_versions
@@ -112,14 +111,3 @@ async def metrics(service: ServiceOf) -> Response:
 
     by_state, runners = await to_thread.run_sync(look)
     return Response(service.metrics.text(by_state, runners), media_type=MEDIA_TYPE)
-
-
-@router.get("/v1/audit", summary="The audit log")
-async def audit(
-    service: ServiceOf, caller: Annotated[object, Depends(Needs(Scope.ADMIN))], piece: PieceOf
-) -> Page[AuditLine]:
-    """List the lines of the audit log, newest first."""
-
-    return await service.read(
-        lambda connection: piece.page(audit_lines(connection, piece.before, piece.rows), lambda line: line)
-    )

@@ -8,21 +8,21 @@ from typing import Annotated, Literal
 
 import anyio
 from anyio import to_thread
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Header, Path, Query, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 
 from autoac.api.errors import Forbidden, NotFound
 from autoac.api.routes.access import Planner, Reader, ServiceOf
-from autoac.api.routes.openapi_helpers import gives, gzipped, json_text
+from autoac.api.routes.openapi_helpers import gives, json_text
 from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import JobView
 from autoac.api.service import Service
 from autoac.api.storage.database import AWAY
 from autoac.api.storage.event_feed import LOOK_S, EventFeed
 from autoac.api.storage.job_store import RETRY_AFTER_S, Job, JobState
-from autoac.api.storage.keys import Scope, note
+from autoac.api.storage.keys import Scope
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -85,25 +85,8 @@ async def get_result(id: JobId, service: ServiceOf, caller: Reader) -> Response:
     return json_text(result)
 
 
-@router.get(
-    "/{id}/drawing",
-    summary="The plot of a frontier",
-    response_class=Response,
-    responses={
-        200: {
-            "description": "Memory over the step and the decision on each op, for each point",
-            "content": {"application/json": {"schema": {"type": "object"}}},
-        },
-    },
-)
-async def get_drawing(request: Request, id: JobId, service: ServiceOf, caller: Reader) -> Response:
-    """Get the data that this release's pages draw. Its members may change with each release."""
-    drawn = await to_thread.run_sync(service.jobs.plot, id)
-    return await gzipped(request, drawn, {"Cache-Control": "private, max-age=3600"})
-
-
 @router.delete("/{id}", summary="Cancel a job")
-async def cancel_job(request: Request, id: JobId, service: ServiceOf, caller: Planner) -> JobView:
+async def cancel_job(id: JobId, service: ServiceOf, caller: Planner) -> JobView:
     """Cancel a job; its runner stops within a second. A final job stays as it is.
 
     A key cancels its own jobs; the scope admin cancels any job.
@@ -115,10 +98,7 @@ async def cancel_job(request: Request, id: JobId, service: ServiceOf, caller: Pl
             raise Forbidden(
                 "a job can be cancelled by the key that submitted it, or by one with the scope admin"
             )
-        cancelled = service.requests.cancel(id)
-        with service.database.write() as connection:
-            note(connection, caller.name, "cancel job", id, request.state.request_id)
-        return JobView.of(cancelled, service.jobs.progress(id))
+        return JobView.of(service.requests.cancel(id), service.jobs.progress(id))
 
     return await to_thread.run_sync(cancel)
 

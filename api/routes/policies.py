@@ -1,67 +1,33 @@
-"""Policies, by version for each fingerprint and budget."""
+"""Policies: found by fingerprint, device, budget and options; drawn and compared when somebody asks."""
 
 from __future__ import annotations
 
+import gzip
 from contextlib import suppress
-from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Query, Request, Response
-from pydantic import BaseModel
 from sqlalchemy import Connection
 
-from autoac.api.errors import MalformedRequest, NotFound, SolverDied, SolveTimedOut
-from autoac.api.policy_plot import became
-from autoac.api.routes.access import Admin, Reader, ServiceOf
-from autoac.api.routes.openapi_helpers import (
-    NO_NUL,
-    Digest,
-    Text,
-    etag,
-    gives,
-    gzipped,
-    json_text,
-    matches,
-)
+from autoac.api.errors import MalformedRequest, NotFound
+from autoac.api.policy_report import pair
+from autoac.api.routes.access import Reader, ServiceOf
+from autoac.api.routes.documents import add_routes
+from autoac.api.routes.openapi_helpers import Digest, Text, gives, json_text
 from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import PolicyView
-from autoac.api.service import Service
-from autoac.api.storage.alias_registry import get_alias
-from autoac.api.storage.keys import note
-from autoac.api.storage.plot_cache import plot_version, read_plot
-from autoac.api.storage.policy_registry import (
-    PolicyFilter,
-    PolicyOptions,
-    delete_policy,
-    get_policy,
-    list_policies,
-    policy_text,
-)
-from autoac.planner.errors import PlannerError
+from autoac.api.storage.records import PolicyOptions, delete_row, get_row, get_text, list_rows
+from autoac.api.storage.tables import policies, profiles
 from autoac.planner.formats.base import MAX_INT
-from autoac.planner.formats.policy import Policy
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
-from autoac.planner.report.compare import DecisionChange, Side, difference, difference_in_words
 from autoac.planner.units import GIB, bytes_from_gb
 
-router = APIRouter(prefix="/v1", tags=["policies"])
+router = APIRouter(prefix="/v1/policies", tags=["policies"])
+comparing = APIRouter(prefix="/v1", tags=["policies"])
 
-Name = Annotated[str, Query(max_length=200, pattern=NO_NUL, description="Id of a policy, or an alias.")]
-
-
-class DifferenceView(BaseModel):
-    """Compares two policies: what they decide otherwise."""
-
-    before_id: str
-    after_id: str
-    same: bool
-    before: Side
-    after: Side
-    changes: list[DecisionChange]
-    only_before: list[str]  # ops missing in the second
-    only_after: list[str]
-    words: str  # the same as text
+Id = Annotated[str, Query(pattern="^[0-9a-f]{64}$", description="Id of a policy.")]
 
 
 async def _options(
@@ -81,33 +47,26 @@ async def _options(
     )
 
 
-async def _filter(
-    options: Annotated[PolicyOptions | None, Depends(_options)],
-    model: Text = None,
-    fingerprint: Text = None,
-    device: Text = None,
+async def _budget(
     budget_gb: Annotated[float | None, Query(gt=0, le=MAX_INT / GIB, allow_inf_nan=False)] = None,
     budget_bytes: Annotated[int | None, Query(gt=0, le=MAX_INT)] = None,
-) -> PolicyFilter:
+) -> int | None:
     if budget_gb is not None and budget_bytes is not None:
         raise MalformedRequest(["query.budget_gb: give at most one of budget_gb and budget_bytes"])
-    budget = bytes_from_gb(budget_gb) if budget_gb is not None else budget_bytes
-    return PolicyFilter(model, fingerprint, device, budget, options)
+    return bytes_from_gb(budget_gb) if budget_gb is not None else budget_bytes
 
 
-FilterOf = Annotated[PolicyFilter, Depends(_filter)]
-
-
-@router.get(
-    "/policies",
-    summary="Policies, newest first",
-    response_model=Page[PolicyView],
-)
+@router.get("", summary="Policies, newest first", response_model=Page[PolicyView])
 async def get_policies(
     service: ServiceOf,
     caller: Reader,
     piece: PieceOf,
-    wanted: FilterOf,
+    budget: Annotated[int | None, Depends(_budget)],
+    options: Annotated[PolicyOptions | None, Depends(_options)],
+    model: Text = None,
+    fingerprint: Text = None,
+    device: Text = None,
+    profile: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="Its digest.")] = None,
 ) -> Response:
     """List policies without their decisions; `url` of each has the policy itself.
 
@@ -115,141 +74,67 @@ async def get_policies(
     Options that are not given have the defaults of a solve. `constraints_digest` is the SHA-256 of the
     constraints' JSON with sorted keys, or empty without constraints.
     """
+    wanted = {"model": model, "fingerprint": fingerprint, "device": device}
+    wanted_of = wanted | {"profile_digest": profile, "budget_bytes": budget}
 
     def look(connection: Connection) -> str:
-        found = list_policies(connection, wanted, before=piece.before, limit=piece.rows)
+        found = list_rows(connection, policies, wanted_of, options, before=piece.before, limit=piece.rows)
         return piece.page(found, PolicyView.of).model_dump_json()
 
-    few = wanted.fingerprint is not None and wanted.budget_bytes is not None
+    few = fingerprint is not None and budget is not None
     return json_text(await (service.read_on_loop(look) if few else service.read(look)))
 
 
-@router.get(
-    "/policies/{id}",
-    summary="A policy",
-    response_class=Response,
-    responses={
-        200: gives("Policy", "The policy, in its published form", "ETag"),
-        304: {"description": "As If-None-Match says"},
-    },
+add_routes(
+    router, policies, "Policy", PolicyView, lambda connection, id: delete_row(connection, policies, id)
 )
-async def get_one_policy(request: Request, id: Digest, service: ServiceOf, caller: Reader) -> Response:
-    """Get the published form. It never changes, so the id is the ETag."""
-    headers = {"ETag": etag(id), "Cache-Control": "private, max-age=31536000, immutable"}
-
-    text = service.texts.get(id)
-    if text is None:
-        text = await service.read(lambda connection: policy_text(connection, id))
-        with suppress(ValueError):  # larger than the cache
-            service.texts[id] = text
-    if matches(request.headers.get("if-none-match"), etag(id)):
-        return Response(status_code=304, headers=headers)
-    return json_text(text, headers=headers)
-
-
-@router.get("/policies/{id}/about", summary="Facts about a policy")
-async def get_about(id: Digest, service: ServiceOf, caller: Reader) -> PolicyView:
-    """Get a policy's version, its predictions, and who requested it when."""
-
-    return await service.read(lambda connection: PolicyView.of(get_policy(connection, id)))
 
 
 @router.get(
-    "/policies/{id}/drawing",
+    "/{id}/drawing",
     summary="The plot of a policy",
     response_class=Response,
     responses={
         200: {
-            "description": "Memory over the step, compared with nothing and every block recomputed, "
-            "and the decision on each op",
-            "headers": {"ETag": {"schema": {"type": "string"}}},
+            "description": "Memory over the step, compared with nothing and every block recomputed",
             "content": {"application/json": {"schema": {"type": "object"}}},
         },
-        304: {"description": "As If-None-Match says"},
     },
 )
 async def get_drawing(request: Request, id: Digest, service: ServiceOf, caller: Reader) -> Response:
-    """Get the data that this release's pages draw. Its members may change with each release."""
-
-    tag = etag(f"{id}-{plot_version()[:16]}")
-    # Weak, since the same plot is sent with and without gzip.
-    headers = {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache", "Vary": "Accept-Encoding"}
-    known = matches(request.headers.get("if-none-match"), tag)
-
-    def look(connection: Connection) -> bytes | None:
-        get_policy(connection, id)
-        return None if known else read_plot(connection, id)
-
-    drawn = await service.read(look)
-    if known:
-        return Response(status_code=304, headers=headers)
-    if drawn is None:
-        drawn = await service.plots.plot(request, id)
-    return await gzipped(request, drawn, headers)
+    """Plot a policy: the data that this release's pages draw. Its members may change with each release."""
+    drawn = await service.reader.report(request, "draw", partial(_read_pair, service, id, undrawn=False))
+    headers = {"Cache-Control": "private, max-age=3600", "Vary": "Accept-Encoding"}
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        return json_text(drawn, headers=headers | {"Content-Encoding": "gzip"})
+    return json_text(await to_thread.run_sync(gzip.decompress, drawn), headers=headers)
 
 
-@router.delete(
-    "/policies/{id}",
-    status_code=204,
-    summary="Delete a policy",
+@comparing.get(
+    "/differences",
+    summary="What two policies decide otherwise",
+    response_class=Response,
+    responses={200: gives("DifferenceView", "The difference")},
 )
-async def delete_one_policy(request: Request, id: Digest, service: ServiceOf, caller: Admin) -> Response:
-    """Delete a policy, unless an alias names it."""
-
-    def forget(connection: Connection) -> None:
-        delete_policy(connection, id)
-        note(connection, caller.name, "delete policy", id, request.state.request_id)
-
-    await service.write(forget)
-    service.texts.pop(id, None)
-    return Response(status_code=204)
-
-
-@router.get("/differences", summary="What two policies decide otherwise")
 async def get_difference(
-    request: Request, service: ServiceOf, caller: Reader, before: Name, after: Name
-) -> DifferenceView:
-    """Compare two policies, each named by its id or an alias, by what each really holds.
+    request: Request, service: ServiceOf, caller: Reader, before: Id, after: Id
+) -> Response:
+    """Compare two policies by what each really holds.
 
-    That takes the plots of both. If one is missing and its profile was deleted, the decisions are compared.
+    If the profile of one was deleted, the decisions of both are compared.
     """
 
-    def look(connection: Connection) -> tuple[list[str], list[bytes]]:
-        ids = [_resolved(connection, name) for name in (before, after)]
-        return ids, [policy_text(connection, id) for id in ids]
+    def look() -> bytes:
+        return b"[" + b", ".join(_read_pair(service, id, undrawn=True) for id in (before, after)) + b"]"
 
-    ids, texts = await service.read(look)
-    drawings = [await _drawn(request, service, id) for id in ids]
-
-    def compare() -> DifferenceView:
-        sides = [Policy.from_json(text) for text in texts]
-        held = [
-            None if drawing is None else became(drawing, side)
-            for side, drawing in zip(sides, drawings, strict=True)
-        ]
-        found = difference(sides[0], sides[1], became=(held[0], held[1]))
-        return DifferenceView(
-            before_id=ids[0],
-            after_id=ids[1],
-            same=found.same,
-            words=difference_in_words(found, before, after),
-            **asdict(found),
-        )
-
-    return await to_thread.run_sync(compare)
+    return json_text(await service.reader.report(request, "compare", look))
 
 
-async def _drawn(request: Request, service: Service, id: str) -> bytes | None:
-    """Return the plot of a policy, made now if it is missing; None if that fails or takes long."""
-
-    found = await service.read(lambda connection: read_plot(connection, id))
-    if found is None:
-        with suppress(NotFound, PlannerError, SolverDied, SolveTimedOut):
-            found = await service.plots.plot(request, id)
-    return found
-
-
-def _resolved(connection: Connection, name: str) -> str:
-    if len(name) == 64 and not set(name) - set("0123456789abcdef"):
-        return name
-    return str(get_alias(connection, name).policy_id)
+def _read_pair(service: ServiceOf, id: str, *, undrawn: bool) -> bytes:
+    """Return a policy with its profile for a child process; `undrawn`: also if its profile was deleted."""
+    with service.database.read() as connection:
+        policy = get_text(connection, policies, id)
+        digest, profile = get_row(connection, policies, id).profile_digest, None
+        with suppress(*(NotFound,) if undrawn else ()):
+            profile = get_text(connection, profiles, digest)
+    return pair(profile, policy)

@@ -1,4 +1,4 @@
-"""The JSON of frontiers and floors, as `requests.answer` writes it. Bytes and microseconds."""
+"""The JSON that child processes write: results of solves, and differences. Bytes and microseconds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, RootModel
 
 from autoac.planner.formats.policy import Policy
+from autoac.planner.report.policy_diff import DiffRow
 
 
 class _Result(BaseModel):
@@ -56,3 +57,10 @@ class FrontierView(_Result):
 
 class JobResult(RootModel[Policy | FrontierView | FloorView]):
     """The result of a finished job: a policy, a frontier or a minimum peak, by the kind of the job."""
+
+
+class DifferenceView(BaseModel):
+    """Compares two policies: what they decide otherwise."""
+
+    held: bool  # bytes and times are known; else a profile was deleted, and unused ops count as saved
+    rows: list[DiffRow]

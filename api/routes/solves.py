@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import time
-from typing import Any
 
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
@@ -13,13 +12,7 @@ from fastapi import APIRouter, Request, Response
 from autoac.api.problems import REF
 from autoac.api.requests import Kind
 from autoac.api.routes.access import Planner, ServiceOf
-from autoac.api.routes.openapi_helpers import (
-    JSON,
-    body_of,
-    etag,
-    gives,
-    json_text,
-)
+from autoac.api.routes.openapi_helpers import JSON, body_of, etag, gives, json_text
 from autoac.api.routes.views import JobView
 from autoac.api.service import Service
 from autoac.api.storage.job_store import RETRY_AFTER_S, JobState
@@ -36,60 +29,6 @@ PREFER = [
         "schema": {"type": "string"},
     }
 ]
-
-
-def _responses(done: int, model: str, description: str) -> dict[int | str, dict[str, Any]]:
-    return {
-        done: gives(model, description, "Location", "ETag"),
-        202: {
-            "description": "A job, since the solve takes longer",
-            "headers": {name: {"schema": {"type": "string"}} for name in ("Location", "Retry-After")},
-            "content": {JSON: {"schema": {"$ref": REF.format(model="JobView")}}},
-        },
-    }
-
-
-def _asks(model: str) -> dict[str, Any]:
-    return body_of(model) | {"parameters": PREFER}
-
-
-@router.post(
-    "/policies",
-    status_code=201,
-    summary="The policy for a profile and a budget",
-    response_class=Response,
-    responses=_responses(201, "Policy", "The policy"),
-    openapi_extra=_asks("PolicyRequest"),
-)
-async def create_policy(request: Request, service: ServiceOf, caller: Planner) -> Response:
-    """Plan a policy, with the text that the embedded planner makes. Equal requests share one solve."""
-    return await _solved(request, service, caller, Kind.POLICY)
-
-
-@router.post(
-    "/frontiers",
-    status_code=200,
-    summary="Plans over a range of budgets",
-    response_class=Response,
-    responses=_responses(200, "FrontierView", "The frontier"),
-    openapi_extra=_asks("FrontierRequest"),
-)
-async def create_frontier(request: Request, service: ServiceOf, caller: Planner) -> Response:
-    """Plan from the minimum peak to the peak with nothing recomputed."""
-    return await _solved(request, service, caller, Kind.FRONTIER)
-
-
-@router.post(
-    "/floors",
-    status_code=200,
-    summary="The smallest peak that any plan has",
-    response_class=Response,
-    responses=_responses(200, "FloorView", "The floor"),
-    openapi_extra=_asks("FloorRequest"),
-)
-async def create_floor(request: Request, service: ServiceOf, caller: Planner) -> Response:
-    """Find the minimum peak and its proven lower bound."""
-    return await _solved(request, service, caller, Kind.FLOOR)
 
 
 async def _solved(request: Request, service: Service, caller: Caller, kind: Kind) -> Response:
@@ -112,6 +51,45 @@ async def _solved(request: Request, service: Service, caller: Caller, kind: Kind
         headers = {"Location": f"/v1/policies/{job.policy_id}", "ETag": etag(job.policy_id)} | applied
         return json_text(result, 201, headers)
     return json_text(result, 200, {"Location": f"/v1/jobs/{job.id}/result"} | applied)
+
+
+def _add_route(kind: Kind, model: str, status: int, summary: str, description: str) -> None:
+    """Add the route that solves for one kind of answer; `model` and `status` are those of its answer."""
+
+    async def create(request: Request, service: ServiceOf, caller: Planner) -> Response:
+        return await _solved(request, service, caller, kind)
+
+    path = {Kind.POLICY: "/policies", Kind.FRONTIER: "/frontiers", Kind.FLOOR: "/floors"}[kind]
+    job = {
+        "description": "A job, since the solve takes longer",
+        "headers": {name: {"schema": {"type": "string"}} for name in ("Location", "Retry-After")},
+        "content": {JSON: {"schema": {"$ref": REF.format(model="JobView")}}},
+    }
+    router.add_api_route(
+        path,
+        create,
+        methods=["POST"],
+        status_code=status,
+        summary=summary,
+        description=description,
+        response_class=Response,
+        responses={status: gives(model, summary, "Location", "ETag"), 202: job},
+        openapi_extra=body_of(f"{kind.name.title()}Request") | {"parameters": PREFER},
+    )
+
+
+_add_route(
+    *(Kind.POLICY, "Policy", 201, "The policy for a profile and a budget"),
+    "Plan a policy, with the text that the embedded planner makes. Equal requests share one solve.",
+)
+_add_route(
+    *(Kind.FRONTIER, "FrontierView", 200, "Plans over a range of budgets"),
+    "Plan from the minimum peak to the peak with nothing recomputed.",
+)
+_add_route(
+    *(Kind.FLOOR, "FloorView", 200, "The smallest peak that any plan has"),
+    "Find the minimum peak and its proven lower bound.",
+)
 
 
 def preferred_wait(headers: list[str]) -> float | None:

@@ -7,12 +7,10 @@ from datetime import datetime
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Row
 
 from autoac.api.requests import Kind
-from autoac.api.storage.database import newest_first
 from autoac.api.storage.job_store import Job, JobState
-from autoac.api.storage.tables import audit
 
 JsonText = BeforeValidator(lambda text: text if text is None else json.loads(text))
 """Reads a field whose column has JSON."""
@@ -42,6 +40,11 @@ class ProfileView(View):
     plain_bytes: int = Field(description="Size of the published form.")
     created_at: datetime
     created_by: str
+    url: str
+
+    @classmethod
+    def of(cls, row: Row[Any], **more: Any) -> Self:
+        return super().of(row, digest=row.id, url=f"/v1/profiles/{row.id}", **more)
 
 
 class PolicyView(View):
@@ -52,7 +55,6 @@ class PolicyView(View):
     fingerprint: str
     device: str
     budget_bytes: int
-    version: int = Field(description="Number among the policies of this fingerprint and budget.")
     profile_digest: str
     peak_bytes: int
     recompute_us: float
@@ -66,30 +68,6 @@ class PolicyView(View):
     @classmethod
     def of(cls, row: Row[Any], **more: Any) -> Self:
         return super().of(row, url=f"/v1/policies/{row.id}", **more)
-
-
-class AliasView(View):
-    """An alias and the policy that it names."""
-
-    name: str
-    policy_id: str
-    revision: int = Field(description="Also its ETag.")
-    moved_at: datetime
-    moved_by: str
-    policy_url: str
-
-    @classmethod
-    def of(cls, row: Row[Any], **more: Any) -> Self:
-        return super().of(row, policy_url=f"/v1/policies/{row.policy_id}", **more)
-
-
-class MoveView(View):
-    """A move in an alias's history."""
-
-    revision: int
-    policy_id: str | None = Field(description="null if the alias was deleted.")
-    moved_at: datetime
-    moved_by: str
 
 
 class ProgressView(View):
@@ -130,20 +108,3 @@ class JobView(View):
         url = f"/v1/jobs/{row.id}"
         urls = {"url": url, "events_url": f"{url}/events", "result_url": f"{url}/result"}
         return super().of(row, progress=progress, **urls, **more)
-
-
-class AuditLine(View):
-    """An entry of the audit log: who did what to which resource, and when."""
-
-    number: int
-    at: datetime
-    who: str
-    action: str
-    subject: str
-    request_id: str
-
-
-def audit_lines(connection: Connection, before: int | None, limit: int) -> list[AuditLine]:
-    """Return lines of the audit log, newest first."""
-    query = newest_first(select(audit), audit.c.number, before, limit)
-    return [AuditLine.of(row) for row in connection.execute(query)]

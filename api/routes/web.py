@@ -15,13 +15,13 @@ from autoac.api.web import HEADERS, assets, shell
 router = APIRouter(include_in_schema=False)
 
 PAGES = {
-    "/": "registry.html",  # models, policies, aliases
-    "/models/{fingerprint}": "model.html",  # its frontier and its policies
-    "/policies/{id}": "policy.html",  # memory over the step, and the decision on each op
+    "/": "stored.html",  # profiles and policies
+    "/profiles/{digest}": "profile.html",  # its frontier and its policies
+    "/policies/{id}": "policy.html",  # memory over the step
     "/difference": "difference.html",  # of two policies
     "/jobs": "jobs.html",  # with their progress
 }
-"""The template of each page, by path. The page itself reports a fingerprint or an id that does not exist."""
+"""The template of each page, by path. The page itself reports a digest or an id that does not exist."""
 
 
 @router.get("/assets/{hash}/{name}")

@@ -2,7 +2,7 @@
 
     python -m autoac.api.solving.child_main VERB KIND PARENT MEMORY TIME_LIMIT
 
-VERB is "parse" or "answer" (requests.py), "draw" (policy_plot.py), or "answer-and-draw". The child reads a
+VERB is "parse" or "answer" (requests.py), or one of policy_report.py. The child reads a
 decoded body from stdin and writes frames to stdout: a letter, a length of eight bytes, and as many bytes.
 P is progress as JSON. R, the last frame, is a pickle of the result or of the error. The child ends with its
 parent, and stays within its memory.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
-import logging
 import math
 import os
 import pickle
@@ -22,26 +21,18 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any, BinaryIO
 
 from autoac.api.errors import ServiceError, SolverDied
-from autoac.api.policy_plot import plot, plot_from_body
-from autoac.api.requests import Answer, Kind, ParsedRequest, Planner, answer, parse_request
+from autoac.api.policy_report import REPORTS
+from autoac.api.requests import Kind, ParsedRequest, Planner, answer, parse_request
 from autoac.planner.errors import PlannerError
-from autoac.planner.formats.policy import Policy
-from autoac.planner.formats.profile import Profile
-from autoac.planner.frontier import Frontier
 from autoac.planner.plan import plan
 from autoac.planner.solver.highs import Progress
 from autoac.planner.units import format_bytes
 
-log = logging.getLogger("autoac.api.solving.child_main")  # to stderr, which is the service's log
-
 PR_SET_PDEATHSIG = 1
 PROGRESS_EVERY_S = 0.25  # HiGHS calls back hundreds of times a second
-DRAW_S = 5.0  # an answer waits at most so long for its plot; an 80-layer Llama takes 1 s
-OUTLINE_S = 20.0  # a frontier waits at most so long for its plot
 
 
 def main(argv: Sequence[str], plan: Planner = plan) -> None:
@@ -53,17 +44,16 @@ def main(argv: Sequence[str], plan: Planner = plan) -> None:
     faulthandler.enable()  # a crash in native code logs its stack
     outlet = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints of C code go to the log, not into the answer
-    outcome: Answer | bytes | ParsedRequest | Exception
+    outcome: str | bytes | ParsedRequest | Exception
     try:
         body = sys.stdin.buffer.read()
         if verb == "parse":
             outcome = parse_request(kind, body, most_seconds)
-        elif verb == "draw":
-            outcome = plot_from_body(body)
+        elif verb in REPORTS:
+            outcome = REPORTS[verb](body)
         else:
             progress = ProgressWriter(outlet)
-            options: dict[str, Any] = {"plot": plot_if_quick} if verb == "answer-and-draw" else {}
-            options |= {"plan": plan, "progress": progress, "clock": time.monotonic}
+            options: Any = {"plan": plan, "progress": progress, "clock": time.monotonic}
             outcome = answer(kind, body, most_seconds=most_seconds, **options)
             progress.flush()
     except (PlannerError, ServiceError) as error:
@@ -72,28 +62,6 @@ def main(argv: Sequence[str], plan: Planner = plan) -> None:
         outcome = SolverDied(f"the solver needed more than {format_bytes(memory)} of memory")
     with outlet:
         frame(outlet, b"R", pickle.dumps(outcome))
-
-
-def plot_if_quick(profile: Profile, found: Policy | Frontier) -> bytes | None:
-    """Plot a policy or a frontier; return None if that fails or takes long.
-
-    The first visit to the page of a policy plots it then.
-    """
-    seconds = OUTLINE_S if isinstance(found, Frontier) else DRAW_S
-
-    def too_long(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"a plot must take at most {seconds:g} s")
-
-    signal.signal(signal.SIGALRM, too_long)
-    try:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            return plot(profile, found)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    except Exception:
-        log.exception("an answer was not plotted")
-        return None
 
 
 def frame(outlet: BinaryIO, letter: bytes, content: bytes) -> None:

@@ -27,15 +27,15 @@ import anyio
 from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 
 from autoac.api.errors import BodyCheckTimedOut, SolverDied, SolveTimedOut
-from autoac.api.requests import Answer, Kind, ParsedRequest
+from autoac.api.requests import Kind, ParsedRequest
 from autoac.api.settings import Settings
 
 OnJobProgress = Callable[[dict[str, Any]], None]
 """Receives each piece of progress: incumbent, bound, gap, seconds; None for numbers not known yet."""
 
 
-Outcome = Answer | bytes | ParsedRequest
-"""The result of a child: an answer, a plot, or a parsed request."""
+Outcome = str | bytes | ParsedRequest
+"""The result of a child: an answer, a report, or a parsed request."""
 
 
 class Solver(Protocol):
@@ -45,17 +45,12 @@ class Solver(Protocol):
         """Run `requests.parse_request`; also raise BodyCheckTimedOut or SolverDied."""
         ...
 
-    async def answer(
-        self, kind: Kind, body: bytes, on_progress: OnJobProgress, *, solves: int = 1, draws: bool = False
-    ) -> Answer:
-        """Run `requests.answer`, with time for `solves` solves; also raise SolveTimedOut or SolverDied.
-
-        With `draws`, a policy comes with its plot, unless plotting fails or takes long.
-        """
+    async def answer(self, kind: Kind, body: bytes, on_progress: OnJobProgress, *, solves: int = 1) -> str:
+        """Run `requests.answer`, with time for `solves` solves; also raise SolveTimedOut or SolverDied."""
         ...
 
-    async def draw(self, body: bytes) -> bytes:
-        """Run `policy_plot.plot_from_body`; also raise SolveTimedOut or SolverDied."""
+    async def report(self, verb: str, body: bytes) -> bytes:
+        """Run one of `policy_report.REPORTS`; also raise SolveTimedOut or SolverDied."""
         ...
 
 
@@ -87,18 +82,16 @@ class SpawnedSolver:
         assert isinstance(parsed, ParsedRequest)
         return parsed
 
-    async def answer(
-        self, kind: Kind, body: bytes, on_progress: OnJobProgress, *, solves: int = 1, draws: bool = False
-    ) -> Answer:
+    async def answer(self, kind: Kind, body: bytes, on_progress: OnJobProgress, *, solves: int = 1) -> str:
         limit = self.time_limit_s * solves + self.grace_s
-        result = await self._run("answer-and-draw" if draws else "answer", kind, body, limit, on_progress)
-        assert isinstance(result, Answer)
+        result = await self._run("answer", kind, body, limit, on_progress)
+        assert isinstance(result, str)
         return result
 
-    async def draw(self, body: bytes) -> bytes:
-        plot = await self._run("draw", Kind.POLICY, body, self.grace_s, lambda progress: None)
-        assert isinstance(plot, bytes)
-        return plot
+    async def report(self, verb: str, body: bytes) -> bytes:
+        made = await self._run(verb, Kind.POLICY, body, self.grace_s, lambda progress: None)
+        assert isinstance(made, bytes)
+        return made
 
     async def _run(
         self, verb: str, kind: Kind, body: bytes, limit: float, on_progress: OnJobProgress

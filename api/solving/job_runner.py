@@ -74,9 +74,7 @@ class JobRunner:
             text = await wait_for_database(lambda: self.runs.profile_text(job))
             solves = int(job.options.get("points", 1))
             body = job_body(text, job.options)
-            result = await self.solver.answer(
-                job.kind, body, progress.append, solves=solves, draws=self.settings.draws
-            )
+            result = await self.solver.answer(job.kind, body, progress.append, solves=solves)
             rest = _drain(progress)
             done = await wait_for_database(lambda: self.runs.succeed(job, result, rest))
         except Exception as error:
@@ -85,10 +83,10 @@ class JobRunner:
                 log.info("no result", job=job.id, problem=problem.type, detail=problem.detail)
             else:
                 log.exception("a bug", job=job.id, exc_info=error)
-            done = await wait_for_database(lambda: self.runs.fail(job, problem.model_dump_json()))
+            done = await wait_for_database(lambda: self.runs.fail(job, problem.to_json()))
             return "failed" if done else "lost"
         if done and job.kind is Kind.POLICY:
-            self.metrics.gap.observe(json.loads(result.text)["predicted"]["gap"])
+            self.metrics.gap.observe(json.loads(result)["predicted"]["gap"])
         return "succeeded" if done else "lost"
 
     async def _report(self, job: Job, progress: list[dict[str, Any]], scope: anyio.CancelScope) -> None:

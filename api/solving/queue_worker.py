@@ -32,8 +32,9 @@ from procrastinate.job_context import AbortReason
 from procrastinate.jobs import Status
 from procrastinate.manager import JobManager
 
+from autoac.api.errors import DatabaseNotReady
 from autoac.api.solving.job_runner import AGAIN_S, JobRunner
-from autoac.api.storage.database import AWAY, Database, DatabaseNotReady, cause_of
+from autoac.api.storage.database import AWAY, Database, cause_of
 from autoac.api.storage.job_runs import OwnerBusy
 from autoac.api.storage.postgres_queue import QUEUE, TASK
 

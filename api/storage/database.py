@@ -28,22 +28,24 @@ from sqlalchemy import (
     Float,
     Row,
     Select,
+    Table,
     create_engine,
-    delete,
     event,
     insert,
+    literal,
     make_url,
     text,
 )
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
-from autoac.api.errors import NotFound
+from autoac.api.errors import DatabaseNotReady, NotFound
 from autoac.api.settings import InvalidSettings
-from autoac.api.storage.tables import audit
+from autoac.api.storage.tables import profiles
 from autoac.planner.units import format_bytes
 
 MIGRATIONS = Path(__file__).parent / "migrations"
@@ -74,17 +76,6 @@ def is_away(error: BaseException) -> bool:
 def cause_of(error: BaseException) -> str:
     """Return the database's own message, in one line."""
     return str(getattr(error, "orig", None) or error).partition("\n")[0]
-
-
-class DatabaseNotReady(Exception):
-    """The database has other tables than this release needs. `move` is the next step for the operator."""
-
-    def __init__(self, reason: str, move: str) -> None:
-        self.reason, self.move = reason, move
-        super().__init__(reason, move)
-
-    def __str__(self) -> str:
-        return f"{self.reason}: {self.move}"
 
 
 class DatabaseReadOnly(Exception):
@@ -118,6 +109,13 @@ def only_row(connection: Connection, query: Select[Any], missing: str) -> Row[An
     if row is None:
         raise NotFound(missing)
     return row
+
+
+def insert_once(connection: Connection, table: Table, values: dict[str, Any]) -> bool:
+    """Insert a row; return False if its key is taken, perhaps by a transaction at the same time."""
+    dialect = sqlite if connection.dialect.name == "sqlite" else postgresql
+    made = dialect.insert(table).values(values).on_conflict_do_nothing().returning(literal(1))
+    return connection.scalar(made) is not None
 
 
 def newest_first(query: Select[Any], number: Column[Any], before: int | None, limit: int) -> Select[Any]:
@@ -251,17 +249,15 @@ class Database:
                 raise DatabaseReadOnly("the server is read-only, or a standby")
 
     def try_write(self) -> None:
-        """Write a line of 1 MiB to the audit log and delete it, to find a full disk.
+        """Write a profile of 1 MiB and roll it back, to find a full disk.
 
         Raises:
             DBAPIError: the write failed.
         """
-        line = {"at": now(), "who": "doctor", "action": "try to write", "request_id": ""}
-        with self.write() as connection:
-            made = insert(audit).values(subject="x" * (1 << 20), **line).returning(audit.c.number)
-            number = connection.scalar(made)
-        with self.write() as connection:
-            connection.execute(delete(audit).where(audit.c.number == number))
+        names = dict.fromkeys(("id", "model", "fingerprint", "device", "created_by"), "")
+        row = names | dict.fromkeys(("ops", "plain_bytes", "created_at"), 0) | {"content": b"x" * (1 << 20)}
+        with self._writer.connect() as connection:  # without a commit
+            connection.execute(insert(profiles).values(row))
 
     @property
     def _file(self) -> Path:
@@ -286,17 +282,10 @@ def _refuse_unknown(found: str | None) -> None:
     known = {script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()}
     if found is None or found in known:
         return
-    newest = newest_revision()
-    maker, move = "a newer release", "install that release here, or restore an earlier backup"
-    if found < newest:  # they are numbered
-        maker, move = (
-            "an unreleased version",
-            "restore a backup of a release, or start with an empty database",
-        )
     raise DatabaseNotReady(
-        f"the database is at migration {found}, which {maker} made; "
-        f"this release knows migrations up to {newest}",
-        move,
+        f"the database is at migration {found}, which another release made; "
+        f"this release knows migrations up to {newest_revision()}",
+        "install that release here, restore an earlier backup, or start with an empty database",
     )
 
 

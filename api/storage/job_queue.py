@@ -24,8 +24,11 @@ from sqlalchemy import Connection
 class JobQueue(Protocol):
     """Deliver queued jobs to runners, within the transactions that change their rows."""
 
-    def add(self, connection: Connection, job_id: str) -> int | None:
-        """Have a runner start the job once the transaction is committed; return its `queue_id`."""
+    def add(self, connection: Connection, job_id: str, turn: int) -> int | None:
+        """Have a runner start the job once the transaction is committed; return its `queue_id`.
+
+        Jobs of a lower `turn` start first.
+        """
         ...
 
     def cancel(self, connection: Connection, queue_id: int | None) -> None:
@@ -40,7 +43,7 @@ class JobQueue(Protocol):
 class TableQueue:
     """The queue of SQLite: the embedded runner claims rows and notices that a row was cancelled."""
 
-    def add(self, connection: Connection, job_id: str) -> None:
+    def add(self, connection: Connection, job_id: str, turn: int) -> None:
         """Do nothing: the row itself says that it is queued."""
 
     def cancel(self, connection: Connection, queue_id: int | None) -> None:

@@ -1,4 +1,19 @@
-"""Jobs from the side of the clients: submit, wait, leave, cancel."""
+"""Jobs from the side of the clients: submit, wait, leave, cancel.
+
+NOTE [ Turns ]
+
+Keys take turns, so that a key that asks for a hundred plans delays nobody else's. A job gets its turn, a
+number, when it is submitted: one more than the last turn of its owner, or than the latest turn that has
+started, whichever is later. Jobs start in the order of their turns. So the jobs of one owner are a turn
+apart, a newcomer shares the next turn with those who wait, and nobody waits forever for newcomers:
+
+    a asks for 4 plans; the first starts     a1 a2 a3 a4     turns 1 2 3 4
+    b asks for 2                             b1 b2           turns 2 3
+    they start in the order                  a1, a2 b1, a3 b2, a4
+
+This is start-time fair queueing (Goyal, Vin, Cheng 1996) of jobs that count alike. SQLite's worker orders its
+query by the turn; in procrastinate the priority is the turn with a minus sign.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +41,8 @@ from autoac.api.storage.job_store import (
     get_job,
     job_from,
 )
-from autoac.api.storage.policy_registry import get_policy
-from autoac.api.storage.profile_registry import add_profile
-from autoac.api.storage.tables import jobs, profiles
+from autoac.api.storage.records import add_profile, get_row
+from autoac.api.storage.tables import jobs, policies, profiles
 
 REUSED_FAILURES = tuple(
     URN + slug
@@ -86,11 +100,9 @@ class JobRequests:
         digest = request.profile_digest
         if request.profile is not None:
             add_profile(connection, request.profile, owner)
-        elif not connection.scalar(
-            select(func.count()).select_from(profiles).where(profiles.c.digest == digest)
-        ):
+        elif connection.scalar(select(profiles.c.number).where(profiles.c.id == digest)) is None:
             raise NotFound(f"no profile {digest}; POST it to /v1/profiles")
-        id = secrets.token_hex(16)
+        id, turn = secrets.token_hex(16), self._next_turn(connection, owner)
         connection.execute(
             insert(jobs).values(
                 id=id,
@@ -103,12 +115,21 @@ class JobRequests:
                 accepted=False,
                 waiters=1,
                 attempt=0,
-                queue_id=self.queue.add(connection, id),
+                turn=turn,
+                queue_id=self.queue.add(connection, id, turn),
                 created_at=now(),
             )
         )
         add_event(connection, id, "state", {"state": JobState.QUEUED})
         return get_job(connection, id), False
+
+    def _next_turn(self, connection: Connection, owner: str) -> int:
+        """Return the turn of a new job: see NOTE [ Turns ]."""
+        latest = select(func.max(jobs.c.turn))
+        mine = latest.where(jobs.c.owner == owner, jobs.c.state != JobState.CANCELLED)
+        started = select(jobs.c.turn).where(jobs.c.started_at.is_not(None))
+        begun = started.order_by(jobs.c.turn.desc()).limit(1)
+        return 1 + max(connection.scalar(mine) or 0, connection.scalar(begun) or 0)
 
     def _same_request(self, connection: Connection, request_key: str, fresh: bool) -> Job | None:
         """Return the newest job of the same request that is live or whose result is still available."""
@@ -124,7 +145,7 @@ class JobRequests:
                 case JobState.SUCCEEDED:
                     with suppress(NotFound):  # its policy was deleted
                         if job.policy_id is not None:
-                            get_policy(connection, job.policy_id)
+                            get_row(connection, policies, job.policy_id)
                         return job
                 case JobState.FAILED:
                     if json.loads(job.problem or "{}").get("type") in REUSED_FAILURES:

@@ -17,15 +17,13 @@ import zstandard
 from sqlalchemy import Connection, and_, func, select, update
 
 from autoac.api.problems import URN, Problem
-from autoac.api.requests import Answer, Kind
+from autoac.api.requests import Kind
 from autoac.api.settings import Settings
 from autoac.api.storage.database import Database, now
 from autoac.api.storage.job_queue import JobQueue
 from autoac.api.storage.job_store import LIVE, Job, JobState, add_event, get_job
-from autoac.api.storage.plot_cache import store_plot
-from autoac.api.storage.policy_registry import add_policy, options_of
-from autoac.api.storage.profile_registry import profile_text
-from autoac.api.storage.tables import jobs
+from autoac.api.storage.records import PolicyOptions, add_policy, get_text
+from autoac.api.storage.tables import jobs, profiles
 
 _WENT_AWAY = {"why": "its runner went away"}
 
@@ -41,15 +39,15 @@ class JobRuns:
         self.database, self.settings, self.queue = database, settings, queue
 
     def claim_next(self) -> Job | None:
-        """Start the oldest queued job whose owner is below its limit; return None if no job may start."""
+        """Start the queued job whose turn it is, of the owners below their limit; return None without one."""
         with self.database.write() as connection:
-            oldest = (
+            next_one = (
                 select(jobs.c.id)
                 .where(jobs.c.state == JobState.QUEUED, jobs.c.owner.not_in(self._busy_owners(connection)))
-                .order_by(jobs.c.number)
+                .order_by(jobs.c.turn, jobs.c.number)
                 .limit(1)
             )
-            id = connection.scalar(oldest)
+            id = connection.scalar(next_one)
             return None if id is None else self._start(connection, id)
 
     def claim_delivered(self, id: str, queue_id: int) -> Job | None:
@@ -102,7 +100,7 @@ class JobRuns:
     def profile_text(self, job: Job) -> bytes:
         """Return the JSON of the profile that `job` plans."""
         with self.database.read() as connection:
-            return profile_text(connection, job.profile_digest)
+            return get_text(connection, profiles, job.profile_digest)
 
     def write_progress(self, job: Job, progress: Sequence[dict[str, Any]] = ()) -> bool:
         """Append progress; return False if the job is not this runner's any more."""
@@ -118,18 +116,16 @@ class JobRuns:
             add_event(connection, job.id, "progress", piece)
         return held
 
-    def succeed(self, job: Job, result: Answer, progress: Sequence[dict[str, Any]] = ()) -> bool:
+    def succeed(self, job: Job, result: str, progress: Sequence[dict[str, Any]] = ()) -> bool:
         """Store the result of a running job; return False and store nothing if the job is not current."""
         with self.database.write() as connection:
             if not self._append(connection, job, progress):
                 return False
             if job.kind is Kind.POLICY:
-                id = add_policy(connection, result.text, job.owner, options_of(job.options))
-                if result.drawing is not None:
-                    store_plot(connection, id, result.drawing, self.settings.keep_drawings_bytes)
+                id = add_policy(connection, result, job.owner, PolicyOptions.of(job.options))
                 values: dict[str, Any] = {"policy_id": id}
             else:
-                values = {"result": zstandard.compress(result.text.encode()), "drawing": result.drawing}
+                values = {"result": zstandard.compress(result.encode())}
             return _end(connection, job, JobState.SUCCEEDED, **values)
 
     def fail(self, job: Job, problem: str) -> bool:
@@ -167,7 +163,7 @@ class JobRuns:
         """
         with self.database.write() as connection:
             found = connection.execute(
-                select(jobs.c.state, jobs.c.attempt)
+                select(jobs.c.state, jobs.c.attempt, jobs.c.turn)
                 .where(
                     jobs.c.id == id, jobs.c.queue_id.is_not_distinct_from(queue_id), jobs.c.state.in_(LIVE)
                 )
@@ -178,7 +174,7 @@ class JobRuns:
             if found.state == JobState.RUNNING and found.attempt >= self.settings.attempts:
                 self._give_up(connection, id)
                 return True
-            values = {"state": JobState.QUEUED, "queue_id": self.queue.add(connection, id)}
+            values = {"state": JobState.QUEUED, "queue_id": self.queue.add(connection, id, found.turn)}
             connection.execute(update(jobs).where(jobs.c.id == id).values(**values))
             if found.state == JobState.RUNNING:
                 add_event(connection, id, "state", {"state": JobState.QUEUED} | _WENT_AWAY)
@@ -191,7 +187,7 @@ class JobRuns:
             title="The solver died",
             status=500,
             detail=f"the job was started {self.settings.attempts} times, and each time its runner went away",
-        ).model_dump_json()
+        ).to_json()
         connection.execute(
             update(jobs)
             .where(jobs.c.id == id)

@@ -16,13 +16,13 @@ from enum import StrEnum
 from typing import Any
 
 import zstandard
-from sqlalchemy import Connection, Row, and_, delete, func, insert, select
+from sqlalchemy import Connection, Row, and_, delete, func, insert, select, union
 
 from autoac.api.errors import InUse, JobCancelled, JobFailed, NotFound
 from autoac.api.requests import Kind
 from autoac.api.storage.database import Database, newest_first, now, only_row
-from autoac.api.storage.policy_registry import policy_text
-from autoac.api.storage.tables import job_events, jobs, profiles
+from autoac.api.storage.records import delete_row, get_text
+from autoac.api.storage.tables import job_events, jobs, policies, profiles
 
 RETRY_AFTER_S = 5
 
@@ -130,26 +130,12 @@ class JobStore:
         with self.database.read() as connection:
             if job.policy_id is not None:
                 try:
-                    return policy_text(connection, job.policy_id)
+                    return get_text(connection, policies, job.policy_id)
                 except NotFound as error:
                     raise NotFound(f"{error}: ask again to plan job {job.id} once more") from None
             content = connection.scalar(select(jobs.c.result).where(jobs.c.id == job.id))
         assert content is not None
         return zstandard.decompress(content)
-
-    def plot(self, id: str) -> bytes:
-        """Return the data that a page draws of a finished frontier, as `policy_plot.outline` made it.
-
-        Raises:
-            NotFound: the job does not exist, or it has no plot.
-        """
-        with self.database.read() as connection:
-            found: bytes | None = connection.scalar(select(jobs.c.drawing).where(jobs.c.id == id))
-        if found is None:
-            raise NotFound(
-                f"job {id} has no plot: it must be a finished frontier, and AUTOAC_DRAW_AHEAD must be on"
-            )
-        return found
 
     def events(self, id: str, after: int = 0, limit: int = 500) -> Sequence[Row[Any]]:
         """Return the events of a job after the event `after`, in order."""
@@ -191,11 +177,19 @@ class JobStore:
         return {state.value: 0 for state in JobState} | {row[0]: row[1] for row in counted}
 
 
-def prune_jobs(connection: Connection, days: float) -> int:
-    """Delete the final jobs that ended more than `days` days ago; return how many."""
-    return _delete_jobs(
-        connection, and_(jobs.c.state.not_in(LIVE), jobs.c.finished_at < now() - days * 86_400)
-    )
+def prune(connection: Connection, days: float) -> dict[str, int]:
+    """Delete what is older than `days` days, and return how many of each.
+
+    A job's age counts from its end, and a profile stays while a job or a policy needs it.
+    """
+    then = now() - days * 86_400
+    ended = _delete_jobs(connection, and_(jobs.c.state.not_in(LIVE), jobs.c.finished_at < then))
+    old = connection.execute(delete(policies).where(policies.c.created_at < then)).rowcount
+    needed = union(select(jobs.c.profile_digest), select(policies.c.profile_digest))
+    unused = connection.execute(
+        delete(profiles).where(profiles.c.created_at < then, profiles.c.id.not_in(needed))
+    ).rowcount
+    return {"jobs": ended, "policies": old, "profiles": unused}
 
 
 def delete_profile(connection: Connection, digest: str) -> None:
@@ -212,8 +206,7 @@ def delete_profile(connection: Connection, digest: str) -> None:
             "job, or wait for it"
         )
     _delete_jobs(connection, of_profile)
-    if not connection.execute(delete(profiles).where(profiles.c.digest == digest)).rowcount:
-        raise NotFound(f"no profile {digest}")
+    delete_row(connection, profiles, digest)
 
 
 def _delete_jobs(connection: Connection, condition: Any) -> int:

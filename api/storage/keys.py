@@ -12,12 +12,12 @@ from threading import Lock
 from typing import Any
 
 from cachetools import TTLCache
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, func, select, update
 
-from autoac.api.errors import Unauthorised
+from autoac.api.errors import InUse, Unauthorised
 from autoac.api.settings import Settings
-from autoac.api.storage.database import Database, now, only_row
-from autoac.api.storage.tables import audit, keys
+from autoac.api.storage.database import Database, insert_once, now, only_row
+from autoac.api.storage.tables import keys
 
 PREFIX = "autoac_"
 MOST_REMEMBERED = 10_000  # guessed keys must not fill the memory
@@ -28,8 +28,8 @@ class Scope(IntEnum):
     """The rights of a key. Each scope includes the ones before it."""
 
     READ = 1  # read everything
-    PLAN = 2  # store profiles, solve, cancel jobs of its own, move aliases
-    ADMIN = 3  # delete, cancel any job, read the audit log
+    PLAN = 2  # store profiles, solve, cancel jobs of its own
+    ADMIN = 3  # delete, cancel any job
 
     @property
     def word(self) -> str:
@@ -39,7 +39,7 @@ class Scope(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request. Jobs, aliases and the audit log have its `name`."""
+    """The sender of a request. Jobs, profiles and policies have its `name`: of a key, the key's own."""
 
     name: str
     scope: Scope
@@ -58,11 +58,15 @@ def digest_of(secret: str) -> str:
 
 
 def create_key(connection: Connection, name: str, scope: Scope) -> tuple[Row[Any], str]:
-    """Create a key; return it and its secret, which is not stored anywhere."""
+    """Create a key; return it and its secret, which is not stored anywhere.
+
+    Raises:
+        InUse: another caller has this name. Jobs belong to names, so that two callers never share one.
+    """
     id, secret = secrets.token_hex(6), PREFIX + secrets.token_urlsafe(32)
-    connection.execute(
-        insert(keys).values(id=id, name=name, digest=digest_of(secret), scope=scope.word, created_at=now())
-    )
+    row = {"id": id, "name": name, "digest": digest_of(secret), "scope": scope.word, "created_at": now()}
+    if name in (TOKEN.name, LOOPBACK.name) or not insert_once(connection, keys, row):
+        raise InUse(f"another caller is called {name}: choose another name, or revoke that key first")
     return get_key(connection, id), secret
 
 
@@ -97,13 +101,6 @@ def revoke_key(connection: Connection, id: str) -> Row[Any]:
 def any_key(connection: Connection) -> bool:
     """Return True if a key was ever created. From then on, requests on loopback need a key too."""
     return bool(connection.scalar(select(func.count()).select_from(keys)))
-
-
-def note(connection: Connection, who: str, action: str, subject: str, request_id: str = "") -> None:
-    """Write a line of the audit log."""
-    connection.execute(
-        insert(audit).values(at=now(), who=who, action=action, subject=subject, request_id=request_id)
-    )
 
 
 class Authenticator:
@@ -161,10 +158,10 @@ class Authenticator:
             if digest is None:
                 return None if any_key(connection) else LOOPBACK
             row = connection.execute(
-                select(keys.c.id, keys.c.digest, keys.c.scope).where(
+                select(keys.c.name, keys.c.digest, keys.c.scope).where(
                     keys.c.digest == digest, keys.c.revoked_at.is_(None)
                 )
             ).one_or_none()
         if row is None or not secrets.compare_digest(row.digest, digest):
             return None
-        return Caller(f"key:{row.id}", Scope[row.scope.upper()])
+        return Caller(row.name, Scope[row.scope.upper()])

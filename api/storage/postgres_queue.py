@@ -21,10 +21,14 @@ class PostgresQueue:
     def __init__(self) -> None:
         self._app = App(connector=SyncPsycopgConnector())  # never opened: each call brings its connection
 
-    def add(self, connection: Connection, job_id: str) -> int:
+    def add(self, connection: Connection, job_id: str, turn: int) -> int:
         """Add an entry that delivers the job; at most one entry of a job waits at any time."""
         entry = self._app.configure_task(
-            TASK, queue=QUEUE, queueing_lock=job_id, connection=_driver_connection(connection)
+            TASK,
+            queue=QUEUE,
+            queueing_lock=job_id,
+            priority=-turn,
+            connection=_driver_connection(connection),
         )
         with _database_errors():
             return entry.defer(job_id=job_id)

@@ -1,4 +1,4 @@
-"""The tables. A change here needs a migration in `migrations/versions`, as 0005 there says.
+"""The tables. A change here needs a migration in `migrations/versions`, as 0001 there says.
 
 Times are seconds since 1970 by the database's clock. `number` counts the rows in the order of their creation,
 and lists are paged by it.
@@ -19,7 +19,6 @@ from sqlalchemy import (
     String,
     Table,
     Text,
-    UniqueConstraint,
     text,
 )
 
@@ -35,12 +34,13 @@ Number = BigInteger().with_variant(Integer(), "sqlite")  # SQLite increments onl
 Digest = String(64)
 
 LIVE = "state IN ('queued', 'running')"
+IN_USE = "revoked_at IS NULL"
 
 profiles = Table(
     "profiles",
     metadata,
     Column("number", Number, primary_key=True, autoincrement=True),
-    Column("digest", Digest, nullable=False, unique=True),
+    Column("id", Digest, nullable=False, unique=True),  # the digest of the published form
     Column("model", Text, nullable=False),
     Column("fingerprint", Digest, nullable=False, index=True),
     Column("device", Text, nullable=False),
@@ -52,6 +52,7 @@ profiles = Table(
     Column("created_at", Double, nullable=False),
     Column("created_by", Text, nullable=False),
     sqlite_autoincrement=True,
+    info={"one": "profile"},
 )
 
 policies = Table(
@@ -63,7 +64,6 @@ policies = Table(
     Column("fingerprint", Digest, nullable=False),
     Column("device", Text, nullable=False),
     Column("budget_bytes", BigInteger, nullable=False),
-    Column("version", Integer, nullable=False),  # counts the policies of one fingerprint and budget
     Column("profile_digest", Digest, nullable=False, index=True),
     Column("peak_bytes", BigInteger, nullable=False),
     Column("recompute_us", Double, nullable=False),
@@ -74,8 +74,9 @@ policies = Table(
     Column("created_at", Double, nullable=False),
     Column("created_by", Text, nullable=False),
     # The fingerprint covers model and device, whose names may be too long for an index of PostgreSQL.
-    UniqueConstraint("fingerprint", "budget_bytes", "version", name="uq_policies_version"),
+    Index("ix_policies_fingerprint_budget_bytes", "fingerprint", "budget_bytes"),
     sqlite_autoincrement=True,
+    info={"one": "policy"},
 )
 
 policy_options = Table(  # options of requests in addition to the budget; one policy may answer several
@@ -88,48 +89,6 @@ policy_options = Table(  # options of requests in addition to the budget; one po
     Column("constraints_digest", Digest, primary_key=True),  # "" for none
 )
 
-drawings = Table(  # plots of policies, which can be made again from profile and policy
-    "drawings",
-    metadata,
-    Column("policy_id", Digest, ForeignKey("policies.id", ondelete="CASCADE"), primary_key=True),
-    Column("drawn_by", Digest, nullable=False),  # `plot_version()`: another release plots again
-    Column("drawn_at", Double, nullable=False, index=True),
-    Column("nbytes", BigInteger, nullable=False),
-    Column("content", LargeBinary, nullable=False),  # JSON, gzip
-)
-
-model_names = Table(  # names that people give models; a fingerprint covers shapes and device too
-    "model_names",
-    metadata,
-    Column("fingerprint", Digest, primary_key=True),
-    Column("name", Text, nullable=False),
-    Column("named_at", Double, nullable=False),
-    Column("named_by", Text, nullable=False),
-)
-
-aliases = Table(
-    "aliases",
-    metadata,
-    Column("name", String(200), primary_key=True),
-    Column("policy_id", Digest, ForeignKey("policies.id"), nullable=False, index=True),
-    Column("revision", Integer, nullable=False),
-    Column("moved_at", Double, nullable=False),
-    Column("moved_by", Text, nullable=False),
-)
-
-alias_moves = Table(
-    "alias_moves",
-    metadata,
-    Column("number", Number, primary_key=True, autoincrement=True),
-    Column("name", String(200), nullable=False),
-    Column("revision", Integer, nullable=False),
-    Column("policy_id", Digest, nullable=True),  # null: the alias was deleted
-    Column("moved_at", Double, nullable=False),
-    Column("moved_by", Text, nullable=False),
-    UniqueConstraint("name", "revision", name="uq_alias_moves_revision"),
-    sqlite_autoincrement=True,
-)
-
 jobs = Table(
     "jobs",
     metadata,
@@ -138,9 +97,10 @@ jobs = Table(
     Column("kind", String(16), nullable=False),
     # Hash of kind, profile and options: equal requests share a job.
     Column("request_key", Digest, nullable=False),
-    Column("profile_digest", Digest, ForeignKey("profiles.digest"), nullable=False, index=True),
+    Column("profile_digest", Digest, ForeignKey("profiles.id"), nullable=False, index=True),
     Column("options", Text, nullable=False),  # JSON
-    Column("owner", Text, nullable=False),  # the caller that asked first
+    Column("owner", String(100), nullable=False),  # the caller that asked first
+    Column("turn", Integer, nullable=False),  # jobs start in this order: NOTE [ Turns ] in job_requests.py
     Column("state", String(16), nullable=False),
     Column("accepted", Boolean, nullable=False),  # a client got 202: the job goes on without waiters
     Column("waiters", Integer, nullable=False),  # requests that wait for it now
@@ -152,8 +112,9 @@ jobs = Table(
     Column("policy_id", Digest, nullable=True),
     Column("result", LargeBinary, nullable=True),  # of a frontier or a minimum peak: JSON, zstd
     Column("problem", Text, nullable=True),  # of a failure: the problem document
-    Column("drawing", LargeBinary, nullable=True),  # of a frontier: `policy_plot.outline`
-    Index("ix_jobs_state", "state", "number"),
+    Index("ix_jobs_state", "state", "turn", "number"),
+    Index("ix_jobs_owner_turn", "owner", "turn"),
+    Index("ix_jobs_turn", "turn"),
     Index("ix_jobs_request_key", "request_key"),
     Index(
         "uq_jobs_live_request",
@@ -180,21 +141,10 @@ keys = Table(
     "keys",
     metadata,
     Column("id", String(16), primary_key=True),
-    Column("name", Text, nullable=False),
+    Column("name", String(100), nullable=False),
     Column("digest", Digest, nullable=False, unique=True),  # SHA-256 of the key
     Column("scope", String(16), nullable=False),
     Column("created_at", Double, nullable=False),
     Column("revoked_at", Double, nullable=True),
-)
-
-audit = Table(
-    "audit",
-    metadata,
-    Column("number", Number, primary_key=True, autoincrement=True),
-    Column("at", Double, nullable=False, index=True),
-    Column("who", Text, nullable=False),
-    Column("action", Text, nullable=False),
-    Column("subject", Text, nullable=False),
-    Column("request_id", Text, nullable=False),
-    sqlite_autoincrement=True,
+    Index("uq_keys_live_name", "name", unique=True, sqlite_where=text(IN_USE), postgresql_where=text(IN_USE)),
 )

@@ -40,11 +40,9 @@ SHARED = ("vendor/uPlot.min.css", "timeline.css", "vendor/uPlot.iife.min.js", "p
 OURS = (
     "service.css",
     "service.js",
-    "registry.js",
-    "model.js",
+    "stored.js",
+    "profile.js",
     "policy.js",
-    "map.js",
-    "preview.js",
     "difference.js",
     "jobs.js",
 )

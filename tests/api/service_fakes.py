@@ -19,8 +19,8 @@ from typing import Any
 
 import anyio
 
-from autoac.api.policy_plot import plot, plot_from_body
-from autoac.api.requests import Answer, Kind, ParsedRequest, answer, parse_request
+from autoac.api.policy_report import REPORTS
+from autoac.api.requests import Kind, ParsedRequest, answer, parse_request
 from autoac.api.solving import child_main as child
 from autoac.api.solving.child_process import OnJobProgress, SpawnedSolver
 from autoac.planner.errors import Holding, InfeasibleBudget, SolverOutOfTime
@@ -219,29 +219,20 @@ class InProcess:
     async def parse_request(self, kind: Kind, body: bytes) -> ParsedRequest:
         return parse_request(kind, body, self.most_seconds)
 
-    async def answer(
-        self, kind: Kind, body: bytes, on_progress: OnJobProgress, *, solves: int = 1, draws: bool = False
-    ) -> Answer:
-        return self.solve(kind, body, on_progress, draws)
+    async def answer(self, kind: Kind, body: bytes, on_progress: OnJobProgress, *, solves: int = 1) -> str:
+        return self.solve(kind, body, on_progress)
 
-    def solve(self, kind: Kind, body: bytes, on_progress: OnJobProgress, draws: bool) -> Answer:
+    def solve(self, kind: Kind, body: bytes, on_progress: OnJobProgress) -> str:
         """Do the work of `answer`."""
 
         def progress(now: Progress) -> None:
             numbers = {"incumbent": now.primal, "bound": now.dual, "gap": now.gap, "seconds": now.seconds}
             on_progress(numbers | {"point": now.point, "points": now.points})
 
-        return answer(
-            kind,
-            body,
-            most_seconds=self.most_seconds,
-            plan=self.plan,
-            progress=progress,
-            **({"plot": plot} if draws else {}),
-        )
+        return answer(kind, body, most_seconds=self.most_seconds, plan=self.plan, progress=progress)
 
-    async def draw(self, body: bytes) -> bytes:
-        return plot_from_body(body)
+    async def report(self, verb: str, body: bytes) -> bytes:
+        return REPORTS[verb](body)
 
 
 @dataclass(frozen=True)
@@ -251,9 +242,7 @@ class Raising(InProcess):
     plan: Callable[..., Planned] = save_all
     error: Exception = field(default_factory=Exception)
 
-    async def answer(
-        self, kind: Kind, body: bytes, on_progress: OnJobProgress, *, solves: int = 1, draws: bool = False
-    ) -> Answer:
+    async def answer(self, kind: Kind, body: bytes, on_progress: OnJobProgress, *, solves: int = 1) -> str:
         raise self.error
 
 
@@ -265,9 +254,7 @@ class Held(InProcess):
     go: anyio.Event = field(default_factory=anyio.Event)
     log: list[str] = field(default_factory=list)
 
-    async def answer(
-        self, kind: Kind, body: bytes, on_progress: OnJobProgress, *, solves: int = 1, draws: bool = False
-    ) -> Answer:
+    async def answer(self, kind: Kind, body: bytes, on_progress: OnJobProgress, *, solves: int = 1) -> str:
         self.log.append("began")
         on_progress({"incumbent": 10.0, "bound": 5.0, "gap": 0.5, "seconds": 0.1})
         try:
@@ -276,7 +263,7 @@ class Held(InProcess):
             self.log.append("killed")
             raise
         self.log.append("ended")
-        return await InProcess.answer(self, kind, body, on_progress, solves=solves, draws=draws)
+        return await InProcess.answer(self, kind, body, on_progress, solves=solves)
 
 
 def waits_for_a_file(profile: Profile, **options: Any) -> Planned:

@@ -31,10 +31,7 @@ NUMBERS = (
 QUERIES = {
     "/v1/policies": ("budget_gb", "budget_bytes", "headroom_bytes", "gap", "time_limit_s", "limit", "cursor"),
     "/v1/profiles": ("limit", "cursor"),
-    "/v1/models": ("limit", "cursor"),
     "/v1/jobs": ("limit", "cursor"),
-    "/v1/aliases": ("limit", "cursor"),
-    "/v1/audit": ("limit", "cursor"),
 }
 
 
@@ -87,11 +84,6 @@ def mutations() -> list[tuple[str, str, bytes, dict[str, str]]]:
     ]
     valid = request(chain_profile())
     found += [("POST", "/v1/policies", valid, JSON | {"Prefer": f"wait={number}"}) for number in NUMBERS]
-    found += [
-        ("PUT", "/v1/aliases/a", b'{"policy_id": "' + b"0" * 64 + b'"}', JSON | {"If-Match": f'"{number}"'})
-        for number in NUMBERS
-        if '"' not in number
-    ]
     return found
 
 

@@ -18,9 +18,8 @@ from service_app import Serve
 from service_fakes import InProcess, chain_profile, request, save_all
 
 from autoac.api import Settings, create_app
-from autoac.api.error_mapping import problem_of
+from autoac.api.error_mapping import problem_of, problem_response
 from autoac.api.errors import ServiceError
-from autoac.api.problems import ProblemResponse
 from autoac.api.request_body import SMALL, EncodedBody, decode_body, receive_body
 from autoac.api.requests import Kind, ParsedRequest
 from autoac.api.solving.child_process import SpawnedSolver
@@ -50,7 +49,7 @@ async def post(
 
 
 async def explained(request: Request, error: Exception) -> Response:
-    return ProblemResponse(problem_of(error))
+    return problem_response(problem_of(error))
 
 
 def bomb(nbytes: int) -> bytes:

@@ -1,70 +1,45 @@
-/* What one policy keeps and another does not. */
+/* What two policies decide otherwise. */
 "use strict";
 
 service.run(async () => {
-  const {find, json, every, run, table, text, toPolicy, link} = service;
-  const {row, size, time, make} = parts;
-  const [policies, aliases] = await Promise.all([every("/v1/policies"), every("/v1/aliases"), service.learnModels()]);
-  const before = find("before"), after = find("after");
-  const byId = new Map(policies.items.map(policy => [policy.id, policy]));
-  const wanted = new URLSearchParams(location.search);
-  const spelled = policy => {
-    const model = service.models.get(policy.fingerprint);
-    return model && !model.name ? `${policy.model}, ${size(model.parameter_bytes)} of parameters` : service.nameOf(policy);
-  };
-  for (const [select, name] of [[before, "before"], [after, "after"]]) {
-    const group = (label, options) => {
-      const optgroup = make("optgroup");
-      optgroup.label = label;
-      optgroup.append(...options);
-      if (options.length) select.append(optgroup);
-    };
-    select.append(new Option("choose a policy", ""));
-    group("aliases", aliases.items.map(alias => new Option(alias.name, alias.name)));
-    group("policies, newest first", policies.items.map(policy => new Option(`${size(policy.budget_bytes)} · version ${policy.version} · ${spelled(policy)} · ${policy.device} · ${policy.created_at.slice(0, 10)}`, policy.id)));
-    const given = wanted.get(name);
-    if (given && ![...select.options].some(option => option.value === given)) select.append(new Option(given, given));
-    if (given) select.value = given;
+  const {find, json, run, table, text, toPolicy, toProfile} = service;
+  const {row, size, time} = parts;
+  const LISTED = 100, SHOWN = 200;
+  const wanted = new URLSearchParams(location.search), sides = [find("before"), find("after")];
+  const {items} = await json(`/v1/policies?limit=${LISTED}`);
+  for (const select of sides) {
+    const given = wanted.get(select.id);
+    select.append(new Option("choose a policy", ""), ...items.map(policy => new Option(`${size(policy.budget_bytes)} · ${policy.model} · ${policy.device} · ${policy.created_at.slice(0, 10)} · ${policy.id.slice(0, 6)}`, policy.id)));
+    if (given && !items.some(policy => policy.id === given)) select.append(new Option(given, given));  // an older one
+    select.value = given || "";
   }
-
-  find("pick").hidden = !policies.items.length && !wanted.size;
-  find("none").hidden = policies.items.length > 1 || wanted.size > 0;
-  find("none").textContent = policies.items.length ? "One policy is stored; a second one is needed to compare. Plan another budget on the model's page." : "No policy is stored yet. Plan two budgets of a model, on its page or with POST /v1/policies, and compare them here.";
+  find("none").hidden = items.length > 1 || wanted.size > 0;
 
   let asked = 0;
   async function compare() {
-    const mine = ++asked, names = {before: before.value, after: after.value};
-    history.replaceState(null, "", `?${new URLSearchParams(Object.entries(names).filter(([, value]) => value))}`);
+    const mine = ++asked, [before, after] = sides.map(select => select.value);
+    history.replaceState(null, "", `?${new URLSearchParams(Object.entries({before, after}).filter(([, id]) => id))}`);
     find("answer").hidden = true;
-    if (!names.before || !names.after) return;
+    if (!before || !after) return;
     service.fine();
-    const found = await json(`/v1/differences?${new URLSearchParams(names)}`);
+    const [found, ...both] = await Promise.all([json(`/v1/differences?before=${before}&after=${after}`), ...[before, after].map(id => json(`/v1/policies/${encodeURIComponent(id)}/about`))]);
     if (mine !== asked) return;  // others were chosen in the meantime
-    const name = (id, said) => byId.has(id) ? toPolicy(byId.get(id), said.length === 64 ? undefined : said) : link(said.slice(0, 40), `/policies/${id}`);
-    const sides = [["first", found.before_id, names.before, found.before], ["second", found.after_id, names.after, found.after]];
-    const moves = sides.some(([, , , side]) => side.moved);
-    table(find("sides"), ["", "policy", "model", "budget", "peak", "recompute", "kept", "run again", ...(moves ? ["moved"] : []), "not needed", "the peak is at"], sides.map(([which, id, said, side]) =>
-      row("", which, text(name(id, said)), text(side.model), size(side.budget), size(side.peak), time(side.recompute_us), `${side.kept} ops`, `${side.again} ops`, ...(moves ? [`${side.moved} ops`] : []), side.idle === null ? "" : `${side.idle} ops`, text(side.peak_at))), "");
-    const peak = found.after.peak - found.before.peak, spent = found.after.recompute_us - found.before.recompute_us;
+    table(find("sides"), ["", "budget", "profile", "device", "peak", "recompute", "planned"], both.map((side, i) =>
+      row("", i ? "second" : "first", text(toPolicy(side)), text(toProfile(side)), text(side.device), size(side.peak_bytes), time(side.recompute_us), service.made(side.created_at, side.created_by))), "");
+    const [peak, spent] = ["peak_bytes", "recompute_us"].map(name => both[1][name] - both[0][name]);
     const than = (value, form, more, less) => value ? `${form(Math.abs(value))} ${value > 0 ? more : less}` : "";
-    find("verdict").textContent = [found.same ? "Both keep the same." : "They decide otherwise.",
-      `The second peaks ${than(peak, size, "higher", "lower") || "as high"} and recomputes ${than(spent, time, "more", "less") || "as long"}.`,
-      found.before.profile === found.after.profile ? "" : "They are of two profiles: the recompute time of each is by the run times of its own.",
-      found.before.idle === null ? "Ops that backward does not need count as kept: the profile of one of the two was deleted, or its plot took too long." : ""].filter(Boolean).join(" ");
-    table(find("changes"), ["modules", "only the second keeps", "only the first keeps", "of the rest, the second"], found.changes.map(change =>
-      row("", `${change.name || "outside all modules"}${change.modules.length > 1 ? ` (${change.modules.length} modules)` : ""}`, text(change.gained.join(", ")), text(change.lost.join(", ")), text(change.otherwise.join(", ")))), "No module decides otherwise.");
-    find("only").replaceChildren(...[["first", found.only_before], ["second", found.only_after]].filter(([, keys]) => keys.length).map(([which, keys]) => {
-      const details = make("details"), list = make("ul");
-      details.append(make("summary", `${keys.length} ops that only the ${which} has`), list);
-      list.append(...keys.slice(0, 500).map(key => make("li", key)));
-      if (keys.length > 500) list.append(make("li", `and ${keys.length - 500} more`));
-      return details;
-    }));
+    find("verdict").textContent = [found.rows.length ? "" : "Both decide the same.", `The second peaks ${than(peak, size, "higher", "lower") || "as high"} and recomputes ${than(spent, time, "more", "less") || "as long"}.`,
+      found.held ? "" : "The profile of one was deleted: bytes are not known, and ops that backward does not need count as saved."].filter(Boolean).join(" ");
+    const signed = (value, form) => value ? `${value > 0 ? "+" : "−"}${form(Math.abs(value))}` : "";
+    const bytes = found.held ? ["held", "recompute"] : [];
+    find("changes-title").textContent = found.rows.length > SHOWN ? `What changes: the first ${SHOWN} of ${found.rows.length} rows` : "What changes";
+    table(find("changes"), ["modules", "op", "first", "second", ...bytes], found.rows.slice(0, SHOWN).map(one =>
+      row("", `${one.module || "outside all modules"}${one.modules.length > 1 ? ` (${one.modules.length} modules)` : ""}`, text(one.op), text(one.before), text(one.after), ...(found.held ? [signed(one.held_bytes, size), signed(one.recompute_us, time)] : []))), "No op is decided otherwise.");
     find("answer").hidden = false;
   }
-  before.onchange = after.onchange = () => run(compare);
+  for (const select of sides) select.onchange = () => run(compare);
   find("swap").onclick = () => {
-    [before.value, after.value] = [after.value, before.value];
+    [sides[0].value, sides[1].value] = [sides[1].value, sides[0].value];
     run(compare);
   };
   await compare();

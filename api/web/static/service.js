@@ -5,6 +5,7 @@
 
 const service = (() => {
   const KEY = "autoac-key", THEME = "autoac-theme";
+  const POLL_MS = 700;  // between two looks at a job
   const find = id => document.getElementById(id);
   const ROOT = new URL(document.documentElement.dataset.root, location.href);  // the service may be below a path of a proxy
   const at = path => new URL(path.replace(/^\//, ""), ROOT).href;
@@ -73,50 +74,14 @@ const service = (() => {
   }
   const json = async (path, options) => (await ask(path, options)).json();
 
-  /* All items of a list that comes in pages, up to `most`; `more`: there are further ones. */
-  async function every(path, most = 2000) {
-    const items = [];
-    for (let next = ""; next !== null && items.length < most;) {
-      const page = await json(`${path}${path.includes("?") ? "&" : "?"}limit=200${next && `&cursor=${encodeURIComponent(next)}`}`);
-      items.push(...page.items);
-      next = page.next;
-      if (next === null) return {items, more: false};
+  /* The job once it has ended, however long that takes; `tell` gets it meanwhile. */
+  async function ended(job, tell) {
+    while (!["succeeded", "failed", "cancelled"].includes(job.state)) {
+      tell(job);
+      await new Promise(resolve => setTimeout(resolve, POLL_MS));
+      job = await json(`/v1/jobs/${job.id}`);
     }
-    return {items, more: true};
-  }
-
-  /* Server-sent events of a job, until it has ended. EventSource could not send the key. */
-  async function events(path, tell, signal) {
-    let last = "", failures = 0;
-    while (!signal.aborted) {
-      try {
-        const answer = await ask(path, {signal, headers: last ? {"Last-Event-ID": last} : {}});
-        if (answer.status === 204) return;
-        failures = 0;
-        const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-        let text = "";
-        for (;;) {
-          const {done, value} = await reader.read();
-          if (done) break;
-          text += value;
-          const events = text.split("\n\n");
-          text = events.pop();
-          for (const event of events) {
-            const fields = Object.fromEntries(event.split("\n").filter(line => !line.startsWith(":")).map(line => {
-              const colon = line.indexOf(": ");
-              return [line.slice(0, colon), line.slice(colon + 2)];
-            }));
-            if (fields.id) last = fields.id;
-            if (fields.data) tell(fields.event, JSON.parse(fields.data));
-          }
-        }
-      } catch (error) {
-        if (signal.aborted) return;
-        if (error instanceof Refused && error.status < 500) throw error;
-        if (++failures > 5) throw error;
-        await new Promise(resolve => setTimeout(resolve, 1000 * failures));
-      }
-    }
+    return job;
   }
 
   function trouble(error) {
@@ -138,7 +103,7 @@ const service = (() => {
   function missing(text) {
     find("content").hidden = true;
     find("main").append(make("p", text, "trouble"), make("p"));
-    find("main").lastChild.append(link("Back to the registry", "/"));
+    find("main").lastChild.append(link("Back to all profiles and policies", "/"));
     find("main").dataset.ready = "missing";
   }
 
@@ -149,31 +114,9 @@ const service = (() => {
     a.href = path.startsWith("/") ? at(path) : path;
     return a;
   }
-  /* Models by fingerprint, with the names that people gave them; those that `learnModels` has seen. */
-  const models = new Map();
-  async function learnModels() {
-    for (const model of (await every("/v1/models")).items) models.set(model.fingerprint, model);
-  }
-  async function learnModel(fingerprint) {
-    try {
-      models.set(fingerprint, await json(`/v1/models/${fingerprint}`));
-    } catch (error) {
-      if (error.status !== 404) throw error;  // its profile was deleted: it goes by its class
-    }
-  }
-  const nameOf = row => (models.has(row.fingerprint) && models.get(row.fingerprint).name) || row.model || "(no name)";
-  const toModel = row => link(nameOf(row), `/models/${row.fingerprint}`);
-  /* A link to a model, and below it what tells it from others: its class where it has a name, else its size. */
-  function toModelCell(row, alone = false) {
-    const cell = make("span"), model = models.get(row.fingerprint);
-    cell.append(toModel(row));
-    if (model && model.name) cell.append(make("span", row.model, "soft under"));
-    else if (model && !alone) cell.append(make("span", `${size(model.parameter_bytes)} of parameters`, "soft under"));
-    return cell;
-  }
-  /* What tells a profile from others of the same class. */
   const stepOf = profile => [`${size(profile.parameter_bytes)} of parameters`, profile.inputs.join(", "), `${profile.ops} ops`].filter(Boolean).join(" · ");
-  const toPolicy = (row, text = `${size(row.budget_bytes)}, version ${row.version}`) => link(text, `/policies/${row.id}`);
+  const toProfile = row => link(row.model || "(no name)", `/profiles/${row.profile_digest || row.digest}`);
+  const toPolicy = row => link(size(row.budget_bytes), `/policies/${row.id}`);
   function when(iso) {
     const time = make("time", iso.slice(0, 16).replace("T", " "));
     time.dateTime = iso;
@@ -181,7 +124,7 @@ const service = (() => {
     return time;
   }
   /* Seconds in words. */
-  const duration = s => s < 10 ? `${s.toFixed(1)} s` : s < 60 ? `${Math.round(s)} s` : s < 3600 ? s < 600 ? `${Math.floor(s / 60)} min ${Math.floor(s % 60)} s` : `${Math.round(s / 60)} min` : `${Math.floor(s / 3600)} h ${Math.floor(s % 3600 / 60)} min`;
+  const duration = s => s < 10 ? `${s.toFixed(1)} s` : s < 60 ? `${Math.round(s)} s` : s < 3600 ? `${Math.round(s / 60)} min` : `${Math.floor(s / 3600)} h ${Math.floor(s % 3600 / 60)} min`;
   const share = (us, of) => of ? `${(100 * us / of).toFixed(1)} %` : "";
   const made = (iso, by) => parts.cellOf(parts.wrapped(when(iso), ` by ${by}`), "text made");
   const text = content => parts.cellOf(parts.wrapped(content), "text");
@@ -193,9 +136,8 @@ const service = (() => {
     }
     return String(bytes / GIB);  // a division by a power of two is exact
   }
-  const SERVICE = `service="${ROOT.href.replace(/\/$/, "")}"`;
-  const oneLiner = bytes => `model = ac_client.apply(model, budget_gb=${gb(bytes)}, ${SERVICE})`;
-  const aliasLine = name => `model = ac_client.apply(model, alias="${name}", ${SERVICE})`;
+  const line = source => `model = ac_client.apply(model, ${source}, optimizer=optimizer)`;
+  const oneLiner = bytes => line(`budget_gb=${gb(bytes)}, service="${ROOT.href.replace(/\/$/, "")}"`);
   function copies(button, code) {
     button.onclick = () => run(async () => {
       try {
@@ -215,12 +157,34 @@ const service = (() => {
     if (rows.length) parts.headed(element, names, rows);
     else element.replaceChildren(make("caption", none));
   }
+  /* A list of the service, ten to a page: puts two buttons behind its table, and returns what reads the page again.
+     `show` gets the rows of a page. */
+  function pages(element, path, show) {
+    const before = [], older = make("button", "Older"), newer = make("button", "Newer"), bar = make("div", undefined, "tools pager");
+    let cursor = "", next = null;
+    async function read() {
+      const address = path(), answer = await ask(`${address}${address.includes("?") ? "&" : "?"}limit=10${cursor && `&cursor=${cursor}`}`), page = await answer.json();
+      next = page.next;
+      newer.disabled = !before.length;
+      older.disabled = next === null;
+      bar.hidden = newer.disabled && older.disabled;
+      await show(page.items, Date.parse(answer.headers.get("date")) || Date.now());
+      return page.items;
+    }
+    for (const button of [newer, older]) button.type = "button";
+    older.onclick = () => { before.push(cursor); cursor = next; run(read); };
+    newer.onclick = () => { cursor = before.pop(); run(read); };
+    bar.append(newer, older);
+    element.closest(".scroll").after(bar);
+    return again => { if (again) { before.length = 0; cursor = ""; } return read(); };
+  }
   const lastOfPath = () => location.pathname.split("/").pop();
   /* How far a solve is, in words. */
-  function progressWords(kind, {incumbent, bound, gap, seconds, point, points}, limitS = 0) {
-    const number = kind === "floor" || kind === "frontier" && !points ? size : parts.time;  // a frontier begins with the smallest peak
-    const left = limitS * (points - point) + Math.max(0, limitS - seconds);
-    return [points ? `point ${point} of ${points}${limitS ? `, at most ${duration(left)} more` : ""}` : kind === "frontier" ? "the smallest peak" : "", incumbent === null ? "no plan yet" : `best ${number(incumbent)}`, bound === null ? "" : `proven ${number(Math.max(bound, 0))}`,
+  function progressWords(job) {
+    if (!job.progress) return `${job.state}`;
+    const {incumbent, bound, gap, seconds, point, points} = job.progress;
+    const number = job.kind === "floor" || job.kind === "frontier" && !points ? size : parts.time;  // a frontier begins with the smallest peak
+    return [points ? `point ${point} of ${points}` : job.kind === "frontier" ? "the smallest peak" : "", incumbent === null ? "no plan yet" : `best ${number(incumbent)}`, bound === null ? "" : `proven ${number(Math.max(bound, 0))}`,
       gap === null ? "" : `gap ${(100 * gap).toFixed(1)} %`, seconds === null ? "" : `${seconds.toFixed(1)} s`].filter(Boolean).join(", ");
   }
 
@@ -231,5 +195,5 @@ const service = (() => {
     });
   });
 
-  return {find, at, ask, json, every, events, run, trouble, fine, say, missing, link, models, learnModels, learnModel, nameOf, stepOf, toModel, toModelCell, toPolicy, when, made, duration, share, text, gb, oneLiner, aliasLine, copies, table, lastOfPath, progressWords};
+  return {find, at, ask, json, ended, run, trouble, fine, say, missing, link, stepOf, toProfile, toPolicy, when, made, duration, share, text, gb, line, oneLiner, copies, table, pages, lastOfPath, progressWords};
 })();

@@ -15,6 +15,7 @@ from sqlalchemy import text
 
 from autoac.api.cli.commands import main
 from autoac.api.storage.database import Database
+from autoac.api.storage.tables import policies
 from autoac.planner.formats.profile import Profile
 
 pytestmark = pytest.mark.slow
@@ -65,18 +66,26 @@ def test_new_key_is_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
 
 @BOTH
 @pytest.mark.usefixtures("environment")
-def test_prune_deletes_what_the_settings_do_not_keep(
-    serve: Serve, profile: Profile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_prune_deletes_what_is_older(
+    serve: Serve, profile: Profile, database: Database, capsys: pytest.CaptureFixture[str]
 ) -> None:
     http = serve()
-    for gap in (0.1, 0.2, 0.3):
-        http.post("/v1/policies", content=request(profile, gap=gap), headers=JSON)
-    monkeypatch.setenv("AUTOAC_KEEP_POLICIES_COUNT", "1")
-    planned = said(capsys, "db", "prune", "--dry-run")
-    assert (planned["policies"], planned["dry_run"]) == (2, True)
-    assert len(http.get("/v1/policies").json()["items"]) == 3
-    assert said(capsys, "db", "prune")["policies"] == 2
-    assert len(http.get("/v1/policies").json()["items"]) == 1
+    for gb in (1, 2):
+        http.post("/v1/policies", content=request(profile, budget_gb=gb), headers=JSON)
+    with database.write() as connection:
+        connection.execute(policies.update().where(policies.c.number == 1).values(created_at=0))
+    assert main(["db", "prune", "--days", "30"]) == 0
+    assert capsys.readouterr().out == "deleted 0 jobs, 1 policies, 0 profiles\n"
+    assert [p["budget_bytes"] >> 30 for p in http.get("/v1/policies").json()["items"]] == [2]
+    assert main(["db", "prune"]) == 2
+    assert main(["db", "prune", "--days", "-1"]) == 2
+
+
+@pytest.mark.usefixtures("environment")
+def test_name_of_a_key_is_printable_and_not_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, code in (("ci", 0), ("ci", 1), ("token", 1), ("", 2), ("a\nb", 2), ("x" * 101, 2)):
+        assert main(["keys", "create", name]) == code
+    assert "another caller is called ci: choose another name" in capsys.readouterr().err
 
 
 def test_upgrade_prints_the_earlier_migration(
@@ -128,9 +137,9 @@ def test_database_of_a_newer_release_is_one_line_with_the_next_step(
     assert main(["serve"]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "a newer release made" in error
+    assert "another release made" in error
     move = findings(capsys, 1)["migrations"]["move"]
-    assert move == "install that release here, or restore an earlier backup"
+    assert move.startswith("install that release here, restore an earlier backup")
 
 
 def test_doctor_names_the_next_step_for_a_damaged_file(

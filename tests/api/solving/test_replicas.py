@@ -23,7 +23,6 @@ from autoac.api.storage.keys import Scope, create_key
 pytestmark = POSTGRES
 
 JSON = {"Content-Type": "application/json"}
-NAME = "chain@cpu/production"
 
 
 @pytest.fixture
@@ -56,7 +55,6 @@ def test_replicas_share_what_is_stored(replicas: tuple[TestClient, TestClient]) 
         "/v1/profiles",
         f"/v1/profiles/{profile.digest}",
         "/v1/jobs",
-        "/v1/aliases",
     ):
         asked = [http.get(path) for http in replicas]
         assert [got.status_code for got in asked] == [200, 200], path
@@ -92,22 +90,6 @@ def test_job_is_shown_and_cancelled_by_another_replica(serve: Serve) -> None:
     assert other.get(job).content == one.get(job).content
     assert other.delete(job).status_code in (200, 202, 204)
     assert [http.get(job).json()["state"] for http in (one, other)] == ["cancelled"] * 2
-
-
-def test_alias_moves_at_both_replicas(replicas: tuple[TestClient, TestClient]) -> None:
-    one, other = replicas
-    ids = [post_policy(one, budget).headers["etag"].strip('"') for budget in (1.0, 2.0)]
-
-    def put(http: TestClient, id: str, **headers: str) -> int:
-        named = {name.replace("_", "-"): text for name, text in headers.items()}
-        return http.put(f"/v1/aliases/{NAME}", json={"policy_id": id}, headers=named).status_code
-
-    assert put(one, ids[0], If_None_Match="*") == 201
-    assert put(other, ids[1], If_Match='"1"') == 200
-    assert put(one, ids[0], If_Match='"1"') == 412  # it expects the earlier revision
-    assert [http.get(f"/v1/named-policies/{NAME}").headers["etag"] for http in replicas] == [
-        f'"{ids[1]}"'
-    ] * 2
 
 
 def test_key_works_at_every_replica(replicas: tuple[TestClient, TestClient], database: Database) -> None:

@@ -9,40 +9,16 @@ from pathlib import Path
 from urllib.parse import urljoin
 
 import pytest
-from drawings import HOST, linked, moves_budget
 from service_app import Serve
-from service_fakes import InProcess, chain_profile, request, save_all
+from service_fakes import chain_profile, request
 
 import autoac.api.web
-from autoac.api.policy_plot import AGAIN, IDLE, KEPT, MOVED
 from autoac.api.web import OURS, assets
-from autoac.planner import plan
-from autoac.planner.formats.policy import Policy
-from autoac.planner.formats.profile import BackwardSteps, Profile, Ragged, SavedTensors
-from autoac.planner.offload import plan_with_host
 
 JSON = {"Content-Type": "application/json"}
 TOKEN = "a token of more than sixteen"
 ID = "0" * 64
-PAGES = ("/", f"/models/{ID}", f"/policies/{ID}", "/difference", "/jobs")
-
-
-def idle_first() -> Profile:
-    """Return the chain with a first op that backward does not need."""
-    profile = chain_profile()
-    n = len(profile.ops)
-    return profile.model_copy(
-        update={
-            "saved": SavedTensors(value=(1, 2), packed=(2, 3), dropped=(2 * n - 1, 2 * n - 2)),
-            "backward": BackwardSteps(
-                name=(0,) * n,
-                unpacks=Ragged.of([[1], [0], []]),
-                runtime_us=(20.0,) * n,
-                other_nbytes=(0,) * n,
-                peak_nbytes=(64,) * n,
-            ),
-        }
-    )
+PAGES = ("/", f"/profiles/{ID}", f"/policies/{ID}", "/difference", "/jobs")
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -105,56 +81,9 @@ def test_pages_use_relative_addresses(serve: Serve) -> None:
 
 def test_page_of_an_impossible_id_is_served(serve: Serve) -> None:
     http = serve()
-    for path in ("/models/unknown", "/policies/unknown"):
+    for path in ("/profiles/unknown", "/policies/unknown"):
         found = http.get(path)
         assert (found.status_code, found.headers["content-type"]) == (200, "text/html; charset=utf-8")
-
-
-def test_difference_counts_what_is_really_saved(serve: Serve) -> None:
-    """Once the second op is saved, nothing needs the first one, although the policy saves it too."""
-    profile = idle_first()
-    http = serve(InProcess(plan))
-    roomy = plan(profile, budget_bytes=1 << 40)
-    ids = []
-    for budget in (roomy.peak, 1 << 40):
-        made = http.post("/v1/policies", content=request(profile, budget_bytes=budget), headers=JSON)
-        ids.append(made.headers["location"].rpartition("/")[2])
-    names = {"before": ids[0], "after": ids[1]}
-    found = http.get("/v1/differences", params=names).json()
-    fates = http.get(f"/v1/policies/{ids[0]}/drawing").json()["fates"]["fate"]
-    side = found["before"]
-    assert [side["idle"], side["kept"], side["again"]] == [fates.count(n) for n in (IDLE, KEPT, AGAIN)]
-    assert side["idle"] == 1
-    assert found["same"]
-
-
-def test_difference_counts_moved_ops(serve: Serve) -> None:
-    host = HOST.model_dump(mode="json")
-    http = serve(InProcess(plan_with_host))
-    made = http.post(
-        "/v1/policies",
-        content=request(linked(), budget_bytes=moves_budget(), constraints=host),
-        headers=JSON,
-    )
-    id = made.headers["location"].rpartition("/")[2]
-    fates = http.get(f"/v1/policies/{id}/drawing").json()["fates"]
-    side = http.get("/v1/differences", params={"before": id, "after": id}).json()["before"]
-    counts = [side["idle"], side["kept"], side["again"], side["moved"]]
-    assert counts == [fates["fate"].count(n) for n in (IDLE, KEPT, AGAIN, MOVED)]
-    policy = Policy.from_json(http.get(f"/v1/policies/{id}").content)
-    assert side["moved"] == len(policy.moves) > 0
-    nbytes = sum(n for n, fate in zip(fates["nbytes"], fates["fate"], strict=True) if fate == MOVED)
-    assert nbytes == policy.predicted.moved_bytes
-
-
-def test_difference_without_a_profile_counts_decisions(serve: Serve) -> None:
-    profile = idle_first()
-    http = serve(InProcess(save_all), draw_ahead=False)
-    made = http.post("/v1/policies", content=request(profile), headers=JSON)
-    id = made.headers["location"].rpartition("/")[2]
-    assert http.delete(f"/v1/profiles/{profile.digest}").status_code == 204
-    side = http.get("/v1/differences", params={"before": id, "after": id}).json()["before"]
-    assert (side["kept"], side["idle"]) == (3, None)
 
 
 def test_jobs_are_filtered_by_profile(serve: Serve) -> None:

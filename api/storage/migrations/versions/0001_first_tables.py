@@ -2,9 +2,6 @@
 
 The tables are those of `tables.py`, which no migration has changed yet. The first migration that changes them
 must also write out here the tables as they were before; a test fails until it does.
-
-The number is 0005 because five migrations made the same tables before the first release: a database at 0005
-is one of this release, however it came about.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from alembic import op
 
 from autoac.api.storage.tables import metadata
 
-revision = "0005"
+revision = "0001"
 down_revision = None
 branch_labels = None
 depends_on = None
