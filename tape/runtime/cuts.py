@@ -21,6 +21,8 @@ A worked example, layers of several modules that make 100 bytes inside and 10 be
 
 - Live is what recorded ops made since the last cut, in storages that something still refers to.
 - What a cut holds is held when an op reads it next. No recompute starts from what no op reads.
+- What the model or the loop goes on holding, as hooks do that keep inputs, is not recomputed while it has
+  the contents that the op has made (`HeldElsewhere` in replay.py).
 - If an op writes it in place first, its new version is held instead. If an op writes it later, what is held
   is copied before, and the new version is recorded like any other.
 """

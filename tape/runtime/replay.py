@@ -38,7 +38,13 @@ from autoac.tape.torch_facts import private, rng
 from autoac.tape.torch_facts.nested_ops import AUTOCAST
 from autoac.tape.torch_facts.op_signature import outputs_of
 from autoac.tape.unseen.checked_code import CheckedCode
-from autoac.tape.unseen.fingerprints import Comparison, KeptWeights
+from autoac.tape.unseen.fingerprints import (
+    Comparison,
+    Fingerprint,
+    KeptWeights,
+    fingerprint_of,
+    same_contents,
+)
 from autoac.tape.unseen.function_calls import FunctionRerun
 from autoac.tape.unseen.global_flags import FlagSwitcher
 
@@ -117,16 +123,21 @@ class Pass:
 
         Call it before the use is removed from `NodeVersion.uses`.
         """
-        stack = [version]
+        self.consume_use(version)
+        self.skip_if_unused(version.node)
+
+    def skip_if_unused(self, node: Node) -> None:
+        """If no use is left of what `node` makes, and it has not run, consume the uses of what it reads."""
+        stack = [node]
         while stack:
-            version = stack.pop()
-            self.consume_use(version)
-            node = version.node
+            node = stack.pop()
             if node.order in self.executed:
                 continue
             if not any(self.remaining_uses(live) > 0 for live in live_versions(node)):
                 self.executed.add(node.order)
-                stack.extend(node.reads)
+                for read in node.reads:
+                    self.consume_use(read)
+                    stack.append(read.node)
 
 
 class EventLog:
@@ -166,6 +177,28 @@ def handle_of_key(key: int) -> Any:
     return _registries[key >> 32][key & 0xFFFFFFFF]()
 
 
+class HeldElsewhere:
+    """A storage that the model or the loop holds, with what a recorded op has put there.
+
+    Recomputing the contents would take the memory twice. Nothing here keeps the storage alive, and whoever
+    holds it may write to it, so the contents are compared each time.
+    """
+
+    __slots__ = ("_contents", "_nbytes", "_storage")
+
+    def __init__(self, storage: torch.UntypedStorage, contents: Fingerprint) -> None:
+        self._storage = weakref.ref(storage)
+        self._nbytes = storage.nbytes()
+        self._contents = contents
+
+    def get(self) -> torch.UntypedStorage | None:
+        """Return the storage; None if it is gone, or has other contents."""
+        storage = self._storage()
+        if storage is None or storage.nbytes() != self._nbytes:
+            return None
+        return storage if same_contents(fingerprint_of(storage), self._contents) else None
+
+
 def nothing_held(_version: NodeVersion) -> Tensor | None:
     """Stand in for what forward holds while no plan has it hold anything."""
     return None
@@ -189,6 +222,7 @@ class RegionGraph:
         self.tape: StepTape | None = None  # of an observed step
         # While forward runs: returns what a plan holds of a version for a backward inside of forward.
         self.held_in_forward: Callable[[NodeVersion], Tensor | None] = nothing_held
+        self.elsewhere: dict[int, HeldElsewhere] = {}  # of an observed step, by serial of the version
         # Graph tasks that hooks of backward run are parts of the pass that they interrupt.
         self.joins_nested = False
         self.selective = False  # a checkpoint outside of any plan saves what only recomputes read
@@ -244,6 +278,20 @@ class RegionGraph:
             return None
         mine = (running for running in self.passes.values() if running.thread == thread)
         return max(mine, key=lambda running: running.task, default=None)
+
+    def held_elsewhere(self, version: NodeVersion) -> Tensor | None:
+        """Return a tensor that shows `version`, if the model or the loop holds it; it stays theirs."""
+        held = self.elsewhere.get(version.serial)
+        if held is None:
+            return None
+        storage = held.get()
+        if storage is None:
+            del self.elsewhere[version.serial]
+            return None
+        with _unrecorded(), _BelowAutograd():
+            if version.recipe is not None and not version.raw:
+                return make_view(storage, version.recipe)
+            return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def restart(self) -> Pass:
         """Start a new pass in place of the running one.
@@ -342,12 +390,17 @@ def save_functions_before(node: Node) -> None:
 def recompute(target: NodeVersion, running: Pass, graph: RegionGraph) -> Tensor:
     """Recompute `target`: run, in forward order, the ops since the nearest saved tensors."""
     burst: dict[int, Node] = {}  # by order
+    borrowed: list[NodeVersion] = []  # for this burst: others hold them, and may write to them afterwards
     stack = [target]
     cache = running.cache
     while stack:
         version = stack.pop()
         node = version.node
         if version.serial not in cache and node.order not in burst:
+            if graph.elsewhere and (tensor := graph.held_elsewhere(version)) is not None:
+                cache[version.serial] = tensor
+                borrowed.append(version)
+                continue
             burst[node.order] = node
             stack += node.reads
     if not running.executed.isdisjoint(burst):
@@ -373,6 +426,10 @@ def recompute(target: NodeVersion, running: Pass, graph: RegionGraph) -> Tensor:
     recomputed = running.cache[target.serial]
     if not running.uncounted and running.remaining_uses(target) <= 0:
         del running.cache[target.serial]
+    for version in borrowed:
+        cache.pop(version.serial, None)
+        if not running.uncounted:
+            running.skip_if_unused(version.node)
     return recomputed
 
 

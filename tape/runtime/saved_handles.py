@@ -109,6 +109,8 @@ class RecomputedHandle:
             recomputed = running.cache.get(version.serial)
             if recomputed is None:
                 recomputed = held = graph.held_in_forward(version)
+                if held is None and graph.elsewhere:
+                    recomputed = held = graph.held_elsewhere(version)
             if recomputed is None:
                 recomputed = recompute(version, running, graph)
             elif running.handed_out:
@@ -129,6 +131,8 @@ class RecomputedHandle:
                     running.split is not None and leaves_gradients()
                 ):
                     running.consume_use(version)
+                    if held is not None:
+                        running.skip_if_unused(version.node)
                     if version.serial in running.cache:  # other ops will read it
                         running.handed_out.setdefault(version.serial, []).append((tensor, tensor._version))
                     self._used_in = running.first_task
@@ -137,9 +141,9 @@ class RecomputedHandle:
             return tensor
 
     def is_cached(self) -> bool:
-        """Return True if the running pass or a cut holds the tensor."""
-        running, _ = self.graph.current_pass()
-        return self._version.serial in running.cache or self._version.node.order < 0
+        """Return True if the running pass, a cut, the model or the loop holds the tensor."""
+        (running, _), serial = self.graph.current_pass(), self._version.serial
+        return serial in running.cache or serial in self.graph.elsewhere or self._version.node.order < 0
 
     def move_to(self, newer: NodeVersion) -> None:
         """Recompute from `newer`, a later version with the same contents in all that this handle views."""

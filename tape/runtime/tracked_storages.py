@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from autoac.tape.runtime.nodes import (
     next_order,
     pin_version,
 )
-from autoac.tape.runtime.replay import RegionGraph
+from autoac.tape.runtime.replay import HeldElsewhere, RegionGraph
 from autoac.tape.runtime.view_recipes import make_view, recipe_of, window_of_recipe
 from autoac.tape.runtime.write_guard import WriteGuard, detached_alias
 from autoac.tape.torch_facts.op_facts import OpFacts, written_tensors
@@ -36,6 +36,7 @@ from autoac.tape.torch_facts.storage_table import StorageTable, Window, disjoint
 from autoac.tape.unseen.fingerprints import (
     Fingerprint,
     can_compare,
+    fingerprint_of,
     same_contents,
     storage_fingerprint,
 )
@@ -101,9 +102,21 @@ class TrackedStorages:
     def close(self) -> None:
         """Forget all origins. From here on the write guards of the sources watch for writes."""
         self.look_last(everything=True)
+        if self.cuts is not None:
+            self._graph.elsewhere = {version.serial: held for version, held in self._held_elsewhere()}
         self._renew_guards()
         self._table.clear()
         self._saved.clear()
+
+    def _held_elsewhere(self) -> Iterator[tuple[NodeVersion, HeldElsewhere]]:
+        """Yield the versions that backward needs and whose memory the model or the loop holds anyway."""
+        for storage, version in self._table.items():
+            if type(version) is not NodeVersion or version.node.order < 0 or not version.uses:
+                continue
+            if version.contents is None and version.suspect:
+                continue  # nobody knows who has written it
+            contents = fingerprint_of(storage) if version.contents is None else version.contents
+            yield version, HeldElsewhere(storage, contents)
 
     def _renew_guards(self) -> None:
         """Accept all writes so far to sources entered since the last pause: the mode saw them.

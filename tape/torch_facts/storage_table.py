@@ -181,6 +181,13 @@ class StorageTable(Generic[T]):
             if storage is not None:
                 storage.__dict__.pop(self.name, None)
 
+    def items(self) -> Iterator[tuple[torch.UntypedStorage, T]]:
+        """Yield each storage with its entry."""
+        for ref in self._refs:
+            storage = ref()
+            if storage is not None and self.name in storage.__dict__:
+                yield storage, storage.__dict__[self.name]
+
     def __len__(self) -> int:
         """Return an upper bound of the number of entries: at most twice as many, or `PRUNED_AT`."""
         return len(self._refs)

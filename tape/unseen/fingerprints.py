@@ -71,7 +71,11 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 
 def storage_fingerprint(tensor: Tensor) -> Fingerprint:
     """Return the fingerprint of all bytes of `tensor`'s storage."""
-    storage = tensor.untyped_storage()
+    return fingerprint_of(tensor.untyped_storage())
+
+
+def fingerprint_of(storage: torch.UntypedStorage) -> Fingerprint:
+    """Return the fingerprint of all bytes of `storage`."""
     if storage.device.type == "cpu":
         return _of_bytes(storage.data_ptr(), storage.nbytes())
     with _unseen():
