@@ -236,6 +236,8 @@ class ObservedStep:
         self._path = [ROOT]
         self._cuts = Cuts()
         self._others_follow = False
+        if (model := self.model()) is not None and not self._is_fake:
+            self._tape.recorder.begin_forward(model.parameters())
         self._tape.saved.forward_over = False
         with ExitStack() as stack:
             self.groups = stack.enter_context(noting_groups())

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from autoac.planner.formats.profile import (
     ANOTHER_GRAPH,
@@ -49,11 +50,20 @@ from autoac.tape.torch_facts.storage_table import (
 )
 from autoac.tape.torch_facts.streams import has_streams
 from autoac.tape.unseen.function_calls import FunctionCall
+from autoac.tape.unseen.moving_weights import (
+    MOVES,
+    Memory,
+    memory_by_parameter,
+    memory_of,
+    note_moving,
+    parameter_of,
+)
 
 CROSSES_FORWARDS = "another forward reads it"
 CROSSES_STREAMS = "another stream reads it"
 BETWEEN_GRAPHS = "it runs between compiled graphs"
 OUTSIDE_OF_MODEL = "it runs outside of the model"
+TEMPORARY = "it reads memory that the model frees at once"
 
 
 @dataclass(slots=True)
@@ -156,6 +166,9 @@ class OpRecorder:
         self.function: FunctionCall | None = None
         self.needs_checkpoints = False
         self._readers: StorageTable[list[int]] = StorageTable()  # ops that read an external storage
+        self._memory: dict[int, Memory] = {}  # of parameters as forward began, by id
+        # Parameters that were read, with their storage then and its bytes, by id.
+        self._read: dict[int, tuple[weakref.ref[Parameter], weakref.ref[torch.UntypedStorage], Memory]] = {}
         # By storage: the checkpoint, run as a plain call, in which autograd saved it last.
         self._saved_in: StorageTable[int] = StorageTable()
         # What checkpoints, run as plain calls, read from outside, and the address of its storage then.
@@ -165,6 +178,42 @@ class OpRecorder:
         self._in_loss = False
         self._mark = mark
         self._has_streams = has_streams()
+
+    def begin_forward(self, parameters: Iterable[Parameter]) -> None:
+        """Note the memory that `parameters` of the model have as a forward begins."""
+        self._memory = memory_by_parameter(parameters)
+        self._read.clear()
+
+    def moves(self, tensor: Tensor) -> bool:
+        """Return True if `tensor` is on a parameter that got its memory in this forward; note the read."""
+        parameter = parameter_of(tensor) if has_storage(tensor) else None
+        if parameter is None:
+            return False
+        version = self.newest.get(tensor)
+        if version is not None and not self.record.ops[self.record.versions[version].op].must_save:
+            return False  # made by an op that can fill it again
+        memory = memory_of(parameter)
+        if id(parameter) not in self._read:
+            storage = parameter.untyped_storage()
+            self._read[id(parameter)] = weakref.ref(parameter), weakref.ref(storage), memory
+        if self._memory.get(id(parameter), memory) == memory:
+            return False
+        note_moving(parameter)
+        return True
+
+    def _note_moved(self) -> None:
+        """Have ops saved that have read a parameter whose memory is another one by now."""
+        for ref, of_storage, memory in self._read.values():
+            parameter, storage = ref(), of_storage()
+            if parameter is not None and memory_of(parameter) != memory:
+                note_moving(parameter)
+                if storage is not None:
+                    self.save_readers(storage, MOVES)
+
+    def save_readers(self, storage: torch.UntypedStorage, reason: str) -> None:
+        """Have the ops saved that have read `storage`, which forward did not make."""
+        for reader in self._readers.of(storage) or ():
+            self.record.ops[reader].force_save(reason)
 
     def begin(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunningOp:
         """Record an op that is about to run. The caller sets its marks, and calls `end`."""
@@ -180,6 +229,8 @@ class OpRecorder:
         tensors = list(tensors_in(args, kwargs))
         if not all(map(has_storage, tensors)):
             reason = reason or "reads a tensor without a storage of its own"
+        if sum(map(self.moves, tensors)):  # notes all of them
+            reason = reason or MOVES
         reads = self._reads(tensors, index, unread, unread_argument(facts, args, kwargs))
         if facts.collective:
             note_groups(facts, args, kwargs)
@@ -270,6 +321,8 @@ class OpRecorder:
             must_save = must_save or BETWEEN_GRAPHS
         if self._in_loss:
             must_save = must_save or OUTSIDE_OF_MODEL
+        if sum(map(self.moves, tensors)):  # notes all of them
+            must_save = must_save or MOVES
         reads = self._reads(tensors, index)
         op = RecordedOp(
             call.facts,
@@ -329,6 +382,7 @@ class OpRecorder:
     def end_forward(self, output: Any) -> list[Tensor]:
         """Mark the end of a forward that returned `output`; return its tensors that forward did not make."""
         self.record.forward_ends.append(len(self.record.ops))
+        self._note_moved()
         for ref, address in self._read_in_calls.values():
             if (tensor := ref()) is not None and tensor.untyped_storage()._cdata != address:
                 self._need_checkpoints()

@@ -27,6 +27,7 @@ from autoac.planner.formats.profile import CROSSES, OVERWRITTEN, PINNED, UNSEEN
 from autoac.tape.capture.allocations import AllocatedBlock, Allocations, allocated_between
 from autoac.tape.capture.op_recorder import (
     OUTSIDE_OF_MODEL,
+    TEMPORARY,
     OpRecorder,
     RecordedOp,
     RecordedStorage,
@@ -40,6 +41,7 @@ from autoac.tape.torch_facts.op_facts import OpFacts, facts_of
 from autoac.tape.torch_facts.storage_table import has_storage
 from autoac.tape.unseen.function_calls import FunctionCall
 from autoac.tape.unseen.held_storages import HeldStorages
+from autoac.tape.unseen.moving_weights import parameter_of
 
 
 def _never_called(*_: Any) -> None:
@@ -129,6 +131,8 @@ class StepTape:
         if not self.saved.closed and self.recorder.newest.get(tensor) is None:
             address = self.recorder.locate(tensor.untyped_storage())
             self.temporary.append(RecordedStorage(address, self._mark()))
+            if tensor.untyped_storage().nbytes() >= SMALL_NBYTES:
+                self.recorder.save_readers(tensor.untyped_storage(), TEMPORARY)
 
     @contextmanager
     def hiding(self) -> Iterator[None]:
@@ -274,10 +278,17 @@ class StepTape:
     def pack(self, tensor: Tensor) -> int | None:
         """Return the number of a tensor that autograd saves; None if forward did not make it.
 
+        Views of weights that backward fills again count as made elsewhere.
+
         RegionHooks.pack calls this, which autograd called. Then it calls `packed`.
         """
         self._packing = self._mark()
-        return self.saved.add_tensor(tensor) if self.saved.sees(tensor, 4) else None
+        sees = self.saved.sees(tensor, 4)
+        if has_storage(tensor) and parameter_of(tensor) is not None:
+            self.held.look()  # what filled it
+            if self.recorder.moves(tensor):
+                return None
+        return self.saved.add_tensor(tensor) if sees else None
 
     def packed(self) -> None:
         """Note that the region has packed the tensor."""

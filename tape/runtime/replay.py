@@ -180,8 +180,8 @@ def handle_of_key(key: int) -> Any:
 class HeldElsewhere:
     """A storage that the model or the loop holds, with what a recorded op has put there.
 
-    Recomputing the contents would take the memory twice. Nothing here keeps the storage alive, and whoever
-    holds it may write to it, so the contents are compared each time.
+    Recomputing the contents would take the memory twice. Nothing here keeps the storage alive. Its holder may
+    write to it, so the contents are compared each time.
     """
 
     __slots__ = ("_contents", "_nbytes", "_storage")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from autoac.tape.capture.step_tape import StepTape
 from autoac.tape.runtime.moves.region_moves import FetchTrigger
@@ -21,8 +22,14 @@ from autoac.tape.runtime.replay import (
     view_of,
 )
 from autoac.tape.runtime.split_backward import leaves_gradients
-from autoac.tape.runtime.view_recipes import Recipe
-from autoac.tape.runtime.write_guard import ContentsDiffer, WriteGuard, detached_alias, without_history
+from autoac.tape.runtime.view_recipes import Recipe, make_view, recipe_of
+from autoac.tape.runtime.write_guard import (
+    ContentsDiffer,
+    StaleError,
+    WriteGuard,
+    detached_alias,
+    without_history,
+)
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.op_facts import leaves_bytes_unwritten
 from autoac.tape.torch_facts.storage_table import has_storage
@@ -31,9 +38,12 @@ from autoac.tape.unseen.fingerprints import (
     KeptWeights,
     can_compare,
     fingerprint,
+    fingerprint_of,
     same_contents,
     shows_whole_storage,
+    storage_fingerprint,
 )
+from autoac.tape.unseen.moving_weights import note_unpack
 
 
 class RecomputedHandle:
@@ -226,6 +236,53 @@ class SavedHandle(WriteGuard):
     def unpack_writable(self) -> Tensor:
         """Return a copy of the tensor for compiled code, which may overwrite it."""
         return self.unpack().clone()
+
+
+class MovingWeightHandle:
+    """A handle in place of a view of a parameter that is in memory only while its block runs.
+
+    Args:
+        parameter: of which `tensor` is a view.
+        tensor: that autograd saves.
+        held: a handle that holds it; None where backward fills the parameter again.
+    """
+
+    __slots__ = ("_contents", "_device", "_held", "_nbytes", "_parameter", "_recipe")
+
+    def __init__(self, parameter: Parameter, tensor: Tensor, held: Any) -> None:
+        self._parameter = parameter
+        self._recipe = recipe_of(tensor)
+        self._device, self._nbytes = tensor.device, tensor.untyped_storage().nbytes()
+        self._contents = storage_fingerprint(tensor)
+        self._held = held
+
+    def unpack(self) -> Tensor:
+        """Return the view.
+
+        Raises:
+            StaleError: it is not held, and the parameter does not have the contents that it had in forward.
+        """
+        storage = self._parameter.untyped_storage()
+        filled = (storage.device, storage.nbytes()) == (self._device, self._nbytes) and same_contents(
+            fingerprint_of(storage), self._contents
+        )
+        if self._held is not None:
+            note_unpack(self._parameter, filled=filled)
+            return unpack(self._held)
+        if not filled:
+            note_unpack(self._parameter, filled=False)
+            dtype, size = self._recipe[:2]
+            raise StaleError(
+                f"a parameter, of which autograd saved a {dtype} {list(size)}, must have in backward the "
+                "contents that it had in forward, as in the steps before: its memory is there only while its "
+                "block runs. Fill it with the same values before the backward of the block. The next "
+                "step holds what autograd saves of it"
+            )
+        recording_off.depth += 1
+        try:
+            return make_view(storage, self._recipe)
+        finally:
+            recording_off.depth -= 1
 
 
 class OuterHookHandle:

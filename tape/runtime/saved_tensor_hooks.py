@@ -17,6 +17,7 @@ from autoac.tape.runtime.nested_policies import Grouping, Packing
 from autoac.tape.runtime.nodes import NodeVersion
 from autoac.tape.runtime.replay import RegionGraph
 from autoac.tape.runtime.saved_handles import (
+    MovingWeightHandle,
     OuterHookHandle,
     RecomputedHandle,
     SavedHandle,
@@ -31,6 +32,7 @@ from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.inductor import keep_dynamo_out
 from autoac.tape.torch_facts.storage_table import has_storage
 from autoac.tape.torch_facts.streams import streams_seen
+from autoac.tape.unseen.moving_weights import is_refilled, moving_base
 
 _STRIDED = torch.strided
 
@@ -97,8 +99,15 @@ class RegionHooks:
         handle = self.handle_of(tensor)
         return handle if tape is None else taped(handle, saved, tape)
 
-    def handle_of(self, tensor: Tensor) -> RecomputedHandle | SavedHandle | OuterHookHandle:
+    def handle_of(self, tensor: Tensor) -> Any:
         """Return a handle for `tensor`, which no running Function has made."""
+        parameter = moving_base(tensor)
+        if parameter is None:
+            return self._handle_of(tensor)
+        held = None if is_refilled(parameter) else self._handle_of(tensor)
+        return MovingWeightHandle(parameter, tensor, held)
+
+    def _handle_of(self, tensor: Tensor) -> RecomputedHandle | SavedHandle | OuterHookHandle:
         handle: RecomputedHandle | SavedHandle | None = None
         kind = type(tensor)
         if ((kind is Tensor or kind is Parameter) and tensor.layout is _STRIDED) or has_storage(tensor):
