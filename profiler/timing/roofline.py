@@ -10,14 +10,16 @@ For example, `x @ w` of two bf16 matrices of 4096 rows and columns on an H100 is
 0.139 / 0.5 ms + 4 us = 0.282 ms.
 
 Source of the model: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model",
-CACM 52(4), 2009. Sources of the efficiencies are given where they are defined.
+CACM 52(4), 2009. Datasheets and efficiencies, with their sources, are in datasheets.toml.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
@@ -26,8 +28,6 @@ from torch import Tensor
 
 from autoac.tape.torch_facts.op_facts import OpFacts
 from autoac.tape.torch_facts.op_signature import flops_of, outputs_of, tensors_in
-
-_TERA = 1e12  # datasheets count in decimal units
 
 # Read rows of a table: these move what they return, and not the table.
 _GATHERS = {f"aten.{name}" for name in ("embedding", "index_select", "gather", "index", "take")}
@@ -66,43 +66,6 @@ def kind_of(func: Any, name: str, flops: float) -> KernelKind:
     return KernelKind.OTHER
 
 
-def _efficiencies(
-    product: float, attention: float, cudnn_attention: float, norm: float = 0.35, pointwise: float = 0.85
-) -> Mapping[KernelKind, float]:
-    return MappingProxyType(
-        {
-            KernelKind.PRODUCT: product,
-            KernelKind.ATTENTION: attention,
-            KernelKind.CUDNN_ATTENTION: cudnn_attention,
-            KernelKind.NORM: norm,
-            KernelKind.POINTWISE: pointwise,
-            KernelKind.OTHER: 0.6,
-        }
-    )
-
-
-# Sources, for large operands:
-# - Products and norms are fitted to published training throughput (benchmarks/published.py). On the best
-#   shapes, products reach 0.87 of the peak on A100, 0.80 on H100 (0.71 in float8) and 0.51 on MI300X (Bekman,
-#   "Machine Learning Engineering", table of "maximum achievable matmul FLOPS"); in a training step, 0.7 on
-#   A100 and 0.5 on H100. Norms read their operands twice, which `bytes_moved` counts once.
-# - Attention, forward and head sizes 64 to 128: FlashAttention-2 reaches 0.5 to 0.73 on A100 (Dao,
-#   arXiv:2307.08691). On H100 the same kernel reaches 0.33 to 0.37 and cuDNN's 0.42 to 0.6 (Shah et al.,
-#   arXiv:2407.08608, figure 5). MI300X has no such table, so it gets H100's number.
-# - Pointwise: a copy reaches 0.9 of the bandwidth of an H100; kernels with several operands reach less.
-# - In a layer as wide as Llama 8B's (`benchmarks.gpu_quarter --only "wide layer"`), an H200 reached 0.81 in
-#   products, 0.63 in cuDNN's attention, 0.55 in norms and 0.70 in pointwise kernels. In a whole step of 12
-#   narrower layers (benchmarks.gpu_quarter, Llama large, plain: 143.0 ms), 0.75 in products fits.
-# - The link to the host reaches 0.8 of each direction of PCIe 5.0 x16 (63 GB/s) and 4.0 x16 (31.5 GB/s) with
-#   both busy: an H200 measured 50.0 GB/s in each (`link_of`), and 55 in one alone.
-# - Other kernels are too diverse for a source. 0.6 is an assumption.
-AMPERE = _efficiencies(0.7, 0.6, 0.6)
-HOPPER = _efficiencies(0.5, 0.35, 0.5)
-H200_MEASURED = _efficiencies(0.75, 0.35, 0.63, norm=0.55, pointwise=0.70)
-CDNA3 = _efficiencies(0.5, 0.35, 0.35)
-
-
-PCIE_4, PCIE_5 = 25e9, 50e9  # bytes/s
 COPY_US = 10.0  # from the launch of a copy to its first byte; small copies took 7 to 9 on an H200
 
 
@@ -120,7 +83,7 @@ class Device:
     memory_bytes: int
     launch_us: float = 4.0  # from one small kernel to the next in eager mode
     # Part of the peaks, in (0, 1].
-    efficiency: Mapping[KernelKind, float] = field(default_factory=lambda: AMPERE)
+    efficiency: Mapping[KernelKind, float] = field(default_factory=lambda: DATASHEETS["a100"].efficiency)
     device_type: str = "cuda"  # "cuda" (AMD too) or "cpu": which kernels run
     allocator_rounding: int = 512  # bytes
     capability: tuple[int, int] | None = None  # of CUDA; None: not NVIDIA's
@@ -178,23 +141,6 @@ def _operand_type(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype
     return None
 
 
-_HALF = (torch.float16, torch.bfloat16)
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_FLOAT8_FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # of AMD's CDNA3
-
-
-def _peaks(
-    half: float, float8: float = 0.0, types: Sequence[torch.dtype] = _FLOAT8
-) -> Mapping[torch.dtype, float]:
-    """Return peaks in FLOP/s by type, from TFLOP/s; a device without float8 units lists no float8."""
-    eighths = dict.fromkeys(types, float8 * _TERA) if float8 else {}
-    return MappingProxyType(dict.fromkeys(_HALF, half * _TERA) | eighths)
-
-
-def _mib(count: int) -> int:
-    return count << 20
-
-
 def workspace_of(capability: tuple[int, int]) -> int:
     """Return the bytes that cuBLAS keeps for each thread and stream on a GPU of NVIDIA.
 
@@ -208,86 +154,28 @@ CUDNN_OF_WHEELS = 92000
 """The version of cuDNN that torch 2.13 brings along with CUDA 13."""
 
 
-# float32 is the peak of the ordinary cores: by default torch uses no TF32 for matrix products. Memory is
-# what torch reports as `total_memory`: nominal "GB" are GiB, less what the driver and error correction take.
+def _device(sheet: Mapping[str, Any]) -> Device:
+    """Return the device of an entry in datasheets.toml. Only NVIDIA's have a capability."""
+    capability = (sheet["capability"][0], sheet["capability"][1]) if "capability" in sheet else None
+    peaks = dict.fromkeys((torch.float16, torch.bfloat16), sheet["half_flops_per_s"])
+    if "float8_flops_per_s" in sheet:
+        fnuz = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # of AMD's CDNA3
+        types = (torch.float8_e4m3fn, torch.float8_e5m2) if capability else fnuz
+        peaks |= dict.fromkeys(types, sheet["float8_flops_per_s"])
+    return Device(
+        name=sheet["name"],
+        flops_per_s=MappingProxyType(peaks),
+        other_flops_per_s=sheet["float32_flops_per_s"],
+        bytes_per_s=sheet["bytes_per_s"],
+        memory_bytes=sheet["memory_mib"] << 20,
+        efficiency=MappingProxyType({kind: sheet["efficiency"][kind] for kind in KernelKind}),
+        capability=capability,
+        cudnn=CUDNN_OF_WHEELS if capability else 0,
+        link_bytes_per_s=sheet["link_bytes_per_s"],
+        workspace_nbytes=workspace_of(capability) if capability else sheet["workspace_mib"] << 20,
+    )
 
-H100 = Device(
-    "NVIDIA H100 SXM",
-    _peaks(989.4, 1978.9),
-    66.9e12,
-    3.35e12,
-    _mib(81_090),
-    efficiency=HOPPER,
-    capability=(9, 0),
-    cudnn=CUDNN_OF_WHEELS,
-    workspace_nbytes=workspace_of((9, 0)),
-    link_bytes_per_s=PCIE_5,
-)
-"""NVIDIA H100 Tensor Core GPU datasheet; dense numbers: H100 architecture white paper, table 2."""
 
-H200 = replace(
-    H100,
-    name="NVIDIA H200 SXM",
-    bytes_per_s=4.8e12,
-    memory_bytes=_mib(143_156),
-    efficiency=H200_MEASURED,
-)
-"""NVIDIA H200 Tensor Core GPU datasheet; an H100 with 141 GB of HBM3e."""
-
-A100 = Device(
-    "NVIDIA A100 SXM 80GB",
-    _peaks(312),
-    19.5e12,
-    2.039e12,
-    _mib(81_050),
-    capability=(8, 0),
-    cudnn=CUDNN_OF_WHEELS,
-    workspace_nbytes=workspace_of((8, 0)),
-    link_bytes_per_s=PCIE_4,
-)
-"""NVIDIA A100 Tensor Core GPU datasheet."""
-
-MI300X = Device(
-    "AMD Instinct MI300X",
-    _peaks(1307.4, 2614.9, _FLOAT8_FNUZ),
-    163.4e12,
-    5.3e12,
-    _mib(196_592),
-    efficiency=CDNA3,
-    workspace_nbytes=128 << 20,
-    link_bytes_per_s=PCIE_5,
-)
-"""AMD Instinct MI300X accelerator data sheet."""
-
-L40S = Device(
-    "NVIDIA L40S",
-    _peaks(362.05, 733),
-    91.6e12,
-    0.864e12,
-    _mib(45_589),
-    capability=(8, 9),
-    cudnn=CUDNN_OF_WHEELS,
-    workspace_nbytes=workspace_of((8, 9)),
-    link_bytes_per_s=PCIE_4,
-)
-"""NVIDIA L40S datasheet."""
-
-RTX_4090 = replace(
-    L40S,
-    name="NVIDIA GeForce RTX 4090",
-    flops_per_s=_peaks(165.2, 330.3),
-    other_flops_per_s=82.6e12,
-    bytes_per_s=1.008e12,
-    memory_bytes=_mib(24_563),
-)
-"""NVIDIA Ada GPU architecture white paper, appendix A: float32 accumulation."""
-
-DATASHEETS = {
-    "h100": H100,
-    "h200": H200,
-    "a100": A100,
-    "mi300x": MI300X,
-    "l40s": L40S,
-    "rtx4090": RTX_4090,
-}
+_TEXT = files("autoac.profiler.timing").joinpath("datasheets.toml").read_text("utf-8")
+DATASHEETS: dict[str, Device] = {key: _device(sheet) for key, sheet in tomllib.loads(_TEXT).items()}
 """Datasheets by the short names that commands accept."""

@@ -15,7 +15,7 @@ from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from autoac.profiler.gpu_dispatch.gpu_autocast import gpu_autocast
 from autoac.profiler.gpu_dispatch.gpu_fake_kernels import GPU_FAKE_KERNELS
 from autoac.profiler.gpu_dispatch.gpu_kernels import gpu_kernels
-from autoac.profiler.timing.roofline import H100
+from autoac.profiler.timing.roofline import DATASHEETS
 from autoac.tape.capture.fake_allocations import FakeAllocations
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.torch_facts.private import FakeTensorMode
@@ -50,14 +50,14 @@ def ops_of(kind: str, i: int, device: str) -> Any:
 def fake_ops_of(kind: str, i: int) -> Any:
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     memory = FakeAllocations(fakes, 1, lambda *_: 0.0, GPU_FAKE_KERNELS)
-    with gpu_kernels(H100), gpu_autocast(), fakes, memory:
+    with gpu_kernels(DATASHEETS["h100"]), gpu_autocast(), fakes, memory:
         return ops_of(kind, i, "cpu")
 
 
 @pytest.mark.filterwarnings("ignore:.* deprecated:UserWarning")
 @pytest.mark.parametrize("kind", LISTS)
 def test_fake_step_casts_as_cuda_does(gpu: ModuleType, kind: str) -> None:
-    gpu.set_cudnn(H100.cudnn)
+    gpu.set_cudnn(DATASHEETS["h100"].cudnn)
     differing = []
     for i, (name, *_) in enumerate(samples_of(kind, "cuda")):
         if name not in MISSING and (fake := fake_ops_of(kind, i)) != (real := ops_of(kind, i, "cuda")):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ac_client
 from autoac.planner import Policy, Profile, bounds, build, plan
 from autoac.profiler import observe
-from autoac.profiler.timing.roofline import CUDNN_OF_WHEELS, H100
+from autoac.profiler.timing.roofline import CUDNN_OF_WHEELS, DATASHEETS
 from benchmarks.models.tiny import IRREGULAR, ZOO, ZooModel
 from benchmarks.observed_profile import IN_BACKWARD, IN_KERNELS, differing
 
@@ -53,7 +53,7 @@ def batch_on(device: str, batch: dict[str, Any]) -> dict[str, Any]:
 def fake_and_real(
     model: nn.Module, batch: dict[str, Any], cudnn: int, dtype: torch.dtype | None
 ) -> tuple[Profile, Profile]:
-    device = replace(H100, cudnn=cudnn, workspace_nbytes=0)  # the stand-in has no cuBLAS
+    device = replace(DATASHEETS["h100"], cudnn=cudnn, workspace_nbytes=0)  # the stand-in has no cuBLAS
     fake = observe(model, (), batch_on("cpu", batch), on=device, autocast=dtype)
     real = observe(model.cuda(), (), batch_on("cuda", batch), autocast=dtype)
     assert fake.environment.autocast == real.environment.autocast
@@ -91,7 +91,7 @@ def test_fake_step_with_grouped_products_has_the_ops_and_bytes_of_the_real_one(
 
 def planned(entry: ZooModel, cudnn: int, dtype: torch.dtype | None) -> Policy:
     """Return a plan for an H100 that recomputes much."""
-    device = replace(H100, cudnn=cudnn, workspace_nbytes=0)
+    device = replace(DATASHEETS["h100"], cudnn=cudnn, workspace_nbytes=0)
     profile = observe(entry.make().train(), (), batch_on("cpu", entry.batch()), on=device, autocast=dtype)
     known = bounds(build(profile))
     return plan(profile, budget_bytes=(known.floor + known.ceiling) // 2).policy()

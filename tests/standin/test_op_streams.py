@@ -14,7 +14,7 @@ import torch
 from autoac.profiler import CannotFake
 from autoac.profiler.gpu_dispatch.gpu_fake_kernels import GPU_FAKE_KERNELS
 from autoac.profiler.gpu_dispatch.gpu_kernels import gpu_kernels
-from autoac.profiler.timing.roofline import CUDNN_OF_WHEELS, H100, Device
+from autoac.profiler.timing.roofline import CUDNN_OF_WHEELS, DATASHEETS, Device
 from autoac.tape.capture.fake_allocations import FakeAllocations
 from autoac.tape.torch_facts.op_facts import facts_of
 from autoac.tape.torch_facts.op_signature import outputs_of
@@ -82,7 +82,7 @@ def claim(gpu: ModuleType) -> Any:
     def claim(capability: tuple[int, int], cudnn: int) -> Device:
         torch.ops.standin.set_capability(*capability)
         gpu.set_cudnn(cudnn)
-        return replace(H100, capability=capability, cudnn=cudnn)
+        return replace(DATASHEETS["h100"], capability=capability, cudnn=cudnn)
 
     return claim
 
@@ -96,7 +96,7 @@ def test_calls_run_the_same_ops(claim: Any, cudnn: int) -> None:
 
 def test_call_whose_sizes_depend_on_values_is_refused_in_a_fake_step() -> None:
     with pytest.raises(CannotFake, match=r"aten\._ctc_loss.*Profile the model on its own device"):
-        fake_ops_of(CTC_LOSS, H100)
+        fake_ops_of(CTC_LOSS, DATASHEETS["h100"])
 
 
 @pytest.mark.parametrize(
