@@ -31,7 +31,6 @@ from autoac.planner.report.page import timeline_page
 from autoac.profiler import device_of
 from autoac.profiler.compiler.second_stage import forget_code_that_calls
 from autoac.profiler.static_memory import state_tensors
-from autoac.tape.checkpoints.own_checkpoints import pin_by_policies
 from autoac.tape.runtime.moves.host_memory import host_memory
 from autoac.tape.runtime.policy_context import active
 from autoac.tape.torch_facts.inductor import uncompiled
@@ -120,7 +119,7 @@ class Applied:
         model = self._model()
         if model is None or self.budget_bytes is None or self._store.buckets.single_policy is not None:
             raise RuntimeError(
-                'plan_for plans shapes for a budget: apply(model, budget_gb=..., shapes="bucket") first'
+                "plan_for plans shapes for a budget: apply(model, budget_gb=...) first, without policy=Policy"
             )
         if not model.training:
             raise RuntimeError("plan_for plans training steps: call model.train() first")
@@ -254,7 +253,6 @@ class Applied:
         model = self._model()
         if model is not None and _applied.get(model) is self:
             del _applied[model]
-            pin_by_policies(model, pins=False)
 
     def _recording_us(self, bucket: PlannedBucket | None) -> float | None:
         """Return the time that recording is expected to add to a forward; None if it is not known.

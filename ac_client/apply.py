@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,26 +15,25 @@ from ac_client.applied_model import Applied
 from ac_client.arguments import (
     check_budget,
     check_constraints,
-    check_loop,
     check_model,
     check_optimizer,
     check_source,
     check_switches,
     check_unplanned,
+    check_verify,
     with_host_budget,
 )
 from ac_client.files import named
 from ac_client.planning.loaded_policy import other_environment
-from ac_client.planning.options import ApplyOptions, Budget, BudgetOf, HostBudgetGb, Shapes
+from ac_client.planning.options import ApplyOptions, Budget, BudgetOf, HostBudgetGb
 from ac_client.planning.ranks import AUTO, Group
 from autoac.planner import Constraints as Constraints
 from autoac.planner import InfeasibleBudget, InvalidBudget, Policy
 from autoac.planner import PolicySet as PolicySet
 from autoac.planner.formats.policy_set import SET_FORMAT
-from autoac.profiler import Loss
 from autoac.profiler.compiler.private_compiler import check_version
 from autoac.profiler.model_device import check_one_device, device_of
-from autoac.tape.checkpoints.own_checkpoints import check_taken_over, pin_by_policies
+from autoac.tape.checkpoints.own_checkpoints import check_taken_over
 from autoac.tape.distributed.fsdp import layout_of, watch_sharding
 from autoac.tape.torch_facts.inductor import compiled_parts, is_called_compiled, uncompiled
 from autoac.tape.torch_facts.probes import check_torch
@@ -54,12 +53,9 @@ def apply(
     headroom_gb: float = 0.0,
     budget_of: BudgetOf = "allocated",
     host_budget_gb: HostBudgetGb = "auto",
-    constraints: Constraints | Literal["user"] | None = None,
+    constraints: Constraints | None = None,
     strict: bool = False,
-    shapes: Shapes = "bucket",
     group: Group = AUTO,
-    loss: Loss | None = None,
-    forwards_in_flight: int | None = None,
     verify: int | None = None,
     take_over_checkpoints: bool = True,
 ) -> Model:
@@ -92,23 +88,15 @@ def apply(
             GPU makes that faster than to recompute them (docs/budget.md); 0: none are. "auto": what
             `constraints` says; if nothing, on a GPU a quarter of what the host has free after the first step.
         constraints: what must hold for the plan in addition to the budget: pins by module path or op, FSDP
-            units, a budget for forward, ... (docs/constraints.md). "user": the ops of which the model's own
-            selective checkpoints say MUST_SAVE are pinned.
+            units, a budget for forward, ... (docs/constraints.md).
         strict: raise LeftThePath if the ops that run are not those of the policy, instead of saving what is
             unknown; and ShapeNotPlanned for a batch that no plan covers, instead of observing it. The first
             batch is always observed.
-        shapes: "bucket": one policy for each shape of batch that no earlier policy covers (docs/budget.md).
-            "first": every batch runs under the policy of the first one.
         group: the torch.distributed ProcessGroup whose ranks run each forward together: they meet in the
             second one, and get the same policy, which keeps the budget on each (docs/integrations.md).
             "auto": that of the model's DistributedDataParallel or `fully_shard`, and for other models that of
             the collectives in its first forward, if they show one; a warning says if they do not.
             None: each rank plans for itself.
-        loss: function from the model's output to the scalar that backward starts from, for `plan_for`, if the
-            model's forward does not compute it. Observed steps have the loop's own. Nothing of it is
-            recomputed. With `forwards_in_flight` above 1 it takes a list of all outputs.
-        forwards_in_flight: training forwards that run before one backward (2 for a siamese or contrastive
-            loss, 4 for DPO). By default one; more are planned for once they occur (docs/budget.md).
         verify: compare what backward recomputes with what forward saved in every `verify`-th step, and not
             only in the first step of each plan (docs/semantics.md).
         take_over_checkpoints: let the plan decide what the model's own calls of torch.utils.checkpoint,
@@ -117,12 +105,12 @@ def apply(
 
     Raises:
         TypeError: `model` is not a module, or one of TorchScript; `optimizer` is not an optimizer or a list
-            of them, `policy` not a policy or path, `constraints` not Constraints, `group` not a group, `loss`
-            not a function, or a switch not a bool.
+            of them, `policy` not a policy or path, `constraints` not Constraints, `group` not a group,
+            or a switch not a bool.
         InvalidBudget: a budget or the headroom is not a number of GiB (one in bytes is refused); or there is
             no budget, and the policy set is empty; or it is for reserved memory, and the model is not on a
             GPU.
-        ValueError: `shapes`, `group` or `budget_of` is not one of its valid values, or `service` is not a
+        ValueError: `group` or `budget_of` is not one of its valid values, or `service` is not a
             URL.
         ServiceRefused: the service refused the request, such as for a wrong key. From the second training
             forward, which leaves the model without a plan.
@@ -151,7 +139,6 @@ def apply(
     check_switches(
         strict=strict,
         take_over_checkpoints=take_over_checkpoints,
-        shapes=shapes,
         group=group,
         budget_of=budget_of,
     )
@@ -159,14 +146,12 @@ def apply(
         budget_of = "reserved"
     check_source(budget_gb, policy, service)
     check_constraints(constraints, planned=policy is not None)
-    pins = constraints == "user"
-    constraints = None if constraints == "user" else constraints
     budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, budget_of, model)
     has_host_budget = constraints is not None and constraints.host_budget_bytes > 0
     finds_host_budget = host_budget_gb == "auto" and budget_bytes is not None and not has_host_budget
     if host_budget_gb != "auto":
         constraints = with_host_budget(constraints, host_budget_gb, budget_bytes)
-    check_loop(loss, forwards_in_flight, verify)
+    check_verify(verify)
     check_unplanned(model, may_checkpoint=take_over_checkpoints)
     if take_over_checkpoints:
         check_taken_over()
@@ -195,15 +180,11 @@ def apply(
         finds_host_budget=finds_host_budget,
         service=service,
         strict=strict,
-        shapes=shapes,
         group=group,
-        loss=loss,
-        forwards_in_flight=forwards_in_flight,
         verify=verify,
         take_over_checkpoints=take_over_checkpoints,
     )
     Applied(model, options, optimizer=optimizer, policy=loaded)
-    pin_by_policies(model, pins=pins)
     return given
 
 

@@ -181,10 +181,9 @@ def check_constraints(constraints: Any, *, planned: bool) -> None:
     """
     if constraints is None:
         return
-    if not isinstance(constraints, Constraints) and constraints != "user":
+    if not isinstance(constraints, Constraints):
         raise TypeError(
-            f'constraints must be ac_client.Constraints(pin_save=..., ...) or "user", got '
-            f"{described(constraints)}"
+            f"constraints must be ac_client.Constraints(pin_save=..., ...), got {described(constraints)}"
         )
     if planned:
         raise InvalidConstraints(
@@ -196,7 +195,6 @@ def check_switches(
     *,
     strict: Any,
     take_over_checkpoints: Any,
-    shapes: Any,
     group: Any,
     budget_of: Any,
 ) -> None:
@@ -204,13 +202,11 @@ def check_switches(
 
     Raises:
         TypeError: `strict` or `take_over_checkpoints` is not a bool, or `group` is not a ProcessGroup.
-        ValueError: `shapes`, `group` or `budget_of` is not one of the valid strings.
+        ValueError: `group` or `budget_of` is not one of the valid strings.
     """
     for name, switch in {"strict": strict, "take_over_checkpoints": take_over_checkpoints}.items():
         if not isinstance(switch, bool):
             raise TypeError(f"{name} must be True or False, got {switch!r}")
-    if shapes not in ("bucket", "first"):
-        raise ValueError(f'shapes must be "bucket" or "first", got {shapes!r}')
     if budget_of not in ("allocated", "reserved"):
         raise ValueError(f'budget_of must be "allocated" or "reserved", got {budget_of!r}')
     if isinstance(group, str):
@@ -220,22 +216,19 @@ def check_switches(
         raise TypeError(f'group must be "auto", a ProcessGroup or None, got {described(group)}')
 
 
-def check_loop(loss: Any, forwards_in_flight: Any, verify: Any = None) -> None:
-    """Check the arguments that describe the training loop.
+def check_verify(verify: Any) -> None:
+    """Check the argument `verify`.
 
     Raises:
-        TypeError: `loss` is not a function, or `forwards_in_flight` or `verify` not an integer.
-        ValueError: `forwards_in_flight` or `verify` is below 1.
+        TypeError: it is not an integer.
+        ValueError: it is below 1.
     """
-    if loss is not None and not callable(loss):
-        raise TypeError(f"loss must be a function from the model's output to a scalar, got {described(loss)}")
-    for name, number in (("forwards_in_flight", forwards_in_flight), ("verify", verify)):
-        if number is None:
-            continue
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{name} must be a positive integer, got {number!r}")
-        if number < 1:
-            raise ValueError(f"{name} must be a positive integer, got {number}")
+    if verify is None:
+        return
+    if isinstance(verify, bool) or not isinstance(verify, int):
+        raise TypeError(f"verify must be a positive integer, got {verify!r}")
+    if verify < 1:
+        raise ValueError(f"verify must be a positive integer, got {verify}")
 
 
 def _is_process_group(group: Any) -> bool:

@@ -50,7 +50,6 @@ from autoac.tape.checkpoints.own_checkpoints import (
     NEEDED,
     checkpoints_left_alone,
     plain_checkpoints,
-    policies_pin,
 )
 from autoac.tape.distributed.ddp import buckets_of, wrapper_paths
 from autoac.tape.distributed.fsdp import check_sharded, gathered_nbytes, parameters_of, shards_of
@@ -165,7 +164,6 @@ class ObservedStep:
             checkpoints_left_alone(needed=True) if leave_checkpoints or needs_checkpoints else nullcontext()
         )
         self._unplanned = dict.fromkeys([NEEDED] if needs_checkpoints else ())
-        self._pins = policies_pin(model)
         self._begin = self._end = self._last = -1  # marks of backward
         self._freed = -1  # mark after which the workspaces are free
         self._untraced = ExitStack()  # what ends with the backward that runs
@@ -243,7 +241,7 @@ class ObservedStep:
             self.groups = stack.enter_context(noting_groups())
             if not self._tape.recorder.compiled:  # torch.compile handles checkpoints itself
                 stack.enter_context(self._checkpoints)
-                stack.enter_context(plain_checkpoints(self._unplanned, pins=self._pins))
+                stack.enter_context(plain_checkpoints(self._unplanned))
             if self._parts is not None:
                 stack.enter_context(carried_by(self._parts))
             policy = CheckpointPolicy.PREFER_SAVE if self._is_fake else "recompute_all"

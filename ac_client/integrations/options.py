@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 import torch
 
-from ac_client.planning.options import BudgetOf, HostBudgetGb, Shapes
+from ac_client.planning.options import BudgetOf, HostBudgetGb
 from ac_client.planning.ranks import Group
 from autoac.planner import Constraints, Policy, PolicySet
-from autoac.profiler import Loss
 
 
 class ApplyArguments(TypedDict, total=False):
@@ -23,11 +22,8 @@ class ApplyArguments(TypedDict, total=False):
     headroom_gb: float
     budget_of: BudgetOf
     host_budget_gb: HostBudgetGb
-    constraints: Constraints | Literal["user"] | None
+    constraints: Constraints | None
     strict: bool
     take_over_checkpoints: bool
-    shapes: Shapes
     group: Group
-    loss: Loss | None
-    forwards_in_flight: int | None
     verify: int | None

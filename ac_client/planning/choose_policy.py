@@ -172,10 +172,6 @@ class PolicyChooser:
             for bucket in self._store.buckets.all:
                 if bucket.profile is profile is not None:
                     self._note(observation, bucket, profile)
-            if self._options.shapes == "first":
-                buckets = self._store.buckets
-                covering = buckets.covering(observation.key, call.args, call.kwargs)
-                buckets.serve_all(covering or largest(buckets.all))
         else:
             self._to_meet = self._to_meet and not observation.meets
             with self._giving_up(ProfilerError, PlannerError, RemoteError):
@@ -364,7 +360,7 @@ class PolicyChooser:
                 step = self._planner.profiled_step(call, profile, loaded, more)
                 step = replace(step, shape=shape)
             bucket = PlannedBucket(one.shape, loaded, step, PlannedFor(need.limit, loop=loop))
-            self._store.add(bucket, serve_all=False)
+            self._store.add(bucket)
             log.info("%s: planned by rank %d of %d", self._planner.name, one.planner, ranks.size)
 
     def _plan_on(self, policy: Policy, profile: Profile, limit: int) -> tuple[Policy, Plan | None]:

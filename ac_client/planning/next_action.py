@@ -421,7 +421,7 @@ def _loop(planned: PlannedFor, facts: StepFacts) -> Action | None:
         warning = _may_go_over(
             planned,
             f"{in_flight} forwards wait for one backward, and the plan is for {counted}",
-            "pass forwards_in_flight=N with the budget to have each step planned for N",
+            "raise the budget, or run as many in each step",
             again=True,
         )
     profiles = replace(loop, drops=planned.loop.drops) != planned.loop

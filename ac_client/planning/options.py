@@ -7,9 +7,7 @@ from typing import Literal
 
 from ac_client.planning.ranks import AUTO, Group
 from autoac.planner import Constraints
-from autoac.profiler import Loss
 
-Shapes = Literal["bucket", "first"]
 Budget = float | Literal["device"] | None
 HostBudgetGb = float | Literal["auto"] | None
 BudgetOf = Literal["allocated", "reserved"]
@@ -26,10 +24,7 @@ class ApplyOptions:
     finds_host_budget: bool = False
     service: str | None = None
     strict: bool = False
-    shapes: Shapes = "bucket"
     group: Group = AUTO
-    loss: Loss | None = None
-    forwards_in_flight: int | None = None
     verify: int | None = None
     take_over_checkpoints: bool = True
 

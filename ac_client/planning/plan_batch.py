@@ -49,7 +49,7 @@ from autoac.planner.formats.policy_set import Shape
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.microbatch import microbatch_of
 from autoac.planner.units import format_bytes, format_us
-from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, observe
+from autoac.profiler import Loop, ProfilerBusy, device_of, observe
 from autoac.profiler.model_device import device_of_step
 from autoac.profiler.observed_step import ObservedStep, is_recorded_elsewhere, recorded_step
 from autoac.profiler.static_memory import ONLY_PRESENT_STATE
@@ -171,15 +171,11 @@ class BatchPlanner:
         log.info("%s: profiling one step", self.name)
         self._thread.profiling = True
         self.called.clear()
-        loss = self.options.loss
-        if loss is not None and loop.forwards > 1 and (self.options.forwards_in_flight or 1) == 1:
-            loss = _summed(loss)
         try:
             profile = observe(
                 call.model,
                 call.args,
                 call.kwargs,
-                loss=loss,
                 optimizer=self._optimizers.all,
                 loop=loop,
                 take_over_checkpoints=self.options.take_over_checkpoints,
@@ -535,18 +531,6 @@ def _explain(error: PlannerError, profile: Profile, loop: Loop) -> None:
         )
     for message in unplanned_in(profile):
         error.add_note(f"autoac: {message}")
-
-
-def _summed(loss: Loss) -> Loss:
-    """Return the sum of `loss` over a list of outputs, as a function."""
-
-    def of_all(outs: Sequence[Any]) -> Tensor:
-        total = loss(outs[0])
-        for out in outs[1:]:
-            total = total + loss(out)
-        return total
-
-    return of_all
 
 
 def unplanned_in(profile: Profile) -> list[str]:

@@ -33,8 +33,6 @@ class PolicyStore:
 
     def __init__(self, model: nn.Module, options: ApplyOptions, policy: Policy | PolicySet | None) -> None:
         self._name = type(model).__name__
-        self._shapes = options.shapes
-        self._forwards = options.forwards_in_flight or 1
         self.current: PlannedBucket | None = None
         given = (
             []
@@ -79,11 +77,9 @@ class PolicyStore:
         self.parameters.look(model)
         self.buckets = self._buckets_of_parameters()
 
-    def add(self, bucket: PlannedBucket, *, serve_all: bool = True) -> None:
+    def add(self, bucket: PlannedBucket) -> None:
         """Let `bucket`, which was planned just now, serve batches."""
         self.buckets.add(bucket)
-        if self._shapes == "first" and serve_all:
-            self.buckets.serve_all(bucket)
         self._log_policy("planned", bucket.policy)
 
     def discard(self, bucket: PlannedBucket) -> None:
@@ -100,7 +96,7 @@ class PolicyStore:
                     "%s: other parameters train, or in another dtype or mode: batches are planned again",
                     self._name,
                 )
-            buckets = self._by_trained[self.parameters.key] = ShapeBuckets(self._forwards)
+            buckets = self._by_trained[self.parameters.key] = ShapeBuckets()
             for bucket in self._given:
                 buckets.add(bucket)
             if len(self._given) == 1 and self._given[0].shape is None:

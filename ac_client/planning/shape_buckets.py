@@ -37,8 +37,8 @@ class ShapeBuckets:
         forwards: number of forwards before one backward to plan for.
     """
 
-    def __init__(self, forwards: int = 1) -> None:
-        self.forwards = forwards
+    def __init__(self) -> None:
+        self.forwards = 1
         self.all: list[PlannedBucket] = []
         self.single_policy: PlannedBucket | None = None
         self.known: dict[Key, PlannedBucket] = {}
@@ -99,9 +99,3 @@ class ShapeBuckets:
         self.single_policy = None if self.single_policy is bucket else self.single_policy
         self._alike.clear()
         self.known.clear()
-
-    def serve_all(self, bucket: PlannedBucket) -> None:
-        """Run every batch under `bucket`, in place of another one that did."""
-        self.all = [old for old in self.all if old.shape is not None or old is bucket]
-        self.single_policy = bucket
-        bucket.shape = None

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autoac.planner.formats.profile import CROSSES, OVERWRITTEN, PINNED, UNSEEN
+from autoac.planner.formats.profile import CROSSES, OVERWRITTEN, UNSEEN
 from autoac.tape.capture.allocations import AllocatedBlock, Allocations, allocated_between
 from autoac.tape.capture.op_recorder import (
     OUTSIDE_OF_MODEL,
@@ -34,7 +34,6 @@ from autoac.tape.capture.op_recorder import (
 )
 from autoac.tape.capture.op_timer import OpSpans
 from autoac.tape.capture.saved_tensor_recorder import SavedEvent, SavedTensorRecorder
-from autoac.tape.checkpoints.own_checkpoints import policy_must_save
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.module_paths import ROOT
 from autoac.tape.torch_facts.op_facts import OpFacts, facts_of
@@ -188,8 +187,6 @@ class StepTape:
         self._note_node_runs()
         out = self._inside(dispatch, func, args, kwargs)
         recorder.end(running, func, args, kwargs, out)
-        if policy_must_save(func, args, kwargs, out):
-            op.force_save(PINNED)
         self.hidden += [(begin, op.begin_mark), (op.end_mark, self._mark())]
         return out
 

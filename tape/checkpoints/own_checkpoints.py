@@ -29,14 +29,13 @@ import inspect
 import itertools
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint as torchs
-from torch import Tensor, nn
+from torch import Tensor
 
 from autoac.tape.torch_facts import private, probes
 
@@ -71,8 +70,6 @@ class _ThreadCalls(threading.local):
     found_needed = False  # it was found to need them in a `plain_checkpoints`
     call = 0  # number of the innermost plain call that runs; 0: none
     unplanned: dict[str, None] | None = None  # messages on what could not be taken over
-    pins: bool = False  # what selective checkpoints say must be saved is pinned
-    policy: Callable[..., Any] | None = None  # of the innermost selective checkpoint, if it pins
 
 
 _thread = _ThreadCalls()
@@ -80,17 +77,6 @@ _lock = threading.Lock()
 _numbers = itertools.count(1)
 _open = 0  # `plain_checkpoints` on all threads
 _replaced: list[tuple[Any, str, Any]] = []  # owner, name and original of what is replaced now
-_pinning: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose selective checkpoints pin
-
-
-def pin_by_policies(model: nn.Module, *, pins: bool) -> None:
-    """Pin, or do not, what the selective checkpoints of `model` say must be saved."""
-    (_pinning.add if pins else _pinning.discard)(model)
-
-
-def policies_pin(model: nn.Module) -> bool:
-    """Return True if the selective checkpoints of `model` pin what they say must be saved."""
-    return model in _pinning
 
 
 def context_of_forward(out: Any) -> torchs.SelectiveCheckpointContext:
@@ -99,16 +85,6 @@ def context_of_forward(out: Any) -> torchs.SelectiveCheckpointContext:
     if hasattr(context, "op_output"):  # since torch 2.12
         context.op_output = out
     return context
-
-
-def policy_must_save(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
-    """Return True if the selective checkpoint that runs plainly says so of an op that has run, and pins."""
-    policy, _thread.policy = _thread.policy, None  # not for ops of the policy itself
-    try:
-        decided = policy and policy(context_of_forward(out), func, *args, **kwargs)
-    finally:
-        _thread.policy = policy
-    return decided in (True, torchs.CheckpointPolicy.MUST_SAVE)
 
 
 def checkpoints_are_plain() -> bool:
@@ -137,13 +113,12 @@ class plain_checkpoints:
 
     Args:
         unplanned: gets a message for each thing in the body that a plan cannot take over.
-        pins: `policy_must_save` asks the policies of selective checkpoints.
     """
 
-    __slots__ = ("_before", "_entered", "_pins", "_unplanned")
+    __slots__ = ("_before", "_entered", "_unplanned")
 
-    def __init__(self, unplanned: dict[str, None] | None = None, *, pins: bool = False) -> None:
-        self._unplanned, self._pins = unplanned, pins
+    def __init__(self, unplanned: dict[str, None] | None = None) -> None:
+        self._unplanned = unplanned
 
     def __enter__(self) -> None:
         if not _thread.left_alone:
@@ -161,15 +136,15 @@ class plain_checkpoints:
                 _replace()
             _open += 1
         _thread.depth += 1
-        self._before = _thread.unplanned, _thread.call, _thread.found_needed, _thread.pins, _thread.policy
-        _thread.unplanned, _thread.pins, _thread.policy = self._unplanned, self._pins, None
+        self._before = _thread.unplanned, _thread.call, _thread.found_needed
+        _thread.unplanned = self._unplanned
 
     def __exit__(self, *_: Any) -> None:
         global _open
         if not self._entered:
             return
         _thread.depth -= 1
-        _thread.unplanned, _thread.call, _thread.found_needed, _thread.pins, _thread.policy = self._before
+        _thread.unplanned, _thread.call, _thread.found_needed = self._before
         with _lock:
             _open -= 1
             if _open == 0:
@@ -263,7 +238,7 @@ def _checkpoint_generator(*args: Any, **kwargs: Any) -> Generator[None]:
     else:
         contexts = context_fn()
         if type(contexts[0]) is contextlib.nullcontext or _is_selective(contexts[0]):
-            return _plain_call(getattr(contexts[0], "policy_fn", None))  # the other one is for backward
+            return _plain_call()  # the other one is for backward
         call.arguments["context_fn"] = functools.partial(tuple, contexts)
         _note(
             "torch.utils.checkpoint with a context_fn other than that of selective checkpoints",
@@ -279,12 +254,11 @@ def _is_selective(context: Any) -> bool:
     return isinstance(context, private.TorchDispatchMode) and type(context).__module__ == torchs.__name__
 
 
-def _plain_call(policy: Callable[..., Any] | None = None) -> Generator[None]:
+def _plain_call() -> Generator[None]:
     # No `finally`: after an exception in the call, Python ends this generator at any later time.
-    outer, _thread.call = (_thread.call, _thread.policy), next(_numbers)
-    _thread.policy = policy if _thread.pins and policy is not None else _thread.policy
+    outer, _thread.call = _thread.call, next(_numbers)
     yield
-    _thread.call, _thread.policy = outer
+    _thread.call = outer
 
 
 def call_plainly(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:

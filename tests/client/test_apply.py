@@ -450,7 +450,8 @@ def test_module_called_in_a_loop_stays_on_the_path() -> None:
 def test_another_batch_shape_is_right_and_reported_if_its_ops_differ(
     budget_gb: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, planned = new_model(), ac_client.apply(new_model(), budget_gb, shapes="first")
+    policy = plan(profile(new_model(), BATCH), budget_gb=budget_gb).policy()
+    plain, planned = new_model(), ac_client.apply(new_model(), policy=policy)
     gradients(planned, BATCH)
     short, scale = torch.randn(2, 16, 64), {"by": torch.ones(64)}
     with caplog.at_level(logging.WARNING):
@@ -475,7 +476,8 @@ def test_input_that_an_op_made_is_followed(budget_gb: float) -> None:
 
 
 def test_strict_raises_where_the_ops_differ(budget_gb: float) -> None:
-    model = ac_client.apply(new_model(), budget_gb, strict=True, shapes="first")
+    policy = plan(profile(new_model(), BATCH), budget_gb=budget_gb).policy()
+    model = ac_client.apply(new_model(), policy=policy, strict=True)
     gradients(model, BATCH)
     with pytest.raises(ac_client.LeftThePath, match=r"found aten.mul.Tensor"):
         model(BATCH, scale={"by": torch.ones(64)})

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Policy, bounds, build, find_minimum_peak, plan
-from autoac.planner.formats.profile import PINNED
 from autoac.planner.units import GIB
 from autoac.profiler import DATASHEETS, profile
 from autoac.tape.checkpoints.own_checkpoints import checkpoints_are_plain, plain_checkpoints
@@ -187,22 +186,6 @@ def test_generous_plan_recomputes_nothing(call: Callable[[Any, Tensor], Tensor])
     calls = model.calls
     assert same(trained(model), trained(seeded(Net, PLAIN.get(call, plainly))))
     assert model.calls == calls + 2 * len(model.blocks)
-
-
-@pytest.mark.parametrize(("call", "pinned"), [(selective, 6), (by_policy, 3)], ids=["list", "policy"])
-def test_constraints_of_the_user_pin_what_its_policies_must_save(
-    call: Callable[[Any, Tensor], Tensor], pinned: int
-) -> None:
-    found = {}
-    for constraints in ("user", None):
-        model = ac_client.apply(seeded(Net, call), 1.0, constraints=constraints)
-        assert same(trained(model), trained(seeded(Net, PLAIN.get(call, plainly))))
-        plan = ac_client.applied(model).plan
-        assert plan is not None
-        found[constraints] = [op.name for op in plan.graph.ops if op.must_save == PINNED]
-    assert found[None] == []
-    assert len(found["user"]) == pinned
-    assert all("addmm" in name for name in found["user"])
 
 
 @pytest.mark.parametrize("call", [in_torch, reentrant, ours, selective], ids=lambda call: call.__name__)

@@ -210,7 +210,7 @@ def _prepared(program: Network, way: str, log: EventLog) -> tuple[nn.Module, Run
             smallest = find_minimum_peak(found, work_limit=1).found
             largest = plan(found, budget_bytes=1 << 40, gap=0.5, work_limit=1).peak
             budget = (smallest + share * (largest - smallest)) / 2**30
-    ac_client.apply(model, budget_gb=budget, loss=loss_of)
+    ac_client.apply(model, budget_gb=budget)
     return model, plainly, reported
 
 

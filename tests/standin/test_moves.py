@@ -209,7 +209,7 @@ def test_host_budget_of_apply_is_measured_planned_and_kept(gpu: ModuleType, pass
 def test_moves_with_two_forwards_before_a_backward(gpu: ModuleType) -> None:
     """Each forward moves what it makes, and backward fetches it in that forward's own part."""
     expected, plain, _ = losses_and_peaks(gpu, 4, forwards=2)
-    options = {"budget_gb": plain[-1] * 0.4 / GIB, "host_budget_gb": 1, "forwards_in_flight": 2}
+    options = {"budget_gb": plain[-1] * 0.4 / GIB, "host_budget_gb": 1}
     losses, peaks, model = losses_and_peaks(gpu, 4, forwards=2, **options)
     assert losses == expected
     found = ac_client.applied(model).plan

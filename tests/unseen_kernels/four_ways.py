@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
-from unseen_kernels.steps import equal, in_a_region, in_checkpoints, loss_of, plainly, steps
+from unseen_kernels.steps import equal, in_a_region, in_checkpoints, plainly, steps
 
 
 def planned(net: nn.Module) -> nn.Module:
     """Have a plan recompute all that it may."""
     ac_client.pin(net, "must_recompute")
-    return ac_client.apply(net, budget_gb=1.0, loss=loss_of)
+    return ac_client.apply(net, budget_gb=1.0)
 
 
 def compare_four_ways(

@@ -62,20 +62,19 @@ class ForwardsInFlight:
         ]
         return len(self._forwards)
 
-    def add(self, out: Any, listener: Listener, *, has_loss: bool) -> None:
+    def add(self, out: Any, listener: Listener) -> None:
         """Watch a forward that has just ended with `out`, until it is differentiated or dropped.
 
         Args:
             out: what the forward returned.
             listener: receives the backwards that reach the forward.
-            has_loss: backward starts from a loss that is computed from `out`, and known to the plan.
         """
         tensors = list(batch_tensors([out]))
         nodes = {t.grad_fn for t in tensors if t.requires_grad and t.grad_fn is not None}
         if not nodes or torch.compiler.is_compiling():
             return
         inside, roots = (list(chain.from_iterable(map(below, each))) for each in (tensors, roots_of(out)))
-        forward = _InFlight(inside, [] if has_loss else roots, listener)
+        forward = _InFlight(inside, roots, listener)
         for node in nodes:
             node.register_prehook(forward)
             node.metadata[_MODEL] = True  # type: ignore[index]  # torch's stub takes the property for a method

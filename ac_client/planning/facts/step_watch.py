@@ -123,7 +123,7 @@ class StepWatch:
 
     def after_forward(self, out: Any, listener: Listener) -> None:
         """Watch the forward that returned `out` until its backward begins."""
-        self._in_flight.add(out, listener, has_loss=self._options.loss is not None)
+        self._in_flight.add(out, listener)
         self._after_forward = self._read_allocator() if self.peaks.reading else None
 
     def in_backward(self, bucket: PlannedBucket, backward: BackwardFacts) -> StepFacts:

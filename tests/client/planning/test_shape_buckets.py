@@ -17,7 +17,6 @@ import ac_client
 from ac_client.planning import choose_policy, plan_batch
 from ac_client.planning.batch_shape import key_of, shape_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
-from ac_client.planning.options import Shapes
 from ac_client.planning.shape_buckets import ShapeBuckets
 from ac_client.planning.trained_parameters import SAMPLED_PER_FORWARD
 from autoac.planner import bounds, build, find_minimum_peak, plan
@@ -250,15 +249,6 @@ def test_measured_step_on_a_batch_that_no_bucket_covers_corrects_nothing(
     assert sum("runs under the largest one now" in message for message in caplog.messages) == 1
 
 
-def test_first_policy_can_serve_every_shape() -> None:
-    plain, planned = new_model(), ac_client.apply(new_model(), 1.0, shapes="first")
-    for of in (SMALL, LARGE):
-        assert_as_plain(planned, plain, of)
-    assert ac_client.applied(planned).report().buckets == 1
-    with pytest.raises(ValueError, match="got 'one'"):
-        ac_client.apply(new_model(), 1.0, shapes="one")  # type: ignore[arg-type]
-
-
 def test_shape_with_nothing_to_differentiate_runs_plain() -> None:
     class Sometimes(nn.Module):
         def __init__(self) -> None:
@@ -378,10 +368,7 @@ def train_only(model: Transformer, count: int) -> None:
         parameter.grad = None
 
 
-@pytest.mark.parametrize("shapes", ["bucket", "first"])
-def test_other_parameters_that_train_have_a_plan_of_their_own(
-    shapes: Shapes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_parameters_that_train_have_a_plan_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     profiled = collections.Counter[str]()
 
     def observed(*args: Any, **kwargs: Any) -> Any:
@@ -400,7 +387,7 @@ def test_other_parameters_that_train_have_a_plan_of_their_own(
         smallest = find_minimum_peak(found, time_limit_s=5).found
     assert peaks[2] < peaks[most]
     budget = max(smallest, (smallest + int(peaks[most])) // 2)
-    ac_client.apply(planned, budget / GIB, shapes=shapes)
+    ac_client.apply(planned, budget / GIB)
     at = ac_client.applied(planned)
     policies = {}
     for count in (2, most, 2, most):
