@@ -52,7 +52,8 @@ _LEFT_OUT = {"binary_cross_entropy", "cudnn_convolution", "cudnn_convolution_tra
 def gpu_autocast() -> Iterator[None]:
     """Have `torch.autocast("cuda")`, around this context or inside it, hold for the tensors of this thread.
 
-    Inside, `torch.autocast("cpu")` means the same, since models pass the device of their tensors.
+    Inside, `torch.autocast("cpu")` means the same, since models pass the device of their tensors, and so do
+    questions about the state of autocast.
     """
     include = private.dispatch_include_set() | private.DispatchKeySet(_KEY)
     exclude = private.dispatch_exclude_set().remove(_KEY)
@@ -75,8 +76,15 @@ def gpu_autocast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _autocast_of_any_device(casts: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Have this thread make an autocast for "cuda" where one for "cuda" or "cpu" is asked for."""
+    """Have this thread make an autocast for "cuda" where one for "cuda" or "cpu" is asked for.
+
+    The state of the CPU's autocast is that of "cuda" then: torch's checkpoint restores both.
+    """
     thread, init, clear = threading.get_ident(), torch.autocast.__init__, torch.clear_autocast_cache
+    is_enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def device_asked(device_type: str) -> str:
+        return "cuda" if threading.get_ident() == thread and device_type == "cpu" else device_type
 
     def init_for_gpu(
         self: torch.autocast,
@@ -99,11 +107,14 @@ def _autocast_of_any_device(casts: dict[int, tuple[Tensor, Tensor]]) -> Iterator
 
     torch.autocast.__init__ = init_for_gpu  # type: ignore[method-assign]
     torch.clear_autocast_cache = clear_both
+    torch.is_autocast_enabled = lambda device_type="cuda": is_enabled(device_asked(device_type))
+    torch.get_autocast_dtype = lambda device_type: dtype_of(device_asked(device_type))
     try:
         yield
     finally:
         torch.autocast.__init__ = init  # type: ignore[method-assign]
         torch.clear_autocast_cache = clear
+        torch.is_autocast_enabled, torch.get_autocast_dtype = is_enabled, dtype_of
         clear_both()
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from autoac.planner import Profile
-from autoac.profiler import DATASHEETS, profile
+from autoac.profiler import DATASHEETS, observe, profile
 from autoac.profiler.gpu_dispatch import gpu_autocast
 
 H100 = DATASHEETS["h100"]
@@ -71,10 +72,41 @@ def test_note_tells_that_torch_switched_autocast_off() -> None:
     assert not any(note.startswith("autocast is off") for note in plain.notes)
 
 
+class Checkpointed(Softmax):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return out
+
+
+def test_checkpoints_of_torch_recompute_under_the_autocast_of_forward() -> None:
+    x = torch.randn(4, 16, requires_grad=True)
+    found = observe(Checkpointed(), (x,), {}, on=H100, autocast=torch.bfloat16, take_over_checkpoints=False)
+    assert kinds(found) == CAST
+
+
+class Asks(nn.Linear):
+    """Compute in the type of autocast, as a kernel without a rule of its own does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        return torch.sin(x) @ self.weight
+
+
+def test_models_may_ask_for_the_autocast_of_the_device_of_a_tensor() -> None:
+    found = profile(Asks(16, 16), torch.randn(4, 16), on=H100, autocast=torch.bfloat16)
+    assert kinds(found)[:2] == ["_to_copy", "sin"]
+
+
 def test_fake_step_leaves_autocast_unchanged() -> None:
-    before = torch.autocast.__init__, torch.clear_autocast_cache, torch.get_autocast_dtype("cpu")
+    def state() -> tuple[object, ...]:
+        asks = torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
+        return *asks, torch.clear_autocast_cache, torch.get_autocast_dtype("cpu")
+
+    before = state()
     profile(Softmax(), torch.randn(4, 16), on=H100, autocast=torch.float16)
-    assert before == (torch.autocast.__init__, torch.clear_autocast_cache, torch.get_autocast_dtype("cpu"))
+    assert state() == before
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert Softmax()(torch.randn(4, 16)).dtype is torch.bfloat16
 
