@@ -355,7 +355,7 @@ class Region(RecordingMode):
         if self._log is not None:
             self._log.add("compute", facts.name)
         if facts.fills_packed >= 0:
-            self.storages.pin(args[facts.fills_packed])
+            self._hooks.note_fill(args[facts.fills_packed])
         policy = self._policy
         if not policy.needs_output:
             if tape is not None and tape.must_save:

@@ -203,19 +203,19 @@ def handle_for(tensor: Tensor, version: NodeVersion, recipe: Recipe, graph: Regi
 class SavedHandle(WriteGuard):
     """A handle in place of a tensor that stays saved."""
 
-    __slots__ = ("__weakref__", "_contents", "_registry", "key", "trigger")
+    __slots__ = ("__weakref__", "_registry", "contents", "key", "trigger")
 
     def __init__(self, tensor: Tensor, graph: RegionGraph) -> None:
         WriteGuard.__init__(self, without_history(tensor, saved=True))
         self.trigger: FetchTrigger | None = None
-        self._contents: Fingerprint | None = None
+        self.contents: Fingerprint | None = None
         self._registry = graph.registry
         self.key = self._registry.register(self)
 
     def note_contents(self, weights: KeptWeights) -> None:
         """Have `unpack` compare the contents: NOTE [ Needed checkpoints ] in own_checkpoints.py."""
         if has_storage(self.tensor) and can_compare(self.tensor):
-            self._contents = weights.keep(fingerprint(self.tensor))
+            self.contents = weights.keep(fingerprint(self.tensor))
 
     def unpack(self) -> Tensor:
         """Return the tensor.
@@ -227,7 +227,7 @@ class SavedHandle(WriteGuard):
         if self.trigger is not None:
             self.trigger.unpacked()
         self.check("backward")
-        if self._contents is not None and not same_contents(fingerprint(self.tensor), self._contents):
+        if self.contents is not None and not same_contents(fingerprint(self.tensor), self.contents):
             node = private.current_autograd_node()
             if node is None or "BatchNorm" not in node.name():  # its statistics are saved, and not read
                 raise ContentsDiffer("", "", f"{self.tensor.dtype} {list(self.tensor.shape)}")

@@ -99,6 +99,19 @@ class RegionHooks:
         handle = self.handle_of(tensor)
         return handle if tape is None else taped(handle, saved, tape)
 
+    def note_fill(self, tensor: Tensor) -> None:
+        """Note that an op is about to fill `tensor`, which autograd has packed just now with its input."""
+        for ref in self._graph.registry[-2:]:
+            handle = ref()
+            if (
+                type(handle) is SavedHandle
+                and has_storage(handle.tensor)
+                and handle.tensor.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+            ):
+                handle.contents = None  # those of before
+                self._storages.forget_saved(handle)
+        self._storages.before_silent_write((tensor,))
+
     def handle_of(self, tensor: Tensor) -> Any:
         """Return a handle for `tensor`, which no running Function has made."""
         parameter = moving_base(tensor)

@@ -193,6 +193,11 @@ class TrackedStorages:
             self._saved.put(handle.tensor.untyped_storage(), handles := [])
         handles.append(weakref.ref(handle))
 
+    def forget_saved(self, handle: WriteGuard) -> None:
+        """Have the tensor of `handle` copied no more: the write that comes is by the op that saved it."""
+        handles = self._saved.get(handle.tensor) or []
+        handles[:] = [ref for ref in handles if ref() is not handle]
+
     def _copy_saved(self, tensor: Tensor) -> torch.UntypedStorage | None:
         """Have the handles of `note_saved` hold a copy of `tensor`'s storage; return it, if one does."""
         handles = [handle for ref in self._saved.get(tensor) or () if (handle := ref()) is not None]
