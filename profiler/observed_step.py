@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -222,32 +222,33 @@ class ObservedStep:
         if last is not None and last.in_forward and not is_called(last.model):
             last.discard()  # its forward was interrupted, which calls no hook
         _latest.step = weakref.ref(self)
-        if recorded and not self.recording:
-            free_workspaces(self._device)  # each is allocated in the record
-            self._allocations.__enter__()
-            self.recording = True
-            if not self._is_fake:
-                _recorded[:] = [*(ref for ref in _recorded if ref() is not None), weakref.ref(self)]
-            self._calls.open()
-            compile_within(self._tape.hiding)
-            weakref.finalize(self, self._allocations.close)  # also when the process ends
-        self._path = [ROOT]
-        self._cuts = Cuts()
-        self._others_follow = False
-        if (model := self.model()) is not None and not self._is_fake:
-            self._tape.recorder.begin_forward(model.parameters())
-        self._tape.saved.forward_over = False
-        with ExitStack() as stack:
-            self.groups = stack.enter_context(noting_groups())
-            if not self._tape.recorder.compiled:  # torch.compile handles checkpoints itself
-                stack.enter_context(self._checkpoints)
-                stack.enter_context(plain_checkpoints(self._unplanned))
-            if self._parts is not None:
-                stack.enter_context(carried_by(self._parts))
-            policy = CheckpointPolicy.PREFER_SAVE if self._is_fake else "recompute_all"
-            cuts = None if self._is_fake else self._cuts
-            stack.enter_context(save_recompute_policy(policy, cuts=cuts, tape=self._tape))
-            self._forward = stack.pop_all()
+        with self._or_discard():
+            if recorded and not self.recording:
+                free_workspaces(self._device)  # each is allocated in the record
+                self._allocations.__enter__()
+                self.recording = True
+                if not self._is_fake:
+                    _recorded[:] = [*(ref for ref in _recorded if ref() is not None), weakref.ref(self)]
+                self._calls.open()
+                compile_within(self._tape.hiding)
+                weakref.finalize(self, self._allocations.close)  # also when the process ends
+            self._path = [ROOT]
+            self._cuts = Cuts()
+            self._others_follow = False
+            if (model := self.model()) is not None and not self._is_fake:
+                self._tape.recorder.begin_forward(model.parameters())
+            self._tape.saved.forward_over = False
+            with ExitStack() as stack:
+                self.groups = stack.enter_context(noting_groups())
+                if not self._tape.recorder.compiled:  # torch.compile handles checkpoints itself
+                    stack.enter_context(self._checkpoints)
+                    stack.enter_context(plain_checkpoints(self._unplanned))
+                if self._parts is not None:
+                    stack.enter_context(carried_by(self._parts))
+                policy = CheckpointPolicy.PREFER_SAVE if self._is_fake else "recompute_all"
+                cuts = None if self._is_fake else self._cuts
+                stack.enter_context(save_recompute_policy(policy, cuts=cuts, tape=self._tape))
+                self._forward = stack.pop_all()
 
     def note_batch(self, batch: Iterable[Tensor]) -> None:
         """Note the batch of a further forward, which counts if it existed before the step.
@@ -278,13 +279,14 @@ class ObservedStep:
         """End a forward, which returned `output`."""
         if self._forward is None:
             return
-        self._tape.recorder.end_forward(output)
-        storages = {
-            inner.untyped_storage()._cdata: inner.untyped_storage().nbytes()
-            for inner in with_memory(roots_of(output))
-        }
-        self._kept_nbytes = sum(storages.values())
-        self._close_forward()
+        with self._or_discard():
+            self._tape.recorder.end_forward(output)
+            storages = {
+                inner.untyped_storage()._cdata: inner.untyped_storage().nbytes()
+                for inner in with_memory(roots_of(output))
+            }
+            self._kept_nbytes = sum(storages.values())
+            self._close_forward()
 
     def _close_forward(self) -> None:
         forward, self._forward = self._forward, None
@@ -386,8 +388,9 @@ class ObservedStep:
         if raised:
             self.discard()  # it saw only a part of a backward
         elif self._reached or self._tape.saved.first_task >= 0:
-            self.end_backward()
-            self.end()
+            with self._or_discard():
+                self.end_backward()
+                self.end()
         else:
             if self._others_follow:
                 self._tape.hidden.append((self._begin, self._allocations.mark()))
@@ -396,14 +399,24 @@ class ObservedStep:
     def discard(self) -> None:
         """Record no more, and forget the step."""
         forward, self._forward = self._forward, None
-        if forward is not None:
-            forward.close()
-        self._tape.saved.closed = True
-        self._calls.close()
-        if self.recording:
-            compile_within(None)
+        with ExitStack() as stack:  # all of it, whatever fails
+            stack.callback(self._allocations.close)
+            stack.callback(self._calls.close)
+            if self.recording:
+                stack.callback(compile_within, None)
+            if forward is not None:
+                stack.callback(forward.close)
             self.recording = False
-            self._allocations.close()
+            self._tape.saved.closed = True
+
+    @contextmanager
+    def _or_discard(self) -> Iterator[None]:
+        """Run the body; if it raises, leave nothing of the step in the process."""
+        try:
+            yield
+        except BaseException:
+            self.discard()
+            raise
 
     def run(
         self, subject: TrainingStep, note_leaves: Callable[[list[Tensor]], Sequence[Tensor] | None]

@@ -62,17 +62,19 @@ class _WatchedEngine:
     ) -> Any:
         """Run backward from `tensors`, as the engine does."""
         watchers = [watcher for watcher in _watchers if watcher.thread == threading.get_ident()]
-        for watcher in watchers:
-            if not watcher.depth:
-                watcher.begins(tensors, grad_tensors)
-            watcher.depth += 1
+        entered: list[BackwardCalls] = []
         raised = True
         try:
+            for watcher in watchers:
+                entered.append(watcher)
+                watcher.depth += 1
+                if watcher.depth == 1:
+                    watcher.begins(tensors, grad_tensors)
             out = private.execution_engine.run_backward(tensors, grad_tensors, *args, **kwargs)
             raised = False
             return out
         finally:
-            for watcher in watchers:
+            for watcher in entered:
                 watcher.depth -= 1
                 if not watcher.depth:
                     watcher.ended(raised)

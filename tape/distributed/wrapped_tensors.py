@@ -65,7 +65,7 @@ def with_memory(tensors: Iterable[Any]) -> Iterator[Tensor]:
     for tensor in tensors:
         if hasattr(type(tensor), "__tensor_flatten__"):
             yield from with_memory(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        elif isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+        elif isinstance(tensor, Tensor) and tensor.layout is torch.strided and not private.is_batched(tensor):
             yield tensor
 
 

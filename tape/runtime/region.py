@@ -150,11 +150,11 @@ class Region(RecordingMode):
         watch_sharding()
         watch_functions()
         self._compiled_unseen = not watch_compiled()
+        self._hooks.enter()
+        self.__enter__()  # type: ignore[no-untyped-call]
         if self._tape is not None:
             recorded.held = self._tape.held
             self._tape.region = self
-        self._hooks.enter()
-        self.__enter__()  # type: ignore[no-untyped-call]
 
     def is_innermost(self) -> bool:
         """Return True if no mode and no hooks were entered on this thread after those of the region."""
@@ -174,11 +174,13 @@ class Region(RecordingMode):
             self._moves.close()
         self._holds = self.storages.hold = None
         self.graph.held_in_forward = nothing_held
-        with nullcontext() if self._tape is None else self._tape.hiding():
-            self.storages.close()
-        if self._tape is not None:
-            self._tape.region = None
-        recorded.held = None
+        try:
+            with nullcontext() if self._tape is None else self._tape.hiding():
+                self.storages.close()
+        finally:
+            if self._tape is not None:
+                self._tape.region = None
+            recorded.held = None
         if self._compiled_unseen and watch_compiled() and anything_compiled():
             raise RuntimeError(
                 "torch.compile was used inside this region for the first time in this process, so the region "

@@ -601,9 +601,15 @@ def _unrecorded() -> Iterator[None]:
     """Run the body unseen by a region that is recording (rule 7)."""
     recording_off.depth += 1
     try:
-        yield
+        with private.ExcludeDispatchKey(_VMAP):
+            yield
     finally:
         recording_off.depth -= 1
+
+
+# Backward of batched gradients runs inside of vmap, which refuses random ops. No saved tensor is batched.
+_VMAP = private.DispatchKeySet(private.parse_dispatch_key("VmapMode"))
+_ABOVE = AUTOCAST | _VMAP
 
 
 class _BelowAutograd:
@@ -615,7 +621,7 @@ class _BelowAutograd:
         recording_off.depth += 1
         self._autograd = private.AutoDispatchBelowAutograd()
         self._autograd.__enter__()
-        self._autocast = private.ExcludeDispatchKeyGuard(AUTOCAST)
+        self._autocast = private.ExcludeDispatchKeyGuard(_ABOVE)
         self._autocast.__enter__()
 
     def __exit__(self, *_: Any) -> None:

@@ -359,9 +359,7 @@ def _(key: int, size: Any, stride: Any, dtype: torch.dtype, device: torch.device
 def unpack(handle: Any) -> Tensor:
     """Return the tensor behind `handle`; autograd calls this hook."""
     kind = type(handle)
-    if kind is not RecomputedHandle and kind is not SavedHandle:
-        return handle if isinstance(handle, Tensor) else handle.unpack()
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and (kind is RecomputedHandle or kind is SavedHandle):
         if kind is RecomputedHandle:
             dtype, size, stride = handle.recipe[:3]
             device = handle.device
@@ -369,5 +367,9 @@ def unpack(handle: Any) -> Tensor:
             saved = handle.tensor
             dtype, size, stride, device = saved.dtype, saved.size(), saved.stride(), saved.device
         return _unpack_by_key(handle.key, size, stride, dtype, device)  # type: ignore[no-any-return]
-    tensor: Tensor = handle.unpack()
-    return tensor
+    if isinstance(handle, Tensor):
+        return handle
+    if private.peek_interpreter_stack() is None:
+        return handle.unpack()  # type: ignore[no-any-return]
+    with private.outside_of_transforms():  # gradients are batched, and what forward saved is not
+        return handle.unpack()  # type: ignore[no-any-return]

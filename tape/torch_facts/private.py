@@ -34,8 +34,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pkgutil import resolve_name
 from typing import Any
 
@@ -280,6 +280,26 @@ def is_proxy_tracing() -> bool:
 def is_transforming() -> bool:
     """Return True inside of torch.func's transforms and of forward-mode AD, whose tensors have no storage."""
     return _functorch.peek_interpreter_stack() is not None or _forward_ad._current_level >= 0
+
+
+peek_interpreter_stack: Callable[[], Any] = _functorch.peek_interpreter_stack  # the transform that runs
+
+# Tensors of torch.func's transforms, also after them; and those of the older vmap, of `is_grads_batched`.
+is_functorch_wrapped: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+is_batched: Callable[[torch.Tensor], bool] = _functorch.is_legacy_batchedtensor
+
+
+@contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """Run the body outside of the transforms of torch.func that are running."""
+    stack = []
+    try:
+        while _functorch.peek_interpreter_stack() is not None:
+            stack.append(_functorch.pop_dynamic_layer_stack())
+        yield
+    finally:
+        while stack:
+            _functorch.push_dynamic_layer_stack(stack.pop())
 
 
 def has_kernel(name: str, key: str) -> bool:
@@ -542,7 +562,7 @@ def _check_attributes() -> None:
         # What the functions of this file read.
         (_C, "_get_dispatch_mode _TorchDispatchModeKey _accelerator_getStream _get_privateuse1_backend_name"),
         (_C, "_dispatch_has_kernel_for_dispatch_key _dispatch_kernel_for_dispatch_key_is_fallthrough"),
-        (_functorch, "peek_interpreter_stack"),
+        (_functorch, "peek_interpreter_stack pop_dynamic_layer_stack push_dynamic_layer_stack"),
         (_forward_ad, "_current_level"),
     ):
         for name in names.split():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoac.tape.torch_facts.private import FakeTensor, FakeTensorMode
+from autoac.tape.torch_facts.private import FakeTensor, FakeTensorMode, is_batched, is_functorch_wrapped
 
 T = TypeVar("T")
 
@@ -28,9 +28,9 @@ _STRIDED = torch.strided
 def has_storage(tensor: Tensor) -> bool:
     """Return True if `tensor` is a plain window on one storage.
 
-    False for sparse and mkldnn layouts, nested and quantized tensors, subclasses that wrap other tensors, and
-    the zeros that forward-mode AD makes without any memory. Fake tensors, whose storages have no address, are
-    windows in a fake step alone (`fakes_have_storages`).
+    False for sparse and mkldnn layouts, nested and quantized tensors, subclasses and transforms of torch.func
+    that wrap other tensors, and the zeros that forward-mode AD makes without any memory. Fake tensors, whose
+    storages have no address, are windows in a fake step alone (`fakes_have_storages`).
     """
     kind = type(tensor)
     plain = (
@@ -45,6 +45,8 @@ def has_storage(tensor: Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_quantized
         and not tensor._is_zerotensor()
+        and not is_functorch_wrapped(tensor)
+        and not is_batched(tensor)
     )
 
 
