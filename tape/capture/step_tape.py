@@ -142,8 +142,20 @@ class StepTape:
 
     # --- forward ------------------------------------------------------------------------------------------
 
-    def run(self, dispatch: Callable[..., Any], func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        """Run an op by `dispatch`, which calls its kernel by `call`, and record it."""
+    def run(
+        self,
+        dispatch: Callable[..., Any],
+        func: Any,
+        facts: OpFacts,
+        args: Any,
+        kwargs: Any,
+        must_save: str = "",
+    ) -> Any:
+        """Run an op by `dispatch`, which calls its kernel by `call`, and record it.
+
+        Args:
+            must_save: why it must not run again; "" if it may.
+        """
         recorder = self.recorder
         if recorder.function is not None:
             recorder.begin_inside(facts, args, kwargs)
@@ -152,7 +164,7 @@ class StepTape:
             return out
         if recorder.module in self.wrappers:
             return self._inside(dispatch, func, args, kwargs)
-        return self._record(dispatch, func, facts, args, kwargs, "")
+        return self._record(dispatch, func, facts, args, kwargs, must_save)
 
     def run_compiled(self, func: Any, args: Any, kwargs: Any, must_save: str) -> Any:
         """Run an op of a compiled graph that is interpreted, and record it.

@@ -97,6 +97,7 @@ from autoac.tape.unseen.function_calls import Apply, FunctionCall, watch_functio
 from autoac.tape.unseen.held_storages import recorded
 
 _NO_KWARGS: dict[str, Any] = {}
+TRANSFORMED = "a transform of torch.func runs it, and allows no hooks"
 _COMPILED_CODE = "higher_order.inductor_compiled_code"  # of `wrap_inductor_compiled_regions`
 
 
@@ -337,7 +338,10 @@ class Region(RecordingMode):
                 return args[0](args[1])
         tape = self._tape
         if tape is not None and not tape.inside:
-            return tape.run(self.__torch_dispatch__, func, facts, args, kwargs or {})
+            if self._hooks.set_aside:  # autograd may hold what the op reads, as the hooks would see
+                self.hold(tensors_in(args, kwargs or {}), TRANSFORMED)
+            must_save = TRANSFORMED if self._hooks.set_aside else ""
+            return tape.run(self.__torch_dispatch__, func, facts, args, kwargs or {}, must_save)
         if self._has_streams:
             stream = private.current_stream()
             if stream != self._stream:
@@ -372,7 +376,7 @@ class Region(RecordingMode):
                 self._holds.free_due()
             if not saved and facts.in_place and not self.storages.writes_a_version(facts, args, kwargs):
                 saved = True  # it writes a tensor from outside, whose new contents are from outside too
-            if saved or (facts.never_recomputed and facts.again is None):
+            if saved or self._hooks.set_aside or (facts.never_recomputed and facts.again is None):
                 out = self._run_saved(func, facts, args, kwargs)
                 if moves is not None and policy.planned is not None:
                     if policy.planned == OFFLOAD and not facts.blank:
@@ -380,7 +384,7 @@ class Region(RecordingMode):
                         moves.leave(facts, out, stay, self._stream)
                     moves.mark(out)
                 return out
-        elif facts.never_recomputed:
+        elif facts.never_recomputed or self._hooks.set_aside:
             out = self._run_saved(func, facts, args, kwargs)
             policy.saves(func, facts, args, kwargs, out)  # each policy sees each op; the answer is moot
             return out

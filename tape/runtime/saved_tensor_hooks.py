@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ class RegionHooks:
         moves: of a plan that moves outputs of ops to the host.
         in_checkpoint: a checkpoint of `ac_client` runs.
         tape: records an observed step.
+        set_aside: a transform of torch.func runs, which allows no hooks.
     """
 
     def __init__(self, storages: TrackedStorages, graph: RegionGraph) -> None:
@@ -55,6 +58,7 @@ class RegionHooks:
         self.grouping: Grouping | None = None
         self.moves: RegionMoves | None = None
         self.in_checkpoint = False
+        self.set_aside = False
         self.tape: StepTape | None = None
         self._storages = storages
         self._key = storages.key
@@ -71,9 +75,18 @@ class RegionHooks:
         if not torch.compiler.is_compiling():
             self._outer = private.top_saved_tensors_default_hooks(True)
         enter_saved_tensor_hooks(self._hooks)
+        with _lock:
+            _thread.hooks = self
+            _entered.append(self)
+            torch.autograd.graph.disable_saved_tensors_hooks = _without_hooks
 
     def exit(self) -> None:
         """Stop handling what autograd saves on this thread."""
+        with _lock:
+            _thread.hooks = None
+            _entered.remove(self)
+            if not _entered:
+                torch.autograd.graph.disable_saved_tensors_hooks = _disabled
         self._hooks.__exit__(None, None, None)
         del self._hooks  # it holds a method of this object: a cycle
 
@@ -81,6 +94,17 @@ class RegionHooks:
         """Return True if no hooks were entered on this thread after these."""
         hooks = private.top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == self.pack
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Run the body without the hooks: what autograd saves stays saved."""
+        self._hooks.__exit__(None, None, None)
+        self.set_aside = True
+        try:
+            yield
+        finally:
+            self.set_aside = False
+            self._hooks.__enter__()
 
     def pack(self, tensor: Tensor) -> Any:
         """Return the handle that autograd holds in place of `tensor`."""
@@ -158,6 +182,25 @@ class RegionHooks:
         if self.moves is not None:
             handle.trigger = self.moves.trigger_of(tensor)
         return handle
+
+
+class _Thread(threading.local):
+    hooks: RegionHooks | None = None  # of the region that is open on this thread
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+_entered: list[RegionHooks] = []  # on all threads
+_disabled = torch.autograd.graph.disable_saved_tensors_hooks
+
+
+@contextmanager
+def _without_hooks(error_message: str) -> Iterator[None]:
+    """Set the hooks of a region aside for the transforms of torch.func, which raise if there are any."""
+    hooks = _thread.hooks
+    ours = hooks is not None and hooks.are_innermost()
+    with hooks.aside() if hooks is not None and ours else nullcontext(), _disabled(error_message):
+        yield
 
 
 # Dynamo skips the forwards of torch's own modules, but not what they call: autograd calls `pack` from them.
