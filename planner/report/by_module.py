@@ -83,7 +83,7 @@ def runs_added_up(ops: Iterable[OpDecision]) -> list[OpDecision]:
     """Return `ops` with the runs of each op with use groups as one decision."""
     result: list[OpDecision] = []
     for op in ops:
-        if OpKey.parse(op.key).run == 1:
+        if "@" not in op.key or OpKey.parse(op.key).run == 1:
             result.append(op)
         elif op.decision is Decision.RECOMPUTED:
             first = result[-1]
@@ -131,14 +131,14 @@ def _kept_nbytes(graph: Graph, save_set: SaveSet) -> list[int]:
 def by_module(ops: Iterable[OpDecision]) -> tuple[ModuleRow, ...]:
     """Return the rows of a table by module, in the order in which modules first ran; none for unused ones."""
     modules: dict[str, list[OpDecision]] = {}
+    signatures: dict[str, list[object]] = {}
     for op in runs_added_up(ops):
-        modules.setdefault(OpKey.parse(op.key).module, []).append(op)
-
-    def signature(module: str) -> object:
-        return tuple((OpKey.parse(op.key).label, op.decision, op.runs) for op in modules[module])
+        key = OpKey.parse(op.key)  # once: a policy may have a million
+        modules.setdefault(key.module, []).append(op)
+        signatures.setdefault(key.module, []).append((key.label, op.decision, op.runs))
 
     rows = []
-    for name, paths in fold_paths(modules, signature):
+    for name, paths in fold_paths(modules, lambda module: tuple(signatures[module])):
         of_one = modules[paths[0]]
         of_all = [op for path in paths for op in modules[path]]
         names = short_names([op.key for op in of_one])
