@@ -14,6 +14,7 @@ import typer
 
 from ac_client.cli.exit_codes import ERROR
 from ac_client.cli.options import Json
+from ac_client.cli.output import show_progress
 from ac_client.files import check_writable, write_whole
 
 
@@ -21,14 +22,17 @@ def demo(
     page: Annotated[
         Path, typer.Option("--page", help="Where to write the HTML page with the memory timelines.")
     ] = Path("demo-report.html"),
-    turns: Annotated[int, typer.Option(min=1, help="Timed steps of each row, in turn.")] = 7,
+    turns: Annotated[
+        int, typer.Option(min=1, help="Timed steps of each row, in turn; fewer if they take too long.")
+    ] = 100,
     as_json: Json = False,
 ) -> None:
     """Compare four ways to train a small GPT-2.
 
     The rows show peak and step time of plain training, of torch's checkpoint around every block, and of
     autoac with two budgets: the checkpoint's peak, and the middle between it and plain's. Each has a process
-    of its own, and they take steps in turn. Exit code 1 if autoac exceeds a budget or changes gradients.
+    of its own, and they take steps in turn, for at most a minute. Exit code 1 if autoac exceeds a budget or
+    changes gradients.
     """
     from ac_client.errors import CommandError
 
@@ -44,9 +48,8 @@ def demo(
     from ac_client.demo.demo_page import render_page
 
     try:
-        result = comparison.run(
-            turns=turns, on_row=lambda name, i, n: print(f"row {i} of {n}: {name}", file=sys.stderr)
-        )
+        with show_progress() as progress:
+            result = comparison.run(turns=turns, on_start=progress.start)
     except RuntimeError as error:
         raise CommandError(str(error)) from error
     write_whole(page, render_page(result))

@@ -174,14 +174,17 @@ def policy_header(policy: Policy) -> dict[str, Any]:
 
 
 class _ProgressLines:
-    """Show progress in a file or a pipe: print a line on stderr when something starts."""
+    """Show progress in a file or a pipe: print a line on stderr when something else starts."""
 
     def __init__(self, task: str) -> None:
+        self._task = task
         if task:
             say(f"{task} ...", file=sys.stderr)
 
     def start(self, task: str, done: int = 0, total: int | None = None) -> None:
-        say(task, file=sys.stderr)
+        if task != self._task:
+            say(task, file=sys.stderr)
+        self._task = task
 
     def solving(self, progress: Progress) -> None:
         pass

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ac_client.demo.comparison import DemoComparison, Line, multiple
+from ac_client.demo.comparison import DemoComparison, Line
 from ac_client.measure.quartiles import Quartiles
 
 MIB = 1 << 20
@@ -46,7 +46,8 @@ def facts(comparison: DemoComparison) -> str:
     plain = Quartiles.of([step.cpu_s for step in comparison.plain.steps]).median
     return (
         f"CPU time of one thread: {plain:.2f} s for a plain step, {observed:.1f} s for autoac's first, "
-        f"observed one, {planned:.1f} s for its second, with the plan; all rows: {comparison.seconds:.0f} s"
+        f"observed one, {planned:.1f} s for its second, with the plan; "
+        f"{len(comparison.plain.steps)} turns, {comparison.seconds:.0f} s in all"
     )
 
 
@@ -56,8 +57,8 @@ def mib(nbytes: int | None) -> str:
 
 
 def time_over_plain(line: Line, comparison: DemoComparison) -> str:
-    """Format the step time as a multiple of the plain one, with quartiles."""
-    return "1.00" if line is comparison.plain else multiple(line.time_over(comparison.plain))
+    """Format the step time as a multiple of the plain one: the median, and its interval."""
+    return "1.00" if line is comparison.plain else str(line.time_over(comparison.plain))
 
 
 def gradients(line: Line, comparison: DemoComparison) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from client.demo.synthetic import comparison, ours
 from rich.console import Console
 from serving import CHROMIUM, NO_CHROMIUM
 
-from ac_client.demo.comparison import OURS
+from ac_client.demo.comparison import OURS, Ratio
 from ac_client.demo.demo_page import COLUMNS, cells, render_page
 from ac_client.demo.terminal import render
 
@@ -34,7 +35,6 @@ def test_good_result_keeps_every_promise():
         (ours(equal=False), "bit for bit", True),
         (ours(predicted_mib=39.5), "predicted within 1 %", False),
         (ours(predicted_mib=40.5), "predicted within 1 %", False),
-        (ours(cpu_s=1.5), "less time", False),
     ],
 )
 def test_broken_promise_is_found_and_budget_and_gradients_fail_the_demo(row, promise, fails):
@@ -45,12 +45,26 @@ def test_broken_promise_is_found_and_budget_and_gradients_fail_the_demo(row, pro
 
 
 @pytest.mark.parametrize(
-    ("cpu_s", "verdict", "kept"), [(1.3, "less", True), (1.4, "cannot tell", None), (1.5, "more", False)]
+    ("cpu_s", "verdict", "kept"), [(1.3, "less", True), (1.4, "cannot tell", None), (1.5, "more", None)]
 )
-def test_verdict_on_the_time_is_by_quartiles(cpu_s, verdict, kept):
+def test_verdict_on_the_time_never_breaks_a_promise(cpu_s, verdict, kept):
     check = comparison(ours(cpu_s=cpu_s)).checks[-1]
     assert check.found.split(",")[0] == verdict
     assert check.kept is kept
+
+
+def test_ratio_has_the_interval_of_the_median_by_ranks():
+    """Of 100 pairs, the 40th and the 61st."""
+    assert Ratio.of(range(1, 101), [1] * 100) == (40, 50.5, 61, 1)
+    assert Ratio.of([4, 2], [2, 4]) == (0.5, 1.25, 2, 1)
+
+
+def test_noise_of_single_steps_does_not_hide_a_difference():
+    """Each step takes up to 30 % longer, and ours 5 % less: quartiles of eleven pairs hold 1."""
+    noise = random.Random(0)
+    theirs = [1 + 0.3 * noise.random() for _ in range(100)]
+    mine = [0.95 * (1 + 0.3 * noise.random()) for _ in range(100)]
+    assert Ratio.of(mine, theirs).high < 1
 
 
 def test_first_steps_of_ours_are_compared_with_those_of_plain():

@@ -53,14 +53,22 @@ def test_different_gradients_are_noticed():
 
 @pytest.mark.usefixtures("one_thread")
 def test_comparison_measures_ours_at_two_budgets():
-    names = []
-    result = comparison.run(TINY, turns=2, on_row=lambda name, number, of: names.append((number, of)))
-    assert names == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    starts = []
+    result = comparison.run(TINY, turns=2, on_start=lambda *start: starts.append(start))
+    assert [done for _, done, _ in starts] == [0, 5, 10, 15, 20, 21]
+    assert {total for _, _, total in starts} == {22}
     plain, checkpoint = (line.peak_bytes for line in result.lines[:2])
     assert result.line(OURS).budget_bytes == checkpoint
     assert result.line(HALF).budget_bytes == (plain + checkpoint) // 2
     assert all(len(line.steps) == 2 for line in result.lines)
     assert not result.failed
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_turns_end_at_the_time_limit(monkeypatch):
+    monkeypatch.setattr(comparison, "LEAST_TURNS", 3)
+    result = comparison.run(TINY, turns=100, limit_s=0)
+    assert {len(line.steps) for line in result.lines} == {3}
 
 
 @pytest.mark.usefixtures("one_thread")
