@@ -6,9 +6,10 @@ import json
 from collections import Counter
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from autoac.planner.errors import MalformedPolicy, MalformedProfile, UnknownVersion
+from autoac.planner.units import printable
 
 MAX_INT = 2**53  # integers beyond this do not survive JSON readers that use doubles
 MAX_COMPLAINTS = 5
@@ -18,6 +19,9 @@ Index = Annotated[int, Field(ge=0, le=MAX_INT)]
 OptionalIndex = Annotated[int, Field(ge=-1, le=MAX_INT)]  # -1: none
 Microseconds = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Name = Annotated[str, Field(max_length=4096)]
+Title = Annotated[  # of a model: a class may have any name, and it is printed in the middle of lines
+    Name, AfterValidator(lambda name: printable(name).replace("\n", "\\n").replace("\t", "\\t"))
+]
 
 
 class FrozenModel(BaseModel):

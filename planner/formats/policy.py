@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from autoac.planner.errors import MalformedPolicy
-from autoac.planner.formats.base import MAX_INT, Count, FrozenModel, Index, Microseconds, Name, read
+from autoac.planner.formats.base import MAX_INT, Count, FrozenModel, Index, Microseconds, Name, Title, read
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.op_key import with_shared_names
 from autoac.planner.formats.profile import Environment, Profile
@@ -64,7 +64,7 @@ class Policy(FrozenModel):
 
     format: Literal["autoac.policy"] = FORMAT
     version: Literal[1, 2, 4, 5] = VERSION  # 2 with use groups, 4 with moves, 5 with needed_until
-    model: Name
+    model: Title
     fingerprint: Name  # of the profile: the same model, shapes and kind of device
     profile_digest: Name
     inputs: tuple[Name, ...]

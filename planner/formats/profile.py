@@ -30,6 +30,7 @@ from autoac.planner.formats.base import (
     Microseconds,
     Name,
     OptionalIndex,
+    Title,
     read,
     read_data,
 )
@@ -141,7 +142,7 @@ class Environment(FrozenModel):
     allocator_rounding: Annotated[int, Field(ge=1, le=1 << 30)]  # sizes are multiples of this
     threads: Count  # intra-op threads; 0 on devices where the number does not matter
     cudnn: Annotated[Count, Field(exclude_if=lambda version: version == 0)] = 0  # 92000 is 9.20.0; 0: none
-    # How many, and the meshes that parameters are on: "4, mesh dp 2 x tp 2".
+    # How many, and the meshes that parameters are on: "4 (mesh dp 2 x tp 2)".
     ranks: Annotated[Name, Field(exclude_if=lambda ranks: ranks == "1")] = "1"
 
 
@@ -283,7 +284,7 @@ class Profile(FrozenModel):
 
     format: Literal["autoac.profile"] = FORMAT
     version: Literal[1] = VERSION
-    model: Name
+    model: Title
     inputs: tuple[Name, ...]  # "int64[4, 128]", in the order of the arguments
     environment: Environment
     static: StaticBytes

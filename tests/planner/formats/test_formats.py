@@ -60,6 +60,13 @@ def test_policy_round_trips_through_json() -> None:
     assert Policy.from_json(policy.to_json()).to_json() == policy.to_json()
 
 
+def test_model_whose_name_has_lines_is_named_in_one_line() -> None:
+    text = graphs.gpt2(1).to_json().replace("gpt2-1", r"a\nb\t\u001bc")
+    found = Profile.from_json(text)
+    assert found.model == r"a\nb\t\x1bc"
+    assert Profile.from_json(found.to_json()) == found
+
+
 def test_policy_has_one_decision_per_op_in_execution_order() -> None:
     profile = graphs.gpt2(1)
     assert list(recomputing_policy().decisions) == profile.keys()
