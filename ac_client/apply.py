@@ -28,9 +28,10 @@ from ac_client.planning.loaded_policy import other_environment
 from ac_client.planning.options import ApplyOptions, Budget, BudgetOf, HostBudgetGb
 from ac_client.planning.ranks import AUTO, Group
 from autoac.planner import Constraints as Constraints
-from autoac.planner import InfeasibleBudget, InvalidBudget, Policy
+from autoac.planner import InvalidBudget, Policy
 from autoac.planner import PolicySet as PolicySet
 from autoac.planner.formats.policy_set import SET_FORMAT
+from autoac.planner.units import format_bytes
 from autoac.profiler.compiler.private_compiler import check_version
 from autoac.profiler.model_device import check_one_device, device_of
 from autoac.tape.checkpoints.own_checkpoints import check_taken_over
@@ -126,8 +127,8 @@ def apply(
             forward, before anything of the model is captured.
         InvalidConstraints: a pattern matches nothing, or constraints contradict each other. From the
             second training forward, which leaves the model without a plan; from `apply` if a policy is given.
-        InfeasibleBudget: no plan fits. From `apply` if a policy is given, otherwise from the second training
-            forward, which leaves the model without a plan.
+        InfeasibleBudget: no plan fits. From the second training forward, which leaves the model without a
+            plan.
         SolverOutOfTime: the planner used up its work limit and neither found a plan nor ruled one out. The
             error names the smallest budget for which it found one. From the second forward, as above.
     """
@@ -169,8 +170,10 @@ def apply(
             log.warning("%s: the policy is for %s, so other ops may run, or take other times", *where)
     for predicted in (made.predicted for made in _policies(loaded)):
         if budget_bytes is not None and predicted.peak_bytes > budget_bytes - headroom_bytes:
-            raise InfeasibleBudget(
-                budget_bytes, predicted.static_bytes, predicted.peak_bytes, predicted.peak_at, ()
+            raise InvalidBudget(
+                "budget_gb less headroom must be at least the policy's peak of "
+                f"{format_bytes(predicted.peak_bytes)}, got {format_bytes(budget_bytes - headroom_bytes)}: "
+                "plan again for less, with `autoac plan` or without policy=..."
             )
     options = ApplyOptions(
         budget_bytes=budget_bytes,

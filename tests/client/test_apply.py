@@ -147,8 +147,9 @@ def test_same_policy_from_a_file_in_a_fresh_model(budget_gb: float, tmp_path: Pa
     assert_equal(gradients(second, BATCH), want)
     assert ac_client.applied(second).policy == policy
     assert ac_client.applied(second).plan is None
-    with pytest.raises(ac_client.InfeasibleBudget):
+    with pytest.raises(ac_client.InvalidBudget, match="plan again for less") as refused:
         ac_client.apply(new_model(), policy.predicted.peak_bytes / GIB / 2, policy=policy)
+    assert format_bytes(policy.predicted.peak_bytes) in str(refused.value)
 
 
 def test_file_without_a_policy_is_refused_by_name(tmp_path: Path) -> None:
