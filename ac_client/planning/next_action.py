@@ -458,7 +458,8 @@ def _graph_created(planned: PlannedFor, facts: StepFacts) -> Action | None:
         planned,
         "a backward with create_graph=True (a gradient penalty, meta-learning) runs over its forward, which "
         f"no plan counts, so the budget cannot be kept{several}",
-        "compute the penalty in the forward of the module that is planned, or leave headroom_gb for it",
+        "compute the penalty in the forward of the module that is planned, or leave headroom_gb for it: "
+        f"{format_bytes(2 * backward.graphs * planned.forward_nbytes)}, if they save as much as forwards do",
     )
     return Keep(warning)
 

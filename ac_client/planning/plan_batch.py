@@ -285,9 +285,9 @@ class BatchPlanner:
         if budget is not None and peak > budget:
             self.warn_once(
                 "observed",
-                f"an observed step, which has no plan yet, took {format_bytes(peak)}, which is "
-                f"{format_bytes(peak - budget)} over the budget of {format_bytes(budget)}. Later steps have "
-                "a plan; to observe with less memory, train on a smaller batch first",
+                f"the step before this one was observed, without a plan, and took {format_bytes(peak)}, "
+                f"{format_bytes(peak - budget)} over the budget of {format_bytes(budget)}. From this step on "
+                "there is a plan. To observe with less memory, train on a smaller batch first",
             )
         if device_of(call.model).type == "cuda":
             torch.cuda.empty_cache()  # its segments would get holes in the first planned steps

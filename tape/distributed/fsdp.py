@@ -149,17 +149,17 @@ def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def layout_of(model: nn.Module) -> str:
-    """Return how many ranks there are, and the meshes that parameters are on: "4, mesh dp 2 x tp 2"."""
+    """Return how many ranks there are, and the meshes that parameters are on: "4 (mesh dp 2 x tp 2)"."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return "1"
     meshes = dict.fromkeys(
-        f", mesh {' x '.join(f'{name} {size}'.strip() for name, size in zip(names, mesh.shape, strict=True))}"
+        f"mesh {' x '.join(f'{name} {size}'.strip() for name, size in zip(names, mesh.shape, strict=True))}"
         for parameter in parameters_of(model)
         if (mesh := getattr(parameter, "device_mesh", None)) is not None
         for names in [mesh.mesh_dim_names or ("",) * mesh.ndim]
     )
-    return f"{dist.get_world_size()}{''.join(meshes)}"
+    return f"{dist.get_world_size()} ({', '.join(meshes)})" if meshes else str(dist.get_world_size())
 
 
 def gathered_nbytes(model: nn.Module) -> int:

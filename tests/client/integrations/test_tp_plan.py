@@ -55,12 +55,12 @@ print(json.dumps({
 @pytest.mark.parametrize(
     ("how", "world", "mesh"),
     [
-        ('tp_plan="auto"', 2, "2, mesh tp 2"),
-        ("distributed_config=DistributedConfig(fsdp_size=2)", 2, "2, mesh fsdp 2"),
+        ('tp_plan="auto"', 2, "2 (mesh tp 2)"),
+        ("distributed_config=DistributedConfig(fsdp_size=2)", 2, "2 (mesh fsdp 2)"),
         (
             "distributed_config=DistributedConfig(fsdp_size=2, tp_size=2)",
             4,
-            "4, mesh fsdp 2 x tp 2, mesh fsdp 2",
+            "4 (mesh fsdp 2 x tp 2, mesh fsdp 2)",
         ),
     ],
     ids=["tp_plan", "fsdp", "fsdp and tp"],

@@ -25,6 +25,7 @@ from ac_client.planning.next_action import (
     StepFacts,
     next_action,
 )
+from autoac.planner.units import format_bytes
 from autoac.profiler import Loop
 from autoac.profiler.static_memory import OptimizerBytes
 
@@ -279,6 +280,7 @@ def test_gradient_penalty_is_warned_of_however_often_backward_runs() -> None:
         action = next_action(PLANNED, facts)
         assert isinstance(action, Keep)
         assert "create_graph=True" in action.warning
+        assert f"headroom_gb for it: {format_bytes(2 * PLANNED.forward_nbytes)}" in action.warning
 
 
 def test_retained_graph_is_planned_for() -> None:

@@ -53,9 +53,9 @@ def made() -> nn.Module:
 
 
 def test_policy_names_its_ranks_and_mesh(of_two_ranks: Policy, caplog: pytest.LogCaptureFixture) -> None:
-    assert of_two_ranks.tools["ranks"] == "2, mesh 2"
+    assert of_two_ranks.tools["ranks"] == "2 (mesh 2)"
     ac_client.apply(made(), policy=of_two_ranks)
-    assert "the policy is for ranks 2, mesh 2, not 1" in caplog.text
+    assert "the policy is for ranks 2 (mesh 2), not 1" in caplog.text
 
 
 def test_policy_of_other_ranks_that_needs_more_here_is_refused(of_two_ranks: Policy) -> None:
