@@ -6,7 +6,6 @@ from .errors import (
     InvalidBudget,
     InvalidConstraints,
     InvalidLimit,
-    InvalidPipeline,
     MalformedPolicy,
     MalformedProfile,
     OtherProfile,
@@ -25,7 +24,6 @@ from .memory.schedule import schedule
 from .memory.simulate import Timeline, simulate
 from .minimum_peak import MinimumPeak, find_minimum_peak
 from .offload import plan_offload, plan_with_host
-from .pipeline.plan_stages import Stage, Stages, plan_stage, plan_stages
 from .plan import Plan, plan
 from .problem.apply_constraints import constrained
 from .problem.build import build
@@ -49,7 +47,6 @@ __all__ = [
     "InvalidBudget",
     "InvalidConstraints",
     "InvalidLimit",
-    "InvalidPipeline",
     "MalformedPolicy",
     "MalformedProfile",
     "MinimumPeak",
@@ -63,8 +60,6 @@ __all__ = [
     "ProfileBySize",
     "Progress",
     "SolverOutOfTime",
-    "Stage",
-    "Stages",
     "Stopped",
     "Timeline",
     "UnknownOp",
@@ -85,8 +80,6 @@ __all__ = [
     "picture",
     "plan",
     "plan_offload",
-    "plan_stage",
-    "plan_stages",
     "plan_with_host",
     "schedule",
     "simulate",

@@ -15,7 +15,6 @@ from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.graph import Graph, Moment, OpId
 from autoac.planner.problem.moves import Link, Move, triggers, with_moves
 from autoac.planner.problem.save_sets import with_forced_saves
-from autoac.planner.problem.stage import stage_graph
 from autoac.planner.problem.use_groups import with_use_groups
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.start.search_problem import SearchProblem
@@ -51,7 +50,8 @@ def carried(policy: Policy, profile: Profile) -> Plan:
     Raises:
         InvalidConstraints: the policy's constraints cannot be met on `profile`.
     """
-    rules, graph = policy.constraints, _graph_of(policy, profile)
+    rules, waiting = policy.constraints, policy.predicted.microbatches - 1
+    graph = replace(constrained(profile, rules or Constraints()), waiting_microbatches=waiting)
     position = {key: OpId(i) for i, key in enumerate(profile.keys())}
     groups = {
         position[key]: tuple(position[name] for name in latest)
@@ -75,26 +75,6 @@ def carried(policy: Policy, profile: Profile) -> Plan:
         times = timing(with_them, save_set, moves, link)
         plan = moving(plan, graph, with_them, save_set, moves, times)
     return replace(plan, bound_us=0.0)
-
-
-def _graph_of(policy: Policy, profile: Profile) -> Graph:
-    """Return the graph of a step that `policy` is carried out in, perhaps on a stage of a pipeline.
-
-    The static bytes that a policy states tell a stage that holds one microbatch, whose gradients count as
-    static, from a step of its own; and they have what else is on a stage's device.
-    """
-    rules, n = policy.constraints or Constraints(), policy.predicted.microbatches
-    stated = policy.predicted.static_bytes
-    alone = constrained(profile, rules)
-    if n == 1 + profile.waiting_microbatches and stated == alone.static_bytes:
-        return alone
-    stated -= rules.extra_static_bytes
-    stage = stage_graph(profile, n)
-    if n == 1 and stated != stage.static_bytes:
-        return alone
-    if policy.profile_digest == profile.digest:
-        stage = stage_graph(profile, n, beside_bytes=max(0, stated - stage.static_bytes))
-    return constrained(stage, rules.model_copy(update={"gradients": "as profiled"}))
 
 
 def _moves_of(policy: Policy, graph: Graph) -> tuple[Move, ...]:

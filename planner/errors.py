@@ -8,7 +8,6 @@
     +-- InvalidLimit          a gap, or a limit on time or work, that no search can keep to
     +-- UnknownOp             a save set names an op that the graph does not have
     +-- OtherProfile          a policy was made for another profile
-    +-- InvalidPipeline       a schedule that does not exist, or numbers that it does not take
     +-- InvalidConstraints    constraints that no plan can meet, whatever the budget
     |   +-- UnmatchedPattern      a pattern matches no op or module
     |   +-- ConflictingPins       an op would have to be saved and recomputed
@@ -161,10 +160,6 @@ class OtherProfile(PlannerError):
             f"the policy for {policy_model} was not made for this profile of {profile_model}: only one of "
             f"them has {key!r}; pass the profile that the policy was planned from, or plan again"
         )
-
-
-class InvalidPipeline(PlannerError):
-    """A schedule does not exist, or does not take these numbers of stages, microbatches or chunks."""
 
 
 class InvalidConstraints(PlannerError):

@@ -76,9 +76,8 @@ planner/memory:         base formats problem
 planner/solver:         base formats problem memory
 planner/plans:          base formats problem memory solver
 planner/sizes:          base formats
-planner/pipeline:       base formats memory problem solver plans
 planner/report:         base formats problem memory solver plans
-planner:                plans pipeline report sizes
+planner:                plans report sizes
 tape/base:              planner/base
 tape/torch_facts:       base planner/formats
 tape/checkpoints:       torch_facts

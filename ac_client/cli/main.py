@@ -54,7 +54,6 @@ for _command in (
     demo.demo,
     plan_commands.profile,
     plan_commands.plan,
-    plan_commands.stages,
     explain_commands.explain,
     explain_commands.diff,
     regenerate_command.regenerate,

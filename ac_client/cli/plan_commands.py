@@ -1,4 +1,4 @@
-"""The commands `profile`, `plan`, `stages` and `frontier`: from a model to policies."""
+"""The commands `profile`, `plan` and `frontier`: from a model to policies."""
 
 from __future__ import annotations
 
@@ -30,16 +30,14 @@ from ac_client.cli.options import (
 from ac_client.cli.output import (
     check_output,
     deliver,
-    one_line,
     policy_header,
     read_profile,
     say,
     show_progress,
 )
-from ac_client.files import check_writable, write_whole
 
 if TYPE_CHECKING:
-    from autoac.planner import Plan, Stages
+    from autoac.planner import Plan
 
 OutputFile = Annotated[Path, typer.Option("-o", "--output", help="File to write; - for stdout.")]
 
@@ -186,118 +184,6 @@ def _moved(planned: Plan) -> str:
     return f"{format_bytes(planned.moved_bytes)} moved to the host, {format_us(planned.stall_us)} of stalls, "
 
 
-@spread_options
-def stages(
-    profile_files: Annotated[
-        list[Path],
-        typer.Option(
-            "--profile",
-            metavar="FILE",
-            help="One for each stage, in order: the step of one microbatch on one of its chunks. "
-            "More profiles may follow as plain arguments.",
-        ),
-    ],
-    budget_gb: Annotated[
-        list[float],
-        typer.Option(
-            "--budget-gb",
-            metavar="GB",
-            help="GiB that may be live on each device; once for all stages, or once for each.",
-        ),
-    ],
-    n_microbatches: Annotated[
-        int, typer.Option("--microbatches", min=1, help="Number of microbatches in one step.")
-    ],
-    more_profiles: Annotated[
-        list[Path] | None, typer.Argument(metavar="PROFILE", help="Profiles of the further stages.")
-    ] = None,
-    schedule: Annotated[
-        str, typer.Option(help="gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2 or zb-v.")
-    ] = "1f1b",
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="Folder to write stage-0.json, stage-1.json, ... to.")
-    ] = Path("policies"),
-    chunks: Annotated[
-        int | None, typer.Option(min=1, help="Model chunks for each stage, if the schedule has several.")
-    ] = None,
-    weight_half_gb: Annotated[
-        list[float] | None,
-        typer.Option(
-            metavar="GB",
-            help="GiB that a microbatch holds between the halves of a split backward; once for each stage.",
-        ),
-    ] = None,
-    *,
-    host_budget_gb: HostBudget = 0.0,
-    options: PlanningOptions,
-    as_json: Json = False,
-) -> None:
-    """Plan every stage of a pipeline.
-
-    Each stage stays within its device's budget, and the slowest stage determines the step time. Prints a line
-    and writes a policy for each stage. A pattern must match something in every stage.
-    """
-    from ac_client.errors import CommandError
-    from autoac.planner import InfeasibleBudget, plan_stages
-    from autoac.planner.budget import headroom_in_bytes
-
-    if more_profiles and len(profile_files) > 1:
-        raise typer.BadParameter(
-            "must be given once before all files, or once before each", param_hint="--profile"
-        )
-    paths = [*profile_files, *(more_profiles or [])]
-    headroom_bytes, constraints = options.headroom_bytes, options.constraints()
-    weight_half_bytes = [headroom_in_bytes(gb, "--weight-half-gb") for gb in weight_half_gb or []]
-    observed = [read_profile(path) for path in paths]
-    for profile in observed:
-        constraints = with_host_budget(constraints, host_budget_gb, profile)
-    files = [output / f"stage-{s}.json" for s in range(len(paths))]
-    folder = next(folder for folder in (output, *output.parents) if folder.exists())
-    for path in files:
-        check_writable(folder / path.name)
-    with show_progress(f"planning {len(paths)} stages"):
-        try:
-            planned = plan_stages(
-                observed,
-                schedule,
-                n_microbatches=n_microbatches,
-                budget_gb=budget_gb[0] if len(budget_gb) == 1 else budget_gb,
-                chunks=chunks,
-                weight_half_bytes=weight_half_bytes or None,
-                headroom_bytes=headroom_bytes,
-                constraints=constraints,
-                gap=options.gap,
-                time_limit_s=options.time_limit_s,
-                clock=time.monotonic,
-            )
-        except InfeasibleBudget as error:
-            notes = " ".join(getattr(error, "__notes__", []))
-            raise CommandError(f"{one_line(error)}. {notes}") from error
-    policies = [stage.plan.policy() for stage in planned.stages]
-    output.mkdir(parents=True, exist_ok=True)
-    for path, policy in zip(files, policies, strict=True):
-        write_whole(path, policy.to_json())
-    if as_json:
-        stage_facts = [
-            {"policy": str(path), "in_flight": stage.in_flight, "busy_us": busy, "bubble_us": bubble}
-            | policy_header(policy)
-            for path, stage, policy, busy, bubble in zip(
-                files, planned.stages, policies, planned.times.busy_us, planned.times.bubble_us, strict=True
-            )
-        ]
-        facts = {
-            "schedule": planned.schedule.value,
-            "microbatches": planned.n_microbatches,
-            "step_us": planned.times.step_us,
-            "plain_step_us": planned.plain.step_us,
-            "slowdown": planned.slowdown,
-            "bottleneck": planned.times.bottleneck,
-        }
-        print(json.dumps(facts | {"stages": stage_facts}, indent=1))
-    else:
-        say("\n".join([*_stage_table(planned), f"policies: {files[0]} to {files[-1].name}"]))
-
-
 def frontier_command(
     profile_file: ProfileFile,
     points: Annotated[int, typer.Option(min=2, help="Number of budgets, both ends included.")] = 16,
@@ -333,32 +219,3 @@ def _early_stop(planned: Plan) -> str:
     from autoac.planner import Stopped
 
     return "" if planned.stopped is Stopped.OPTIMAL else f", stopped early: {planned.stopped}"
-
-
-def _stage_table(planned: Stages) -> list[str]:
-    """Return a line for each stage, and one for the whole pipeline."""
-    from autoac.planner.report.by_module import aligned
-    from autoac.planner.units import format_bytes, format_us
-
-    head = ("stage", "in flight", "peak", "budget", "extra time", "gap", "busy", "idle")
-    rows = [head]
-    for s, stage in enumerate(planned.stages):
-        plan_ = stage.plan
-        rows.append(
-            (
-                f"{s}{' *' if s == planned.times.bottleneck else ''}",
-                str(stage.in_flight),
-                format_bytes(plan_.peak),
-                format_bytes(plan_.budget + plan_.headroom),
-                format_us(plan_.extra_us),
-                f"{plan_.gap:.1%}",
-                format_us(planned.times.busy_us[s]),
-                format_us(planned.times.bubble_us[s]),
-            )
-        )
-    return [
-        *aligned(rows),
-        f"{planned.schedule.value}, {planned.n_microbatches} microbatches: a step takes "
-        f"{format_us(planned.times.step_us)}, {planned.slowdown:.1%} more than with nothing recomputed. "
-        "* is the busiest stage.",
-    ]

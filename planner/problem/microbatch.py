@@ -4,7 +4,7 @@ A loop may run further forwards before the backward of the first one: a stage of
 outputs that is differentiated one by one. The record then has several forwards and the backward of one. The
 others only wait, so their decisions would be free for a plan: nothing in the record reads what they saved. In
 the loop each of them has such a backward. So the plan is one for a single forward, while the others wait with
-what it saves (planner/pipeline/plan_stages.py).
+what it saves (`Graph.waiting_microbatches`).
 """
 
 from __future__ import annotations

@@ -18,14 +18,19 @@ from torch import nn
 
 import ac_client
 from ac_client.planning.facts import host_budget, peak_watch
-from autoac.planner import InfeasibleBudget, Policy, build, find_minimum_peak, plan, plan_offload
+from autoac.planner import (
+    InfeasibleBudget,
+    Policy,
+    build,
+    find_minimum_peak,
+    plan,
+    plan_offload,
+    plan_with_host,
+)
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.profile import LinkRates
-from autoac.planner.pipeline.plan_stages import plan_stage
-from autoac.planner.pipeline.schedules import Schedule, WorkKind, actions
 from autoac.planner.plan import decided
 from autoac.planner.problem.moves import Link, Move, with_moves
-from autoac.planner.problem.stage import stage_graph
 from autoac.planner.units import GIB
 from autoac.profiler import link_of, observe, profile
 from autoac.profiler.timing import link as link_timing
@@ -261,7 +266,7 @@ def test_plan_below_the_smallest_peak_of_recompute_alone_is_carried_out(gpu: Mod
 
 
 def run_stage(gpu: ModuleType, n: int, policy: Policy | None) -> tuple[list[torch.Tensor], int]:
-    """Run two steps of 2n microbatches on a stage of 1F1B that holds n; return gradients and the last peak.
+    """Run two steps of 2n microbatches, n of them in flight; return gradients and the last peak.
 
     The first backward of a plan compares contents, which takes some memory.
     """
@@ -276,13 +281,12 @@ def run_stage(gpu: ModuleType, n: int, policy: Policy | None) -> tuple[list[torc
     outputs: dict[int, Any] = {}  # each held until its backward is over, as the profile assumes
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
-        for action in actions(Schedule.ONE_F_ONE_B, 0, n, 2 * n):
-            ids, k = batches[action.microbatch], action.microbatch
-            if action.kind is WorkKind.FORWARD:
-                outputs[k] = model(input_ids=ids, labels=ids)
-            else:
-                outputs[k].loss.backward()
-                del outputs[k]
+        for k in range(3 * n - 1):
+            if k < 2 * n:
+                outputs[k] = model(input_ids=batches[k], labels=batches[k])
+            if k >= n - 1:
+                outputs[k - n + 1].loss.backward()
+                del outputs[k - n + 1]
     peak = torch.cuda.max_memory_allocated() - before
     assert gpu.take_races() == []
     batch_bytes = sum(ids.untyped_storage().nbytes() for ids in batches[n:])
@@ -298,13 +302,15 @@ def test_microbatches_of_a_stage_wait_on_the_host(gpu: ModuleType, caplog: pytes
         parameter.grad = torch.zeros_like(parameter)
     ids = torch.randint(0, 64, (16, 64), device="cuda")
     rates = LinkRates(out_bytes_per_us=20e3, in_bytes_per_us=20e3, latency_us=0.0)
-    step = profile(model, input_ids=ids, labels=ids).model_copy(update={"link": rates})
-    low = find_minimum_peak(stage_graph(step, n)).found
-    high = plan_stage(step, in_flight=n, budget_gb=1.0).peak
+    step = profile(model, input_ids=ids, labels=ids)
+    static = step.static.model_copy(update={"inputs": n * step.static.inputs})
+    step = step.model_copy(update={"link": rates, "waiting_microbatches": n - 1, "static": static})
+    low = find_minimum_peak(step).found
+    high = plan(step, budget_gb=1.0).peak
     budget = low + (high - low) // 3
     constraints = ac_client.Constraints(host_budget_bytes=GIB)
-    planned = plan_stage(step, in_flight=n, budget_bytes=budget, constraints=constraints)
-    alone = plan_stage(step, in_flight=n, budget_bytes=budget)
+    planned = plan_with_host(step, budget_bytes=budget, constraints=constraints)
+    alone = plan(step, budget_bytes=budget)
     assert planned.moves
     assert planned.extra_us < alone.extra_us
     del model, ids

@@ -170,68 +170,6 @@ def test_impossible_constraints_are_a_one_line_error(profiled, capsys, options, 
     assert words in err.splitlines()[-1]
 
 
-def test_stages_writes_a_policy_for_each_stage(profiled, capsys):
-    text = (profiled / "profile.json").read_text()
-    (profiled / "b.json").write_text(text)
-    budget = gb_of(profiled / "profile.json", 1.5)
-    argv = ["stages", "--profile", "profile.json", "b.json", "--schedule", "1f1b", "--microbatches", "8"]
-    argv += ["--budget-gb", budget, "-o", "out", "--pin-recompute", "4"]
-    code, out, err = run(capsys, *argv)
-    assert (code, err) == (OK, "planning 2 stages ...\n")
-    lines = out.splitlines()
-    assert lines[0].split() == [
-        "stage",
-        "in",
-        "flight",
-        "peak",
-        "budget",
-        "extra",
-        "time",
-        "gap",
-        "busy",
-        "idle",
-    ]
-    assert lines[1].startswith("0 *")  # the first stage holds two and recomputes more
-    assert " 2 " in lines[1]
-    assert lines[2].startswith("1 ")
-    assert lines[3].startswith("1f1b, 8 microbatches: a step takes ")
-    assert lines[4] == "policies: out/stage-0.json to stage-1.json"
-    first, second = (Policy.from_json((profiled / "out" / f"stage-{s}.json").read_text()) for s in (0, 1))
-    assert (
-        first.decisions["4/aten.gelu.default#0"] == second.decisions["4/aten.gelu.default#0"] == "recompute"
-    )
-    assert first.predicted.recompute_us >= second.predicted.recompute_us
-    for stage in ("out/stage-0.json", "out/stage-1.json"):
-        code, _, err = run(capsys, "explain", stage, "--profile", "profile.json")
-        assert code == OK, err
-    code, out, _ = run(capsys, *argv, "--json")
-    data = json.loads(out)
-    assert (data["schedule"], [s["in_flight"] for s in data["stages"]]) == ("1f1b", [2, 1])
-    assert data["slowdown"] > 0
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
-        (["--budget-gb", "1", "--schedule", "2f2b"], ERROR, "2f2b"),
-        (["--budget-gb", "0.0001"], ERROR, "This is stage 0 of 2, which holds 2 microbatches"),
-        (
-            ["--budget-gb", "1", "--budget-gb", "1", "--budget-gb", "1"],
-            ERROR,
-            "budget_gb must have one entry for each",
-        ),
-        (["--budget-gb", "1", "--profile", "profile.json"], USAGE, "once before all files"),
-        (["--budget-gb", "1", "--host-budget-gb", "1"], USAGE, "the profile has no link"),
-    ],
-)
-def test_impossible_stages_are_a_one_line_error(profiled, capsys, options, code, words):
-    argv = ["stages", "--profile", "profile.json", "profile.json", "--microbatches", "4", *options]
-    exit_code, out, err = run(capsys, *argv)
-    assert (exit_code, out) == (code, "")
-    assert words in err.splitlines()[-1]
-    assert not (profiled / "policies").exists()
-
-
 def test_host_budget_moves_tensors_over_the_link_of_the_profile(folder, capsys):
     run(capsys, "profile", "small:wide", "--on", "h100", "-o", "step.json")
     needed = gb_of(folder / "step.json", 0.1)
@@ -423,21 +361,6 @@ def test_profile_can_be_read_from_stdin(profiled, capsys, monkeypatch):
             ["explain", "absent.json", "--html", "no/x.html"],
             ERROR,
             "no/x.html: No such file",
-        ),
-        (
-            [
-                "stages",
-                "--profile",
-                "profile.json",
-                "--budget-gb",
-                "0.00001",
-                "--microbatches",
-                "1",
-                "-o",
-                "list.json",
-            ],
-            ERROR,
-            "list.json/stage-0.json: Not a directory",
         ),
         (["demo", "--page", "no/x.html"], ERROR, "no/x.html: No such file"),
         (["doctor", "--gpu", "--out", "no/x.md"], ERROR, "no/x.md: No such file"),

@@ -21,7 +21,6 @@ from autoac.planner import (
     InfeasibleConstraints,
     InvalidBudget,
     InvalidConstraints,
-    InvalidPipeline,
     Policy,
     Profile,
     UnmatchedPattern,
@@ -31,8 +30,6 @@ from autoac.planner import (
     constrained,
     explain,
     plan,
-    plan_stage,
-    plan_stages,
     simulate,
 )
 from autoac.planner.formats.profile import DECIDES, FUNCTIONAL_COLLECTIVE, OpFlag
@@ -42,7 +39,6 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.apply_constraints import with_forward_limit
 from autoac.planner.problem.graph import SaveSet, chain
 from autoac.planner.problem.save_sets import with_forced_saves
-from autoac.planner.problem.stage import stage_graph
 from autoac.planner.solver.arrays import as_arrays
 from autoac.planner.solver.moments import ConstrainedMoment, DuringBurst, DuringForward, DuringStep
 from autoac.planner.solver.program import assignment, build_program
@@ -218,11 +214,14 @@ def random_constraints(profile: Profile, rng: random.Random, most_forward: int) 
 
 @pytest.mark.slow
 @settings(max_examples=150, derandomize=True, deadline=None)
-@given(seeds, st.integers(1, 3))
-@example(76, 1)  # draws no constraints
-def test_plan_of_a_stage_is_the_fastest_under_all_constraints_together(seed: int, in_flight: int) -> None:
+@given(seeds, st.integers(0, 2))
+@example(76, 0)  # draws no constraints
+def test_plan_with_waiting_microbatches_is_the_fastest_under_all_constraints_together(
+    seed: int, waiting: int
+) -> None:
     profile, rng = profile_with_modules(seed)
-    plain = peaks_and_time_of_each(stage_graph(profile, in_flight))
+    profile = profile.model_copy(update={"waiting_microbatches": waiting})
+    plain = peaks_and_time_of_each(build(profile))
     rules = random_constraints(profile, rng, max(f for _, f, _ in plain.values()) + 4)
     rules = rules.model_copy(update={"gradients": "as profiled"})
     extra, forward = rules.extra_static_bytes, rules.forward_budget_bytes
@@ -242,7 +241,7 @@ def test_plan_of_a_stage_is_the_fastest_under_all_constraints_together(seed: int
         and (forward is None or f + extra <= forward)
     ]
     try:
-        made = plan_stage(profile, in_flight=in_flight, budget_bytes=budget, constraints=rules, gap=0.0)
+        made = plan(profile, budget_bytes=budget, constraints=rules, gap=0.0)
     except InfeasibleBudget:
         assert not fitting
         return
@@ -275,28 +274,6 @@ def test_save_sets_that_obey_constraints_satisfy_every_row(seed: int) -> None:
             assert (rows.activity(values) <= rows.upper + 1e-9).all()
             assert built.peak_column is not None
             assert values[built.peak_column] * built.cost_scale <= peak_bytes(graph, save_set) + 1e-6
-
-
-def test_stage_rejects_absent_gradients() -> None:
-    profile = with_gradients(0, 4)
-    with pytest.raises(InvalidConstraints, match="in a pipeline"):
-        plan_stage(profile, in_flight=2, budget_bytes=99, constraints=Constraints(gradients="absent"))
-    made = plan_stage(profile, in_flight=2, budget_bytes=99, constraints=Constraints(gradients="present"))
-    assert made.graph == stage_graph(profile, 2)
-
-
-def test_each_stage_takes_its_own_constraints() -> None:
-    profiles = [graphs.gpt2(1), graphs.gpt2(1)]
-    rules = [Constraints(pin_recompute=("*/aten.tanh",)), None]
-    made = plan_stages(profiles, "1f1b", n_microbatches=4, budget_gb=40, constraints=rules)
-    assert [stage.plan.recompute_us > 0 for stage in made.stages] == [True, False]
-    with pytest.raises(InvalidPipeline, match="constraints must have one entry"):
-        plan_stages(profiles, "1f1b", n_microbatches=4, budget_gb=40, constraints=rules[:1])
-    with pytest.raises(UnmatchedPattern) as caught:
-        plan_stages(
-            profiles, "1f1b", n_microbatches=4, budget_gb=40, constraints=Constraints(pin_save=("x",))
-        )
-    assert caught.value.__notes__[0].startswith("This is stage 0 of 2")
 
 
 @laws

@@ -1,1 +1,0 @@
-"""Plan the stages of a pipeline-parallel model."""
