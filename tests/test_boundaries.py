@@ -10,8 +10,10 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import io
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -224,6 +226,21 @@ def arrows(path: Path) -> set[str]:
     return targets - {group_of(path)}
 
 
+def code_lines(text: str) -> int:
+    """Return how many lines are neither blank, comment nor docstring."""
+    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = {
+        n for token in tokens if token.type not in blank for n in range(token.start[0], token.end[0] + 1)
+    }
+    lines.discard(len(text.splitlines()) + 1)  # of the end marker
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(lines)
+
+
 def loaded_by(module: str) -> set[str]:
     """Return the names in `sys.modules` of a child process that imported `module`."""
     code = f"import {module}, sys; print('\\n'.join(sys.modules))"
@@ -251,6 +268,12 @@ def test_every_import_follows_an_arrow(package: str) -> None:
         if path.name != "__init__.py" and (extra := arrows(path) - ARROWS[group_of(path)])
     }
     assert not broken, "import from the group that owns the name, or decide on a new arrow in TABLE"
+
+
+def test_blank_lines_comments_and_docstrings_are_no_lines_of_code() -> None:
+    head = ["'The docstring.'", "", "# why", "x = (1,  # one", "    2)"]
+    body = ["def f():", "    'No.'", "    return 'yes'", ""]
+    assert code_lines("\n".join(head + body)) == 4
 
 
 def test_functions_do_not_import_our_modules() -> None:
