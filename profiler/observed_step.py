@@ -58,6 +58,7 @@ from autoac.tape.distributed.wrapped_tensors import below, with_memory
 from autoac.tape.errors import NothingToProfile
 from autoac.tape.runtime.cuts import Cuts
 from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.tracked_storages import note_moving_buffers, small_buffers
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.batch_contents import batch_tensors
 from autoac.tape.torch_facts.gradients import gradient_of, leaves_of, output_of_leaf, roots_of
@@ -237,6 +238,7 @@ class ObservedStep:
             self._others_follow = False
             if (model := self.model()) is not None and not self._is_fake:
                 self._tape.recorder.begin_forward(model.parameters())
+                self._tape.small_buffers = small_buffers(model)
             self._tape.saved.forward_over = False
             with ExitStack() as stack:
                 self.groups = stack.enter_context(noting_groups())
@@ -292,6 +294,8 @@ class ObservedStep:
         forward, self._forward = self._forward, None
         assert forward is not None
         forward.close()
+        for guard in self._tape.copied:
+            guard.renew()  # writes of forward itself are no others
         self._tape.saved.forward_over = True
         self.needs_checkpoints = self._tape.recorder.needs_checkpoints
         if self.needs_checkpoints or not self.recording:
@@ -352,6 +356,7 @@ class ObservedStep:
     def end_backward(self) -> None:
         """Note that the first backward through the step is over; later ones are not recorded."""
         self.take_in()
+        note_moving_buffers(self._tape)
         self._tape.held.look()
         self._tape.saved.closed = True
         self._end = self._allocations.mark()

@@ -86,6 +86,8 @@ class StepTape:
         kept_units: units that keep a tensor which others read, such as a loss in an attribute.
         region: that runs the forward, for its compiled graphs.
         replaced: in a fake step, returns new memory of the form of a saved tensor.
+        small_buffers: addresses of small storages of the model, which its loop may write before backward.
+        copied: write guards of those that the region has copied.
     """
 
     def __init__(self, allocations: Allocations, replays: OpSpans) -> None:
@@ -101,6 +103,8 @@ class StepTape:
         self.kept_units: list[Any] = []
         self.region: RegionOfGraphs | None = None
         self.replaced: Callable[[Tensor], Tensor] | None = None
+        self.small_buffers: Set[int] = frozenset()
+        self.copied: list[Any] = []
         self._mark = mark
         self._op: RecordedOp | None = None  # whose kernel has not run yet
         self._outside = -1  # mark at which the model's last forward ended

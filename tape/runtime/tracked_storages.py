@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from autoac.tape.capture.step_tape import StepTape
@@ -46,6 +46,27 @@ Origin = NodeVersion | Callable[[], Source | None]
 """Where the contents of a storage are from: a recorded op, or outside."""
 
 _STRIDED = torch.strided
+
+MOST_COPIED = 64 << 10  # bytes of a buffer
+
+_moving: StorageTable[bool] = StorageTable()
+"""Small buffers that a loop has written between forward and backward, as an observed step has shown."""
+
+
+def note_moving_buffers(tape: StepTape) -> None:
+    """Have buffers copied from now on whenever recorded ops read them, if they were written since forward."""
+    for guard in tape.copied:
+        if guard.is_written:
+            _moving.set(guard.tensor, True)
+    tape.copied.clear()
+
+
+def small_buffers(model: nn.Module) -> frozenset[int]:
+    """Return the addresses of the storages of small tensors that modules hold, without parameters."""
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    tensors = (one for one in (*attributes, *model.buffers()) if isinstance(one, Tensor) and has_storage(one))
+    storages = (tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, Parameter))
+    return frozenset(storage._cdata for storage in storages if storage.nbytes() <= MOST_COPIED)
 
 
 def _written_unseen() -> None:
@@ -411,6 +432,10 @@ class TrackedStorages:
             if self.watches_code and type(tensor) is Parameter:
                 self._note_parameter(tensor)
             source = Source(tensor)
+            if self._moves(tensor, source):
+                argument = source.argument_for(tensor)
+                source.keep_copy()
+                return argument
             if self._table.get(tensor) is _written_unseen:
                 argument = source.argument_for(tensor)
                 source.keep_copy()  # nothing would show the next write
@@ -419,6 +444,18 @@ class TrackedStorages:
                 return argument
             self.enter(tensor.untyped_storage(), weakref.ref(source))
         return source.argument_for(tensor)
+
+    def _moves(self, tensor: Tensor, source: Source) -> bool:
+        """Return True if a loop may write `tensor` between forward and backward, since it is a small buffer.
+
+        An observed step copies all of them, and notes which ones the loop writes.
+        """
+        tape = self._graph.tape
+        if tape is not None and tensor.untyped_storage()._cdata in tape.small_buffers:
+            if source.guard is not None:
+                tape.copied.append(source.guard)
+            return True
+        return bool(_moving) and _moving.get(tensor) is not None
 
     def _compare_with_last_read(self, tensor: Tensor, tape: StepTape) -> None:
         """Note on the tape if an unseen kernel has written a storage again since an op last read it."""

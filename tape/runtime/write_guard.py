@@ -167,6 +167,11 @@ class WriteGuard:
         """Return True if writes to the tensor cannot be detected."""
         return self._counter < 0
 
+    @property
+    def is_written(self) -> bool:
+        """Return True if the tensor was written since the last `renew`."""
+        return self._counter >= 0 and version_counter(self.tensor) != self._counter
+
     def renew(self) -> None:
         """Accept the version counter as it is now, because the region saw every write so far."""
         if self._counter >= 0 and not self._failed:
