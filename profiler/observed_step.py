@@ -57,7 +57,7 @@ from autoac.tape.distributed.process_groups import noting_groups
 from autoac.tape.distributed.wrapped_tensors import below, with_memory
 from autoac.tape.errors import NothingToProfile
 from autoac.tape.runtime.cuts import Cuts
-from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.policy_context import active, save_recompute_policy
 from autoac.tape.runtime.tracked_storages import note_moving_buffers, small_buffers
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.batch_contents import batch_tensors
@@ -67,7 +67,7 @@ from autoac.tape.torch_facts.libraries import free_workspaces
 from autoac.tape.torch_facts.module_paths import ROOT, is_called, watch_modules
 from autoac.tape.torch_facts.module_pins import pins_of
 from autoac.tape.torch_facts.private import compiled_autograd_off, tree_map
-from autoac.tape.torch_facts.storage_table import has_storage
+from autoac.tape.torch_facts.storage_table import has_storage, watching_resizes
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -250,6 +250,8 @@ class ObservedStep:
                 policy = CheckpointPolicy.PREFER_SAVE if self._is_fake else "recompute_all"
                 cuts = None if self._is_fake else self._cuts
                 stack.enter_context(save_recompute_policy(policy, cuts=cuts, tape=self._tape))
+                if not self._is_fake:
+                    stack.enter_context(watching_resizes(before=_before_resize))
                 self._forward = stack.pop_all()
 
     def note_batch(self, batch: Iterable[Tensor]) -> None:
@@ -594,6 +596,11 @@ def _own_batch(batch: Any, leaves: dict[int, Tensor]) -> Any:
         return own[id(item)]
 
     return tree_map(of, batch)
+
+
+def _before_resize(storage: torch.UntypedStorage) -> None:
+    if active.region is not None:
+        active.region.storages.before_resize(storage)
 
 
 class BackwardListener:

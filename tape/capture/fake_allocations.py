@@ -22,7 +22,7 @@ from autoac.tape.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.tape.torch_facts.private import (
     FakeTensorMode,
 )
-from autoac.tape.torch_facts.storage_table import StorageTable, has_storage
+from autoac.tape.torch_facts.storage_table import StorageTable, has_storage, watching_resizes
 
 # Autograd writes these sums into a new or unshared gradient, but for tensor subclasses into a new tensor:
 # `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp, and `index_backward` and
@@ -214,20 +214,14 @@ class FakeAllocations(KnownValues):
 
     def __enter__(self) -> FakeAllocations:
         self._open = True
-        resize = torch.UntypedStorage.resize_
-
-        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
-            out = resize(storage, nbytes)
-            self._resized(storage)
-            return out
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        self._resizes = watching_resizes(after=self._resized)
+        self._resizes.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._open = False
-        del torch.UntypedStorage.resize_  # the method of its base class is left
+        self._resizes.__exit__(None, None, None)
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         self._deaths.clear()  # the storages that still exist outlive the record
 

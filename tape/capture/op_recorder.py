@@ -63,6 +63,7 @@ CROSSES_FORWARDS = "another forward reads it"
 CROSSES_STREAMS = "another stream reads it"
 BETWEEN_GRAPHS = "it runs between compiled graphs"
 OUTSIDE_OF_MODEL = "it runs outside of the model"
+RESIZED = "the model changes the size of its storage"
 TEMPORARY = "it reads memory that the model frees at once"
 
 

@@ -46,6 +46,7 @@ class SavedTensorRecorder:
         forward_over: False while an unpack belongs to a backward that the model runs inside forward.
         can_run: returns True if an op of a module could run now.
         out_of_reach: ops whose output was unpacked while they could not run.
+        elsewhere: saved tensors whose memory the model itself frees and fills again.
     """
 
     def __init__(self, recorder: OpRecorder, mark: Callable[[], int]) -> None:
@@ -61,6 +62,7 @@ class SavedTensorRecorder:
         self.forward_over = False
         self.can_run: Callable[[str], bool] = lambda _module: True
         self.out_of_reach: set[int] = set()
+        self.elsewhere: set[int] = set()
 
     def sees(self, tensor: Tensor, depth: int) -> bool:
         """Return True if `tensor`, which autograd packs, is one that forward made.
@@ -158,7 +160,14 @@ class SavedTensorRecorder:
             version = following
         return version
 
+    def leave_to_model(self, storage: int) -> None:
+        """Record that autograd holds no memory for its saved tensors on `storage`, which the model frees."""
+        for saved, version in enumerate(self.versions):
+            if self._recorder.record.versions[version].storage == storage:
+                self.note_drop(saved)
+                self.elsewhere.add(saved)
+
     def note_drop(self, index: int) -> None:
         """Record that autograd dropped saved tensor `index`."""
-        if not self.closed:
+        if not self.closed and index not in self.elsewhere:
             self.events.append(SavedEvent("drop", index, self._mark(), ""))

@@ -27,6 +27,7 @@ from autoac.planner.formats.profile import CROSSES, OVERWRITTEN, UNSEEN
 from autoac.tape.capture.allocations import AllocatedBlock, Allocations, allocated_between
 from autoac.tape.capture.op_recorder import (
     OUTSIDE_OF_MODEL,
+    RESIZED,
     TEMPORARY,
     OpRecorder,
     RecordedOp,
@@ -275,11 +276,19 @@ class StepTape:
         if call.reason:
             op.force_save(call.reason)
 
-    def note_unseen_write(self, tensor: Tensor) -> None:
+    def note_resize(self, tensor: Tensor) -> None:
+        """Note that the model is about to change the size of the storage of `tensor`."""
+        version = self.recorder.newest.get(tensor)
+        if version is not None:
+            self.note_unseen_write(tensor, RESIZED)
+            self.saved.leave_to_model(self.recorder.record.versions[version].storage)
+            self.recorder.newest.drop(tensor)
+
+    def note_unseen_write(self, tensor: Tensor, reason: str = UNSEEN) -> None:
         """Note that a kernel which no mode sees has written the storage of `tensor`."""
         version = self.recorder.newest.get(tensor)
         if version is not None:
-            self.recorder.force_save(version, UNSEEN)
+            self.recorder.force_save(version, reason)
             for op in self.recorder.record.ops:
                 if version in op.reads:
                     op.force_save(OVERWRITTEN)
@@ -369,7 +378,7 @@ class StepTape:
         Args:
             unpack: returns the tensor, and True if the region goes on holding it.
         """
-        if self.saved.closed:
+        if self.saved.closed or saved in self.saved.elsewhere:
             return unpack()[0]
         self.held.look()
         event = self.saved.begin_unpack(saved)

@@ -199,6 +199,12 @@ class HeldElsewhere:
         return storage if same_contents(fingerprint_of(storage), self._contents) else None
 
 
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return a tensor of all bytes of `storage`, made unseen by a region that is recording."""
+    with _unrecorded(), _BelowAutograd():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 def nothing_held(_version: NodeVersion) -> Tensor | None:
     """Stand in for what forward holds while no plan has it hold anything."""
     return None
@@ -288,10 +294,10 @@ class RegionGraph:
         if storage is None:
             del self.elsewhere[version.serial]
             return None
+        if version.recipe is None or version.raw:
+            return bytes_of(storage)
         with _unrecorded(), _BelowAutograd():
-            if version.recipe is not None and not version.raw:
-                return make_view(storage, version.recipe)
-            return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            return make_view(storage, version.recipe)
 
     def restart(self) -> Pass:
         """Start a new pass in place of the running one.

@@ -28,7 +28,7 @@ from autoac.tape.runtime.nodes import (
     next_order,
     pin_version,
 )
-from autoac.tape.runtime.replay import HeldElsewhere, RegionGraph
+from autoac.tape.runtime.replay import HeldElsewhere, RegionGraph, bytes_of
 from autoac.tape.runtime.view_recipes import make_view, recipe_of, window_of_recipe
 from autoac.tape.runtime.write_guard import WriteGuard, detached_alias
 from autoac.tape.torch_facts.op_facts import OpFacts, written_tensors
@@ -267,6 +267,18 @@ class TrackedStorages:
                 for version in origin.runs:
                     move_handles(version, held_version(tensor), None)
         self.before_write(tensors, untrack=True)
+
+    def before_resize(self, storage: torch.UntypedStorage) -> None:
+        """Prepare for another size of `storage`: what autograd saved of it is as it will be in backward.
+
+        So Megatron's checkpoint without output frees saved tensors, until hooks of backward fill them again.
+        """
+        if type(self._table.of(storage)) is not NodeVersion:
+            return
+        tensor = bytes_of(storage)
+        if self._graph.tape is not None:
+            self._graph.tape.note_resize(tensor)
+        self.before_silent_write([tensor])
 
     def after_opaque_write(self, tensor: Tensor) -> None:
         """Drop the origin of a storage that an op wrote without announcing it."""

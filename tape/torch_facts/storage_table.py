@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -205,3 +205,29 @@ class StorageTable(Generic[T]):
 
     def __del__(self) -> None:
         self.clear()
+
+
+def _nothing(_storage: torch.UntypedStorage) -> None:
+    """Stand in for a function that is to be called with each storage."""
+
+
+@contextmanager
+def watching_resizes(
+    before: Callable[[torch.UntypedStorage], None] = _nothing,
+    after: Callable[[torch.UntypedStorage], None] = _nothing,
+) -> Iterator[None]:
+    """Call `before` and `after` with each storage whose size Python code changes inside; do not nest."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        if storage.nbytes() != nbytes:
+            before(storage)
+        out = resize(storage, nbytes)
+        after(storage)
+        return out
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del torch.UntypedStorage.resize_  # the method of its base class is left

@@ -1,4 +1,4 @@
-"""A loop may write a small buffer of the model between forward and backward: its ops recompute from a copy."""
+"""A loop may write small buffers of the model between forward and backward: ops recompute from copies."""
 
 from __future__ import annotations
 
