@@ -297,7 +297,7 @@ class ObservedStep:
         assert forward is not None
         forward.close()
         for guard in self._tape.copied:
-            guard.renew()  # writes of forward itself are no others
+            guard.renew()  # writes of forward itself come from the model
         self._tape.saved.forward_over = True
         self.needs_checkpoints = self._tape.recorder.needs_checkpoints
         if self.needs_checkpoints or not self.recording:

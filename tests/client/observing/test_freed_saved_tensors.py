@@ -1,4 +1,4 @@
-"""A block may free the memory of a saved tensor, and fill it again in a hook just before backward needs it."""
+"""A block may free the memory of a saved tensor, and fill it again in a hook before backward needs it."""
 
 from __future__ import annotations
 
