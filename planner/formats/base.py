@@ -20,7 +20,9 @@ OptionalIndex = Annotated[int, Field(ge=-1, le=MAX_INT)]  # -1: none
 Microseconds = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Name = Annotated[str, Field(max_length=4096)]
 Title = Annotated[  # of a model: a class may have any name, and it is printed in the middle of lines
-    Name, AfterValidator(lambda name: printable(name).replace("\n", "\\n").replace("\t", "\\t"))
+    Name,
+    AfterValidator(lambda name: printable(name).replace("\n", "\\n").replace("\t", "\\t")),
+    Field(max_length=4096),  # once escaped, so that what is written can be read again
 ]
 
 

@@ -67,6 +67,18 @@ def test_model_whose_name_has_lines_is_named_in_one_line() -> None:
     assert Profile.from_json(found.to_json()) == found
 
 
+def test_name_of_a_model_is_limited_once_it_is_escaped() -> None:
+    text = graphs.gpt2(1).to_json()
+    longest = Profile.from_json(text.replace("gpt2-1", r"\u0000" * 1024))
+    assert len(longest.model) == 4096
+    assert Profile.from_json(longest.to_json()) == longest
+    with pytest.raises(MalformedProfile) as caught:
+        Profile.from_json(text.replace("gpt2-1", r"\u0000" * 1025))
+    (problem,) = caught.value.problems
+    assert problem.startswith("model: ")
+    assert "4096" in problem
+
+
 def test_policy_has_one_decision_per_op_in_execution_order() -> None:
     profile = graphs.gpt2(1)
     assert list(recomputing_policy().decisions) == profile.keys()
