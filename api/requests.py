@@ -155,11 +155,10 @@ class ParsedProfile:
         """Return the stored form of a profile.
 
         Raises:
-            MalformedProfile: a name has a character that PostgreSQL does not store.
+            MalformedProfile: the device's name has a character that PostgreSQL does not store.
         """
-        for name, value in (("model", profile.model), ("device_name", profile.environment.device_name)):
-            if "\0" in value:
-                raise MalformedProfile([f"{name}: must not contain the character NUL"])
+        if "\0" in profile.environment.device_name:  # the model's name has it escaped
+            raise MalformedProfile(["environment.device_name: must not contain the character NUL"])
         text = profile.to_json().encode()
         return cls(
             digest=profile.digest,

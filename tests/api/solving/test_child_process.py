@@ -49,7 +49,7 @@ def solver(plan: Callable[..., Planned], limit_s: float = 30.0) -> Ask:
 
 def asking(spawned: SpawnedSolver) -> Ask:
     async def ask(body: bytes) -> str:
-        return (await spawned.answer(Kind.POLICY, body, lambda progress: None)).text
+        return await spawned.answer(Kind.POLICY, body, lambda progress: None)
 
     return ask
 
@@ -140,7 +140,7 @@ async def test_child_does_not_see_the_token(profile: Profile, monkeypatch: pytes
         "os.write(1, b'R' + len(data).to_bytes(8, 'big') + data)"
     )
     spawned = SpawnedSolver(0.0, 30.0, 2048 * MIB, [sys.executable, "-c", code])
-    assert await spawned.draw(b"") == b"none"
+    assert await spawned.report("draw", b"") == b"none"
 
 
 def test_child_ends_with_a_killed_service(profile: Profile, pid_file: Path) -> None:

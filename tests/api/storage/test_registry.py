@@ -79,11 +79,23 @@ def test_solve_may_name_a_stored_profile(http: TestClient, profile: Profile) -> 
     assert made.text == save_all(profile, budget_gb=1).policy().to_json()
 
 
-def test_name_with_nul_is_refused(http: TestClient, profile: Profile) -> None:
+def test_nul_in_the_name_of_a_model_is_escaped(http: TestClient, profile: Profile) -> None:
     odd = profile.model_copy(update={"model": "a\0b"})
-    response = http.post("/v1/profiles", content=odd.to_json(), headers=JSON)
-    assert (response.status_code, response.json()["type"]) == (422, URN + "malformed-profile")
-    assert http.get("/v1/profiles", params={"model": "a\0b"}).status_code == 422
+    assert http.post("/v1/profiles", content=odd.to_json(), headers=JSON).status_code == 201
+    solved(http, odd)
+    for path in ("/v1/profiles", "/v1/policies"):
+        assert [item["model"] for item in http.get(path).json()["items"]] == [r"a\x00b"]
+        assert len(http.get(path, params={"model": r"a\x00b"}).json()["items"]) == 1
+        assert http.get(path, params={"model": "a\0b"}).status_code == 422
+
+
+def test_nul_in_the_name_of_a_device_is_refused(http: TestClient, profile: Profile) -> None:
+    environment = profile.environment.model_copy(update={"device_name": "a\0b"})
+    odd = profile.model_copy(update={"environment": environment})
+    for path, body in (("/v1/profiles", odd.to_json().encode()), ("/v1/policies", request(odd))):
+        response = http.post(path, content=body, headers=JSON)
+        assert (response.status_code, response.json()["type"]) == (422, URN + "malformed-profile")
+        assert http.get(path, params={"device": "a\0b"}).status_code == 422
 
 
 def test_longest_names_of_a_profile_are_stored(http: TestClient, profile: Profile) -> None:
