@@ -24,6 +24,7 @@ from autoac.planner.formats.profile import (
     OVERWRITTEN,
     PINNED,
     UNSEEN,
+    WRITES_ARGUMENTS,
 )
 from autoac.tape.checkpoints.own_checkpoints import need_checkpoints, running_call
 from autoac.tape.distributed.process_groups import note_groups, note_mesh
@@ -49,7 +50,7 @@ from autoac.tape.torch_facts.storage_table import (
     window_of,
 )
 from autoac.tape.torch_facts.streams import has_streams
-from autoac.tape.unseen.function_calls import FunctionCall
+from autoac.tape.unseen.function_calls import SMALL, FunctionCall
 from autoac.tape.unseen.moving_weights import (
     MOVES,
     Memory,
@@ -346,6 +347,8 @@ class OpRecorder:
         for _, tensor in call.returned_slots(out):
             self._new_output(tensor, index, (), {})
         for tensor in call.written:
+            if self.newest.get(tensor) is not None:
+                self.record.ops[-1].force_save(WRITES_ARGUMENTS)
             self._new_version(tensor, index, only_write=False)
 
     def begin_inside(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -439,10 +442,13 @@ class OpRecorder:
                 self.force_save(version, reason)
 
     def _note_overwrite(self, tensor: Tensor, *, by: int) -> None:
-        # Recompute never writes external storages, so ops that read the old contents cannot run again.
+        # Recompute never writes external storages, so ops that read the old contents cannot run again. A
+        # region copies what little state a Function has.
+        small = tensor.untyped_storage().nbytes() <= SMALL
         for reader in self._readers.get(tensor) or ():
-            if reader != by:
-                self.record.ops[reader].must_save = OVERWRITTEN
+            op = self.record.ops[reader]
+            if reader != by and not (small and op.facts.function):
+                op.must_save = OVERWRITTEN
 
     def _need_checkpoints(self) -> None:
         self.needs_checkpoints = True

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from autoac.tape.runtime.cursor import UseGroup
 from autoac.tape.runtime.nested_policies import Grouping
-from autoac.tape.runtime.nodes import FunctionNode, NodeVersion, UnsupportedTensor, next_order, pin_version
+from autoac.tape.runtime.nodes import (
+    FunctionNode,
+    NodeVersion,
+    Source,
+    SourceView,
+    UnsupportedTensor,
+    next_order,
+    pin_version,
+)
 from autoac.tape.runtime.replay import RegionGraph
 from autoac.tape.runtime.saved_handles import SavedHandle, handle_for
 from autoac.tape.runtime.tracked_storages import TrackedStorages
@@ -65,6 +73,10 @@ class RecordedFunction:
             except UnsupportedTensor:
                 self.saved = True
         self.is_known = self.saved and not call.examined
+        if not self.saved and (call.examined or call.written):
+            # Not only what the call writes: a loop that keeps such state also moves it on before backward.
+            state = [t for t in call.small if not t.requires_grad]
+            storages.before_write([t for t in state if not storages.is_recorded(t)], untrack=True)
         if call.examined:
             self._copies = storages.copies_of_sources(tensors)
         else:
@@ -102,7 +114,24 @@ class RecordedFunction:
         copies, self._copies = self._copies, None
         if copies is not None:
             self._storages.after_unseen_write(self.call.written, copies)
-        self.saved = self.saved or bool(self.call.reason)
+        self.saved = self.saved or bool(self.call.reason) or not self._writes_copies()
+
+    def _writes_copies(self) -> bool:
+        """Have a rerun write copies; return False if the call writes what a recorded op has made.
+
+        Such an op runs again, too, and what it makes may be needed as it was before this call.
+        """
+        if self._node is None or not self.call.written:
+            return True
+        written = {tensor.untyped_storage()._cdata for tensor in self.call.written}
+        for tensor, arg in zip(self.call.arguments.tensors, self._node.args, strict=True):
+            if tensor.untyped_storage()._cdata in written:
+                source = arg.source if type(arg) is SourceView else arg
+                if type(source) is not Source or source.guard is not None:
+                    return False
+        for node in (self._node, *(node for _, node in self._later_runs)):
+            node.writes_sources = True
+        return True
 
     def _version(self, slot: int, tensor: Tensor) -> NodeVersion:
         if slot == len(self._versions):

@@ -112,6 +112,10 @@ class TrackedStorages:
             return None
         return origin
 
+    def is_recorded(self, tensor: Tensor) -> bool:
+        """Return True if a recorded op made the contents of `tensor`'s storage."""
+        return type(self.origin(tensor)) is NodeVersion
+
     def enter(self, storage: torch.UntypedStorage, origin: Origin) -> None:
         """Note which version, or which source from outside, `storage` holds now."""
         self._since_pause.append(self._table.put(storage, origin))

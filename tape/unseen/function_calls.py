@@ -17,9 +17,12 @@ While a recording mode is active, `Function.apply` goes through `run_function` o
 
 NOTE [ What a Function does unseen ]
 The first call of a kind (Function, types of its arguments) is examined: arguments are fingerprinted before
-and after, and `forward` runs a second time and must make the same contents. A kind that writes its arguments,
-or that makes other numbers the second time, is saved from then on (`reason`). The kinds are remembered for
-the life of the process, like the facts about ops.
+and after, and `forward` runs a second time and must make the same contents. A kind that makes other numbers
+the second time, or writes more than `SMALL` bytes of its arguments, is saved from then on (`reason`). The
+kinds are remembered for the life of the process, like the facts about ops.
+
+A call that writes little (a history of maxima, a counter) may run again: on copies of what it writes, with
+the contents from before the call. So the arguments have the values that the call in forward gave them.
 
 In backward, `forward` may read other Python state than it did in forward. So the first backward that runs
 calls of a kind again, by module or code (`FunctionRerun.is_compared`), compares contents. If they differ,
@@ -66,6 +69,9 @@ from autoac.tape.unseen.fingerprints import (
 )
 
 Apply = Callable[..., Any]
+
+SMALL = 64 * 1024
+"""Bytes of the arguments that a call may write and run again; a copy lives from the call to its backward."""
 
 
 class _Kind(NamedTuple):
@@ -273,7 +279,8 @@ class FunctionCall:
         arguments: of the call.
         reason: why the call must be saved; "" if it may run again. It may be set until autograd packs what
             the call saves or `run` returns, and for the first call of a kind, by `examine`.
-        written: the arguments that an unseen kernel writes, known once `run` returns.
+        written: the arguments that the call writes, a tensor on each storage. Complete once `run` returns.
+        small: the arguments on storages of at most `SMALL` bytes, a tensor on each.
         made: the storages that visible ops inside have made, by address.
         rerun: runs the call again; None if it was known beforehand that the call must be saved.
         hiding: in it, contents are compared.
@@ -287,21 +294,26 @@ class FunctionCall:
         self.made: set[int] = set()
         self._compiled = private.graph_of_function(cls) is not None
         self.reason = WRAPPED if self.arguments.wrapped else ""
-        kind = () if self._compiled else _kind_of(self.arguments)  # each graph has a Function of its own
-        known = _known.setdefault(cls, {}).get(kind)
         plain = [tensor for tensor in self.arguments.tensors if has_storage(tensor)]
         if len(plain) < len(self.arguments.tensors):
             self.reason = self.reason or WRAPPED
-        storages = list({tensor.untyped_storage()._cdata: tensor for tensor in plain}.values())
-        self._given = {tensor.untyped_storage()._cdata for tensor in plain}
+        self._given = {tensor.untyped_storage()._cdata: tensor for tensor in plain}
+        storages = list(self._given.values())
+        order = {address: i for i, address in enumerate(self._given)}
+        aliases = tuple(order[tensor.untyped_storage()._cdata] for tensor in plain)
+        # Each graph has a Function of its own.
+        kind = () if self._compiled else (_kind_of(self.arguments), aliases)
+        known = _known.setdefault(cls, {}).get(kind)
+        self.small = [tensor for tensor in storages if tensor.untyped_storage().nbytes() <= SMALL]
         self.hiding: Callable[[], AbstractContextManager[None]] = nullcontext
         self._examination: _Examination | None = None
         self.written: list[Tensor] = []
         if known is not None:
             self.reason = self.reason or known.reason
-            self.written = [storages[i] for i in known.written]
+            for i in known.written:
+                self._note_written(storages[i])
         elif not self.reason and Comparison.enabled and all(map(can_compare, plain)):
-            self._examination = _Examination(kind, storages)
+            self._examination = _Examination(kind, storages, self.small)
         self.rerun: FunctionRerun | None = None
         if not self.reason:
             device = plain[0].device if plain else torch.device("cpu")
@@ -348,9 +360,19 @@ class FunctionCall:
         if facts.mutates:
             for tensor in written_tensors(facts, args, kwargs):
                 if not self.made_storage(tensor):
-                    self.reason = self.reason or WRITES_OUTSIDE
+                    self._note_written(tensor)
         if facts.random and any(isinstance(arg, torch.Generator) for arg in (*args, *kwargs.values())):
             self.reason = self.reason or OWN_GENERATOR
+
+    def _note_written(self, tensor: Tensor) -> None:
+        given = self._given.get(tensor.untyped_storage()._cdata) if has_storage(tensor) else None
+        if given is None:
+            self.reason = self.reason or WRITES_OUTSIDE
+            return
+        if all(given is not other for other in self.written):
+            self.written.append(given)
+        if sum(other.untyped_storage().nbytes() for other in self.written) > SMALL:
+            self.reason = self.reason or WRITES_ARGUMENTS
 
     def note_outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Note the storages that a visible op inside of the call has made."""
@@ -396,9 +418,8 @@ class FunctionCall:
             return
         with self.hiding():
             written = self._examination.written()
-        if written:
-            self.written += written
-            self.reason = self.reason or WRITES_ARGUMENTS
+        for tensor in written:
+            self._note_written(tensor)
 
     def examine(self) -> list[Tensor]:
         """Run the first call of its kind a second time, compare, and remember the result for all calls.
@@ -411,7 +432,7 @@ class FunctionCall:
             return []
         if first.contents and not self.reason and self.rerun is not None:
             try:
-                again = self.rerun(*self.arguments.tensors)
+                again = self.rerun(*first.arguments(self.arguments.tensors))
                 same = _equal([fingerprint(t) for t in first.contents], [fingerprint(t) for t in again])
             except RuntimeError:  # what it makes has another shape, or it cannot run twice
                 same = False
@@ -424,7 +445,7 @@ class FunctionCall:
     def finish(self) -> None:
         """Forget the tensors of the call."""
         self.arguments.release()
-        self.written = []
+        self.written, self.small, self._given = [], [], {}
 
 
 _RUN: CodeType = FunctionCall.run.__code__
@@ -439,15 +460,21 @@ class _Examination:
         contents: of the slots.
     """
 
-    def __init__(self, kind: Any, storages: Sequence[Tensor]) -> None:
+    def __init__(self, kind: Any, storages: Sequence[Tensor], small: Sequence[Tensor]) -> None:
         self.kind = kind
         self.contents: list[Tensor] = []
         self._storages = storages  # of the arguments: a tensor on each
+        self._small = small  # of these: what a call may write and run again
+        self._copies: dict[int, torch.UntypedStorage] = {}  # of `small`, from before the call
         self._before: list[Fingerprint] = []
         self._weights: KeptWeights | None = None
 
     def begin(self) -> None:
-        """Take the fingerprints of the arguments."""
+        """Take the fingerprints of the arguments, and copies of the small ones."""
+        hidden = private.DisableTorchDispatch()  # in force until it is deleted
+        for tensor in self._small:
+            self._copies[tensor.untyped_storage()._cdata] = tensor.untyped_storage().clone()
+        del hidden
         self._weights = KeptWeights()
         self._before = [storage_fingerprint(tensor) for tensor in self._storages]
 
@@ -459,6 +486,16 @@ class _Examination:
             for tensor, value in zip(self._storages if before else (), before, strict=True)
             if not same_contents(value, storage_fingerprint(tensor))
         ]
+
+    def arguments(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return `tensors`, the small ones on copies from before the call, which a second run may write."""
+        found = []
+        for tensor in tensors:
+            if (copy := self._copies.get(tensor.untyped_storage()._cdata)) is not None:
+                offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+                tensor = tensor.data.set_(copy, offset, size, stride)
+            found.append(tensor)
+        return found
 
     def positions(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """Return the positions of `tensors` among the storages of the arguments."""
