@@ -8,7 +8,7 @@ call that is saved has no node, and its outputs are from outside.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,14 +73,14 @@ class RecordedFunction:
             except UnsupportedTensor:
                 self.saved = True
         self.is_known = self.saved and not call.examined
-        if not self.saved and (call.examined or call.written):
+        if call.examined:
+            self._copies = storages.copies_of_sources(tensors)
+            return
+        if not self.saved and call.written:
             # Not only what the call writes: a loop that keeps such state also moves it on before backward.
             state = [t for t in call.small if not t.requires_grad]
             storages.before_write([t for t in state if not storages.is_recorded(t)], untrack=True)
-        if call.examined:
-            self._copies = storages.copies_of_sources(tensors)
-        else:
-            storages.before_silent_write(call.written)
+        storages.before_silent_write(call.written)
 
     @property
     def order(self) -> int | None:
@@ -114,21 +114,28 @@ class RecordedFunction:
         copies, self._copies = self._copies, None
         if copies is not None:
             self._storages.after_unseen_write(self.call.written, copies)
-        self.saved = self.saved or bool(self.call.reason) or not self._writes_copies()
+        self.saved = self.saved or bool(self.call.reason) or not self._writes_copies(copies or {})
 
-    def _writes_copies(self) -> bool:
+    def _writes_copies(self, copies: Mapping[int, torch.UntypedStorage]) -> bool:
         """Have a rerun write copies; return False if the call writes what a recorded op has made.
 
         Such an op runs again, too, and what it makes may be needed as it was before this call.
+
+        Args:
+            copies: of the sources from before the first call of a kind, by address.
         """
         if self._node is None or not self.call.written:
             return True
         written = {tensor.untyped_storage()._cdata for tensor in self.call.written}
         for tensor, arg in zip(self.call.arguments.tensors, self._node.args, strict=True):
-            if tensor.untyped_storage()._cdata in written:
-                source = arg.source if type(arg) is SourceView else arg
-                if type(source) is not Source or source.guard is not None:
-                    return False
+            source = arg.source if type(arg) is SourceView else arg
+            address = tensor.untyped_storage()._cdata
+            small = any(address == other.untyped_storage()._cdata for other in self.call.small)
+            if type(source) is Source and small and address in copies:
+                source.keep_copy(copies[address])
+                self._storages.drop(tensor)
+            if address in written and (type(source) is not Source or source.guard is not None):
+                return False
         for node in (self._node, *(node for _, node in self._later_runs)):
             node.writes_sources = True
         return True
