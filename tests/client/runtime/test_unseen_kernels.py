@@ -56,7 +56,7 @@ def assert_plain(kind: str, model: nn.Module, run: Run) -> None:
 def test_plan_that_recomputes_all_it_may_has_the_plain_gradients(kind: str) -> None:
     net = network(kind)
     ac_client.pin(net, "must_recompute")
-    ac_client.apply(net, budget_gb=1.0, loss=loss_of)
+    ac_client.apply(net, budget_gb=1.0)
     assert_plain(kind, net, plainly)
     report = ac_client.applied(net).report()
     assert report.recomputed >= 4, "the visible layers can be recomputed"
@@ -75,7 +75,7 @@ def test_plan_that_recomputes_all_it_may_has_the_plain_gradients(kind: str) -> N
 )
 def test_report_lists_what_must_be_saved_for_what_pytorch_does_not_show(kind: str, line: str) -> None:
     net = network(kind)
-    ac_client.apply(net, budget_gb=1.0, loss=loss_of)
+    ac_client.apply(net, budget_gb=1.0)
     assert ac_client.applied(net).report().beyond_dispatch == ()
     loss_of(net(batch().requires_grad_())).backward()
     report = ac_client.applied(net).report()
@@ -87,7 +87,7 @@ def test_report_lists_what_must_be_saved_for_what_pytorch_does_not_show(kind: st
 def test_pinned_unseen_layer_has_the_plain_gradients_or_is_refused(kind: str) -> None:
     net = network(kind)
     ac_client.pin(net[1], "must_recompute")
-    ac_client.apply(net, budget_gb=1.0, loss=loss_of)
+    ac_client.apply(net, budget_gb=1.0)
     try:
         assert_plain(kind, net, plainly)
     except ConflictingPins:
@@ -99,7 +99,7 @@ def peaks(kind: str) -> tuple[int, int]:
     """Return the smallest peak of the first profile, and that of a plan with memory to spare."""
     found = profile(network(kind), batch().requires_grad_(), loss=loss_of)
     net = network(kind)
-    ac_client.apply(net, budget_gb=1.0, loss=loss_of)
+    ac_client.apply(net, budget_gb=1.0)
     loss_of(net(batch().requires_grad_())).backward()
     smallest = find_minimum_peak(found, gap=0.05).found
     return smallest, ac_client.applied(net).policy.predicted.peak_bytes
@@ -111,7 +111,7 @@ def test_budgets_have_the_plain_gradients(kind: str, share: float) -> None:
     smallest, largest = peaks(kind)
     net = network(kind)
     budget = smallest + share * (largest - smallest)
-    ac_client.apply(net, budget_gb=budget / 2**30, loss=loss_of)
+    ac_client.apply(net, budget_gb=budget / 2**30)
     try:
         assert_plain(kind, net, plainly)
     except InfeasibleBudget:
@@ -154,7 +154,7 @@ def test_autocast_in_bfloat16_has_the_plain_gradients(kind: str) -> None:
     plain = steps(network(kind), partial(cast, how=plainly))
     pinned = network(kind)
     ac_client.pin(pinned, "must_recompute")
-    ac_client.apply(pinned, budget_gb=1.0, loss=loss_of)
+    ac_client.apply(pinned, budget_gb=1.0)
     for model, how in ((network(kind), checkpoint_each), (pinned, plainly)):
         assert all(map(torch.equal, plain, steps(model, partial(cast, how=how))))
 
@@ -167,7 +167,7 @@ NOT_PLANNED = {"own noise", "writes an argument", "rms norm in attributes"}
 def test_function_is_one_op_of_the_plan(kind: str) -> None:
     net = network(kind)
     ac_client.pin(net, "must_recompute")
-    ac_client.apply(net, budget_gb=1.0, loss=loss_of)
+    ac_client.apply(net, budget_gb=1.0)
     steps(net, plainly)
     decisions = ac_client.applied(net).policy.decisions
     inside = {key for key in decisions if key.startswith("1/") and "aten" not in key}
