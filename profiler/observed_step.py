@@ -237,7 +237,8 @@ class ObservedStep:
             self._cuts = Cuts()
             self._others_follow = False
             if (model := self.model()) is not None and not self._is_fake:
-                self._tape.recorder.begin_forward(model.parameters())
+                if self._shards is None:  # else units say when their weights are there
+                    self._tape.recorder.begin_forward(model.parameters())
                 self._tape.small_buffers = small_buffers(model)
             self._tape.saved.forward_over = False
             with ExitStack() as stack:

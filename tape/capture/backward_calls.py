@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autoac.tape.torch_facts import private
@@ -40,7 +39,7 @@ class BackwardCalls:
         """Begin to watch."""
         with _lock:
             _watchers.append(self)
-            torch.autograd.Variable._execution_engine = _watched_engine  # type: ignore[assignment]
+            setattr(*private.EXECUTION_ENGINE, _watched_engine)
 
     def close(self) -> None:
         """Watch no longer. May be called twice."""
@@ -48,7 +47,7 @@ class BackwardCalls:
             if self in _watchers:
                 _watchers.remove(self)
             if not _watchers:
-                torch.autograd.Variable._execution_engine = private.execution_engine
+                setattr(*private.EXECUTION_ENGINE, private.execution_engine)
 
 
 class _WatchedEngine:

@@ -188,7 +188,7 @@ class OpRecorder:
 
     def moves(self, tensor: Tensor) -> bool:
         """Return True if `tensor` is on a parameter that got its memory in this forward; note the read."""
-        parameter = parameter_of(tensor) if has_storage(tensor) else None
+        parameter = parameter_of(tensor) if self._memory and has_storage(tensor) else None
         if parameter is None:
             return False
         version = self.newest.get(tensor)

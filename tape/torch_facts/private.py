@@ -360,6 +360,7 @@ current_autograd_node = _C._current_autograd_node  # which node unpacks
 get_graph_exec_group = _C._get_graph_exec_group  # `register_multi_grad_hook` and pipelines set it
 will_engine_execute_node = _C._will_engine_execute_node  # whether a partial backward comes to a node
 execution_engine: Any = torch.autograd.Variable._execution_engine  # runs backward, and calls back after it
+EXECUTION_ENGINE = torch.autograd.Variable, "_execution_engine"  # under which all calls find the engine
 engine_run_backward = torch.autograd.graph._engine_run_backward  # its frame shows the arguments of backward
 top_saved_tensors_default_hooks = _autograd._top_saved_tensors_default_hooks  # hooks around ours
 set_grad_enabled = _C._set_grad_enabled  # unlike the public one, makes no object

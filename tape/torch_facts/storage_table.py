@@ -217,7 +217,7 @@ def watching_resizes(
     after: Callable[[torch.UntypedStorage], None] = _nothing,
 ) -> Iterator[None]:
     """Call `before` and `after` with each storage whose size Python code changes inside; do not nest."""
-    resize = torch.UntypedStorage.resize_
+    resize, own = torch.UntypedStorage.resize_, vars(torch.UntypedStorage).get("resize_")
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
         if storage.nbytes() != nbytes:
@@ -230,4 +230,7 @@ def watching_resizes(
     try:
         yield
     finally:
-        del torch.UntypedStorage.resize_  # the method of its base class is left
+        if own is None:
+            del torch.UntypedStorage.resize_  # the method of its base class is left
+        else:
+            torch.UntypedStorage.resize_ = own  # type: ignore[method-assign]

@@ -79,7 +79,7 @@ def test_commands_of_the_client_work_without_the_service(tmp_path: Path) -> None
     for command in (
         ("profile", "setup_of_training:make", "--json"),
         ("plan", "profile.json", "--budget-gb", "1", "--gradients", "absent", "--json"),
-        ("validate", "policy.json"),
+        ("explain", "policy.json"),
     ):
         done = run(tmp_path, "ac_client.cli.main", *command)
         assert done.returncode == 0, done.stderr

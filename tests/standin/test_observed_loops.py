@@ -46,7 +46,7 @@ def test_observed_step_over_the_budget_is_said_once_and_by_how_much(
         model(**batch)["loss"].backward()
         peaks.append(gpu.peak(0))
         model.zero_grad()
-    said = [r.getMessage() for r in caplog.records if "an observed step" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "was observed, without a plan" in r.getMessage()]
     assert peaks[0] > budget >= peaks[-1]
     assert len(said) == 1
     over = f"{format_bytes(peaks[0] - budget)} over the budget of {format_bytes(budget)}"
@@ -70,7 +70,7 @@ def test_gradients_that_the_loop_frees_do_not_count_in_backward_of_the_observed_
         model.zero_grad()
         loss.backward()
         peaks.append(gpu.peak(0))
-    said = [r.getMessage() for r in caplog.records if "an observed step" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "was observed, without a plan" in r.getMessage()]
     assert all(f"took {format_bytes(peaks[0])}" in message for message in said)
     assert bool(said) == (peaks[0] > budget)
 
