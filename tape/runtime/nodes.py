@@ -68,6 +68,9 @@ class Source:
         """Return the stand-in for `tensor` among the arguments of a node."""
         if not self.tensors:
             self._first = weakref.ref(tensor)
+        elif self.guard is None:
+            self.tensors.append(make_view(self.tensors[0].untyped_storage(), recipe_of(tensor)))
+            return SourceView(self, len(self.tensors) - 1)
         if _count_modes():
             unseen = private.DisableTorchDispatch()  # out of sight of modes around the region
             self.tensors.append(tensor.data)

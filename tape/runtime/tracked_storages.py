@@ -102,6 +102,8 @@ class TrackedStorages:
         self._read_unseen: StorageTable[Fingerprint] = StorageTable()  # contents that ops have read
         self.hold: Callable[[Tensor], None] | None = None
         self._last_look = LastLook[NodeVersion]()
+        self._copied: dict[int, Source] = {}  # small buffers among the arguments of one node, by address
+        self._copied_for: dict[NodeVersion, None] | None = None  # what that node reads
         self._since_pause: list[weakref.ref[torch.UntypedStorage]] = []  # entered since the last pause
 
     def origin(self, tensor: Tensor) -> Origin | None:
@@ -132,6 +134,7 @@ class TrackedStorages:
         self._renew_guards()
         self._table.clear()
         self._saved.clear()
+        self._copied_for, self._copied = None, {}
 
     def _held_elsewhere(self) -> Iterator[tuple[NodeVersion, HeldElsewhere]]:
         """Yield the versions that backward needs and whose memory the model or the loop holds anyway."""
@@ -418,7 +421,7 @@ class TrackedStorages:
                 origin = None
             if type(origin) is NodeVersion:
                 if origin.suspect and arg is not unread and not self.as_written(origin, arg):
-                    stand_ins.append(self._read_source(arg, None))
+                    stand_ins.append(self._read_source(arg, None, reads))
                     continue
                 if origin.later_runs:
                     origin = origin.serving(self.position)
@@ -432,15 +435,20 @@ class TrackedStorages:
                 continue
             source = origin() if origin is not None else None
             stand_ins.append(
-                source if source is not None and source.is_first_read(arg) else self._read_source(arg, source)
+                source
+                if source is not None and source.is_first_read(arg)
+                else self._read_source(arg, source, reads)
             )
         return tuple(stand_ins)
 
-    def _read_source(self, tensor: Tensor, source: Source | None) -> Source | SourceView:
+    def _read_source(
+        self, tensor: Tensor, source: Source | None, reads: dict[NodeVersion, None]
+    ) -> Source | SourceView:
         """Return what a node holds in place of `tensor`, which no recorded op made.
 
         Args:
             source: the Source of its storage, if an earlier node has read that storage.
+            reads: of the node, which tells its calls of this method from those of other nodes.
         """
         if not has_storage(tensor):
             raise UnsupportedTensor
@@ -449,8 +457,14 @@ class TrackedStorages:
                 self._note_parameter(tensor)
             source = Source(tensor)
             if self._moves(tensor, source):
+                if self._copied_for is not reads:
+                    self._copied_for, self._copied = reads, {}
+                address = tensor.untyped_storage()._cdata
+                if (copied := self._copied.get(address)) is not None:
+                    return copied.argument_for(tensor)  # arguments on one storage stay so
                 argument = source.argument_for(tensor)
                 source.keep_copy()
+                self._copied[address] = source
                 return argument
             if self._table.get(tensor) is _written_unseen:
                 argument = source.argument_for(tensor)

@@ -159,7 +159,7 @@ def net_of(layer: Callable[[], nn.Module], *, shared: bool = False) -> nn.Sequen
 
 def in_plan(model: nn.Module) -> Callable[[Tensor], Tensor]:
     ac_client.pin(model, "must_recompute")
-    return ac_client.apply(model, budget_gb=1.0, loss=torch.sum)
+    return ac_client.apply(model, budget_gb=1.0)
 
 
 def in_region(model: nn.Module) -> Callable[[Tensor], Tensor]:
