@@ -168,6 +168,7 @@ class ObservedStep:
         self._begin = self._end = self._last = -1  # marks of backward
         self._freed = -1  # mark after which the workspaces are free
         self._untraced = ExitStack()  # what ends with the backward that runs
+        self._was_recorded = False  # at first
         self._reached = False  # backward has, an output of the step
         self._kept_nbytes = 0  # of the tensors that backward starts from
         self._seeds: set[int] = set()  # addresses of the gradients that backward starts with
@@ -199,7 +200,7 @@ class ObservedStep:
     @property
     def missed_backward(self) -> bool:
         """Return True if a backward through the step was called on another thread than its forward."""
-        return self._reached and self._begin < 0
+        return self._was_recorded and self._reached and self._begin < 0
 
     @property
     def peak_nbytes(self) -> int:
@@ -227,7 +228,7 @@ class ObservedStep:
             if recorded and not self.recording:
                 free_workspaces(self._device)  # each is allocated in the record
                 self._allocations.__enter__()
-                self.recording = True
+                self.recording = self._was_recorded = True
                 if not self._is_fake:
                     _recorded[:] = [*(ref for ref in _recorded if ref() is not None), weakref.ref(self)]
                 self._calls.open()
