@@ -18,8 +18,7 @@ from torch import nn
 from ac_client.errors import NotApplied
 from ac_client.files import write_whole
 from ac_client.measure.measured_steps import MeasuredSteps
-from ac_client.measure.recording_overhead import recording_us_of_process
-from ac_client.measure.report import Report
+from ac_client.measure.report import RECORDED_OP_US, Report
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.peak_counter import PeakBounds
 from ac_client.planning.loaded_policy import PlannedBucket
@@ -32,7 +31,6 @@ from autoac.profiler import device_of
 from autoac.profiler.compiler.second_stage import forget_code_that_calls
 from autoac.profiler.static_memory import state_tensors
 from autoac.tape.runtime.moves.host_memory import host_memory
-from autoac.tape.runtime.policy_context import active
 from autoac.tape.torch_facts.inductor import uncompiled
 
 log = logging.getLogger("ac_client")
@@ -257,8 +255,7 @@ class Applied:
     def _recording_us(self, bucket: PlannedBucket | None) -> float | None:
         """Return the time that recording is expected to add to a forward; None if it is not known.
 
-        A device that runs behind its host hides as much of it as forward computes. The time is unknown while
-        measuring it would disturb: in a forward, and while a peak is measured.
+        A device that runs behind its host hides as much of it as forward computes.
         """
         model = self._model()
         if bucket is None or model is None:
@@ -266,10 +263,10 @@ class Applied:
         if bucket.loaded.n_recorded == 0:
             return 0.0
         on_cpu = device_of(model).type == "cpu"
-        if self._measured.timeline is not None or active.region is not None or not (on_cpu or bucket.profile):
+        if not on_cpu and bucket.profile is None:
             return None
         hidden_us = sum(bucket.profile.ops.runtime_us) if bucket.profile is not None and not on_cpu else 0.0
-        return max(0.0, bucket.loaded.n_recorded * recording_us_of_process() - hidden_us)
+        return max(0.0, bucket.loaded.n_recorded * RECORDED_OP_US - hidden_us)
 
     def _measured_peak(self) -> int | None:
         model = self._model()

@@ -33,7 +33,7 @@ from benchmarks.models.batches import Batch
 from benchmarks.observed_step import CASES
 from benchmarks.results import bench_parser, chosen, markdown_table, shown, write_result
 
-OTHERS = ("runtime_us", "spread_us", "replay_us", "notes")
+OTHERS = ("runtime_us", "spread_us", "notes")
 """Times, and notes on them."""
 IN_KERNELS = ("environment.", "ops.workspace_nbytes")
 """Columns that a fake step leaves out, or has of another device."""

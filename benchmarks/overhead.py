@@ -2,7 +2,9 @@
 
 Ops on a few numbers, where all the time is that of Python and the dispatcher. All ways of running take turns
 within each round, in one process, by the CPU time of the thread; medians of the rounds are printed.
-torch_remat takes part where it is installed. Exit with 1 if we add more than torch's selective checkpoint.
+torch_remat takes part where it is installed. The last line is what recording adds to an op between kernels
+that evict the caches (`ac_client/measure/report.py` states it). Exit with 1 if we add more than torch's
+selective checkpoint.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.torch_facts import private
 from benchmarks.results import markdown_table
 
 OPS = 400
@@ -143,6 +146,38 @@ def added_us(function: Function, rounds: int) -> dict[str, list[Halves]]:
     return added
 
 
+EVICTED_BY = 4 << 20  # numbers read and written between two ops: more than the caches of a core hold
+
+
+def recording_us(repeats: int) -> float:
+    """Return the time that recording adds to an op in forward, in microseconds of this thread's CPU time.
+
+    Before each op, another kernel touches more memory than the caches hold, as the kernels of a training step
+    do. The code and data of a dispatch mode then come from main memory, which takes several times as long as
+    in a tight loop.
+    """
+    numbers = torch.ones(EVICTED_BY)
+    target = torch.empty_like(numbers)
+    tiny = torch.ones(8, requires_grad=True)
+
+    def tiny_op_us() -> float:
+        unseen = private.DisableTorchDispatch()
+        torch.mul(numbers, 2.0, out=target)
+        del unseen
+        began = time.thread_time_ns()
+        tiny.tanh()
+        return (time.thread_time_ns() - began) / 1e3
+
+    plain, recorded = [], []
+    for _ in range(repeats):
+        plain.append(tiny_op_us())
+        with save_recompute_policy("recompute_all"):
+            first = tiny.tanh()  # the first op of a region takes longer
+            recorded.append(tiny_op_us())
+        first.backward(numbers[:8])  # until a backward has run, recording compares contents as well
+    return statistics.median(recorded) - statistics.median(plain)
+
+
 def main() -> int:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -164,6 +199,7 @@ def main() -> int:
         low, middle, high = statistics.quantiles(ratios, n=4)
         replayed.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
     print(markdown_table(["us added to an op", *FUNCTIONS], [*rows.values(), replayed]))
+    print(f"\none recorded op, caches evicted: {recording_us(options.rounds):.0f} us in forward")
     return int(any(share > 1 for share in shares))
 
 

@@ -7,8 +7,8 @@ profile. Each round takes a profile, a plain step, and a planned step for each b
 rotates, because the speed of a shared machine drifts by a quarter within minutes, and the profile's times
 drift with it. The prediction is the median over the rounds' profiles of the same plan's recompute time; the
 measurement is the median of the differences within rounds. Rounds end when the standard error is below
-`PRECISION`, or at `--rounds`. The cost of recording is predicted too, as `report()` predicts it
-(measure/recording_overhead.py).
+`PRECISION`, or at `--rounds`. The cost of recording is predicted too, as `report()` predicts it:
+`RECORDED_OP_US` for each recorded op.
 
 Steps and profiles run on one thread and are timed by that thread's own CPU time, which other processes do not
 add to. Each model runs in a process of its own, which returns no memory to the kernel (steps.py).
@@ -27,7 +27,7 @@ import torch
 
 import ac_client
 from ac_client.measure.forked_call import run_in_child
-from ac_client.measure.recording_overhead import recording_us
+from ac_client.measure.report import RECORDED_OP_US
 from autoac.planner import Plan, Profile, bounds, build, find_minimum_peak, plan
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.units import format_bytes
@@ -107,13 +107,12 @@ def measure_rounds(
         began = time.thread_time()
         graph = build(profile(plain.model, **plain.batch))
         profile_s = time.thread_time() - began
-        recording_s = recording_us() / 1e6
         times = {trainee: trainee.seconds() for trainee in rotated([plain, *trainees], i)}
         for row, one_plan, ops, trainee in zip(rows, plans, recorded, trainees, strict=True):
             row.plain_s.append(times[plain])
             row.profile_s.append(profile_s)
             row.predicted_s.append(recompute_us(graph, one_plan.save_set) / 1e6)
-            row.recording_s.append(recording_s * ops)
+            row.recording_s.append(RECORDED_OP_US / 1e6 * ops)
             row.extra_s.append(times[trainee] - times[plain])
     return rows
 

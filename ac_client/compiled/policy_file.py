@@ -70,7 +70,7 @@ class PolicyFile:
 def _without_times(profile: Profile) -> Profile:
     ops = profile.ops.model_copy(update={"runtime_us": (), "spread_us": ()})
     backward = profile.backward.model_copy(update={"runtime_us": ()})
-    others = {"replay_us": 0.0, "link": None, "notes": ()}
+    others = {"link": None, "notes": ()}
     return profile.model_copy(update={"ops": ops, "backward": backward, **others})
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ac_client.compiled.policy_file import PolicyFile, is_compiled
-from ac_client.measure.recording_overhead import host_times_of_process, host_us, is_host_bound
+from ac_client.compiled.policy_file import PolicyFile
 from ac_client.planning.batch_shape import Key, ModelCall
 from ac_client.planning.facts.host_budget import HostBudget
 from ac_client.planning.facts.models_on_device import ModelOnDevice
@@ -48,7 +47,7 @@ from autoac.planner import plan_with_host as plan_profile
 from autoac.planner.formats.policy_set import Shape
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.microbatch import microbatch_of
-from autoac.planner.units import format_bytes, format_us
+from autoac.planner.units import format_bytes
 from autoac.profiler import Loop, ProfilerBusy, device_of, observe
 from autoac.profiler.model_device import device_of_step
 from autoac.profiler.observed_step import ObservedStep, is_recorded_elsewhere, recorded_step
@@ -201,12 +200,7 @@ class BatchPlanner:
             self._state_at_first = profile.static.optimizer_state
         if (link := self.host.link(device_of(call.model, call.args, call.kwargs))) is not None:
             profile = profile.model_copy(update={"link": link})
-        if is_compiled(profile):
-            return profile  # compiled code records and replays nothing
-        times = host_times_of_process()
-        if profile.environment.device_type != "cpu" and not is_host_bound(profile, times):
-            return profile  # the device runs behind its host, whose time does not count
-        return profile.model_copy(update={"replay_us": times.replay_us})
+        return profile
 
     @property
     def observed_here(self) -> ObservedStep | None:
@@ -494,7 +488,7 @@ class BatchPlanner:
     def profiled_step(
         self, call: ModelCall, profile: Profile, loaded: LoadedPolicy, rank_nbytes: int = 0
     ) -> ProfiledStep:
-        """Return the step of `call`, which was profiled and planned; warn if its host is too slow.
+        """Return the step of `call`, which was profiled and planned.
 
         Args:
             call: of the model, on the batch.
@@ -502,16 +496,6 @@ class BatchPlanner:
             loaded: the policy for it.
             rank_nbytes: held by the neediest rank beyond what the profile counts.
         """
-        on_host = profile.replay_us and is_host_bound(profile, host_times_of_process())
-        if on_host and "recompute" in loaded.policy.decisions.values():
-            took_us, step_us = host_us(profile, host_times_of_process()), loaded.policy.predicted.step_us
-            self.warn_once(
-                "host",
-                f"the step is bound by the host, which takes about {format_us(took_us)} to launch, record "
-                f"and replay {len(profile.ops)} ops, while the device computes for {format_us(step_us)}. "
-                "Compile the blocks of the model before ac_client.apply (for block in model.layers: "
-                "block.compile()), or train larger batches",
-            )
         skipped = skipped_modules(call.model, self.called)
         return ProfiledStep(call.shape, profile, rank_nbytes, self._optimizers.adopted, skipped)
 

@@ -32,7 +32,6 @@ from torch import nn
 import ac_client
 from ac_client.measure.forked_call import run_in_child
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.measure.recording_overhead import host_times
 from autoac.planner import InfeasibleBudget, Policy, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
@@ -111,7 +110,7 @@ def measure_case(case: TrainingCase, rounds: int) -> list[TrainingRow]:
     torch.set_num_threads(1)
     trainee = partial(prepared, case)
     plain = trainee(leave_plain)
-    taken = profile(plain.model, **plain.batch).model_copy(update={"replay_us": host_times().replay_us})
+    taken = profile(plain.model, **plain.batch)
     plain.step()
     expected = plain.gradients()
     rows = []

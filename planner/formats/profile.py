@@ -292,8 +292,6 @@ class Profile(FrozenModel):
     # Held after backward by its root and the graph: a name carries them into the next step's forward.
     kept_nbytes: Annotated[Count, Field(exclude_if=lambda nbytes: nbytes == 0)] = 0
     optimizer_workspace_nbytes: Count  # most temporaries that optimizer.step() holds at once
-    # The time to record and replay a recomputed op, in addition to its run time; 0 if not known.
-    replay_us: Annotated[Microseconds, Field(exclude_if=lambda us: us == 0)] = 0.0
     link: Annotated[LinkRates | None, Field(exclude_if=lambda link: link is None)] = None  # if measured
     modules: tuple[Name, ...]
     overloads: tuple[Name, ...]
@@ -490,15 +488,14 @@ class Profile(FrozenModel):
     def fingerprint(self) -> str:
         """Return a hash that is equal for the same model, at the same shapes, on the same kind of device.
 
-        The hash leaves out the numbers that vary between measurements: run times and replay times, the link,
-        workspaces, the allocator's slack, and the bytes of temporaries and gradients. It also leaves out
-        which storages are outputs, which follows from the ops.
+        The hash leaves out the numbers that vary between measurements: run times, the link, workspaces, the
+        allocator's slack, and the bytes of temporaries and gradients. It also leaves out which storages are
+        outputs, which follows from the ops.
         """
         content = self.model_dump(
             mode="json",
             exclude={
                 "notes": True,
-                "replay_us": True,
                 "link": True,
                 "loss_begins": True,
                 "outputs": True,

@@ -79,7 +79,6 @@ def build(profile: Profile) -> Graph:
                 workspace_bytes=columns.workspace_nbytes[i],
                 extra_bytes=columns.other_nbytes[i],
                 must_save=_must_save(profile, i),
-                replay_us=0.0 if columns.flags[i] & OpFlag.COMPILED else profile.replay_us,
                 compiled=bool(columns.flags[i] & OpFlag.COMPILED),
                 begins_graph=bool(columns.flags[i] & OpFlag.GRAPH_BEGINS),
             )

@@ -46,7 +46,7 @@ class Op:
     extra_bytes: int  # live in forward at this op, but not in a storage of the graph
     must_save: str  # the reason why the op must not be recomputed; "" if it may be
     must_recompute: bool = False  # the user pinned the op: its outputs are not saved
-    replay_us: float = 0.0  # the time to record and replay the op, in addition to its run time
+    rerun_us: float | None = None  # the time of a recompute; None: `runtime_us`, as it runs the kernel
     compiled: bool = False  # part of a compiled graph (rule h in schedule.py)
     begins_graph: bool = False  # the first op of a call of a compiled graph
     latest_use: int = -1  # position of the latest use that a run serves, if the op has use groups
@@ -54,7 +54,7 @@ class Op:
     @property
     def recompute_us(self) -> float:
         """Return the time, in microseconds, that running the op again takes."""
-        return self.runtime_us + self.replay_us
+        return self.runtime_us if self.rerun_us is None else self.rerun_us
 
 
 @dataclass(frozen=True, slots=True)

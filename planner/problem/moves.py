@@ -207,7 +207,7 @@ def with_moves(graph: Graph, moves: Sequence[Move], link: Link) -> Graph:
             must_save="",
             workspace_bytes=0,  # only forward runs the kernel
             extra_bytes=op.extra_bytes + op.workspace_bytes,
-            replay_us=HANDLING * link.out_us(nbytes) - op.runtime_us,
+            rerun_us=HANDLING * link.out_us(nbytes),
         )
         for w in op.writes:
             storage = storages[versions[w].storage]

@@ -80,7 +80,7 @@ def with_use_groups(graph: Graph, groups: UseGroups) -> Graph:
                     reads=(),
                     writes=tuple(writes),
                     runtime_us=0.0,  # forward does not run it
-                    replay_us=op.recompute_us,
+                    rerun_us=op.recompute_us,
                     extra_bytes=0,
                     must_recompute=False,
                     latest_use=new_id[position],

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.measure.recording_overhead import HostTimes
-from ac_client.planning import plan_batch
 from ac_client.planning.next_action import WATCHED_STEPS
 from autoac.planner import Bounds, bounds, build
 from autoac.planner.units import GIB
@@ -108,21 +106,6 @@ def test_step_without_its_final_plan_is_refused_while_a_graph_is_captured(
     train_once()
     train_once()
     assert ac_client.applied(model).policy is not policy
-
-
-@pytest.mark.parametrize(("plain_us", "bound"), [(0.0, False), (1e6, True)])
-def test_host_that_is_too_slow_even_without_a_plan_is_named(
-    gpu: ModuleType,
-    plain_us: float,
-    bound: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Recording and replaying take next to nothing here: 0.001 us."""
-    monkeypatch.setattr(plan_batch, "host_times_of_process", lambda: HostTimes(plain_us, 0.001))
-    with caplog.at_level(logging.WARNING):
-        train(gpu, task_of("cuda:1"), between(bounds_of("cuda:1"), 0.7), steps=2)
-    assert ("bound by the host" in caplog.text) is bound
 
 
 def test_counter_that_stays_equal_over_a_step_does_not_loosen_the_plan(gpu: ModuleType) -> None:

@@ -92,16 +92,6 @@ def test_run_times_change_the_digest_but_not_the_fingerprint() -> None:
     assert slower.fingerprint == profile.fingerprint
 
 
-def test_replay_time_changes_the_recompute_time_but_not_the_fingerprint() -> None:
-    profile = graphs.gpt2(1)
-    assert profile.replay_us == 0
-    assert "replay_us" not in profile.to_json()
-    slow = Profile.from_json(profile.model_copy(update={"replay_us": 9.0}).to_json())
-    assert slow.digest != profile.digest
-    assert slow.fingerprint == profile.fingerprint
-    assert build(slow).ops[0].recompute_us == profile.ops.runtime_us[0] + 9
-
-
 def test_allocator_slack_changes_storage_sizes_but_not_the_fingerprint() -> None:
     profile = graphs.gpt2(1)
     count = len(profile.storages)
