@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
 
-from waiting import NotInTime, until
+# What most scripts import. Ranks are forks of one process that has imported it.
+_IMPORTED = ["rank_setups", "benchmarks.models.tiny"]
 
 _BEGIN = """
-import os
-import sys
-rank, world, backend = int(sys.argv[2]), int(sys.argv[3]), sys.argv[5]
-sys.path += [sys.argv[1], os.path.dirname(sys.argv[1])]
 if backend == "standin":
     from standin import cuda, library
     gpu = cuda.load(library.library())
@@ -27,15 +35,7 @@ if backend == "standin":
     torch.cuda.set_device(rank)
 if backend == "fake":
     import torch.testing._internal.distributed.fake_pg
-dist.init_process_group(backend, init_method="file://" + sys.argv[4], rank=rank, world_size=world)
-"""
-
-# Gloo's threads may release a tensor while the interpreter shuts down, which ends the process by SIGABRT
-# (pytorch pull request 179291). The script's work is done, so it exits without shutting down.
-_END = """
-dist.destroy_process_group()
-sys.stdout.flush()
-os._exit(0)
+dist.init_process_group(backend, init_method="file://" + store, rank=rank, world_size=world)
 """
 
 
@@ -55,45 +55,66 @@ def outputs_of_ranks(
     Raises:
         AssertionError: a rank failed; has its stderr.
     """
-    command = [sys.executable, "-W", "ignore", "-c", _BEGIN + script + _END, str(Path(__file__).parent)]
-    with contextlib.ExitStack() as files:
-        outs, errors = (
-            [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)] for _ in range(2)
-        )
+    # The stand-in must be loaded before torch is imported.
+    start = multiprocessing.get_context("spawn") if backend == "standin" else _forks()
+    with tempfile.TemporaryDirectory() as folder:
+        written = [(Path(folder) / f"out{rank}", Path(folder) / f"errors{rank}") for rank in range(world)]
+        given = {"world": world, "store": str(store), "backend": backend}
         ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(world), str(store), backend],
-                stdout=outs[rank],
-                stderr=errors[rank],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(world)
+            start.Process(target=_run, args=(script, *map(str, files), {"rank": rank, **given}))
+            for rank, files in enumerate(written)
         ]
+        for process in ranks:
+            process.start()
         _wait(ranks, timeout)
-        for number, (rank, written) in enumerate(zip(ranks, errors, strict=True)):
-            written.seek(0)
-            code = rank.returncode
-            assert code in (0, _ENDED), f"rank {number} ended with {code}:\n{written.read()[-3000:]}"
-        assert all(rank.returncode == 0 for rank in ranks), f"not done after {timeout} seconds"
-        for out in outs:
-            out.seek(0)
-        return [out.read() for out in outs]
+        for number, (process, (_, errors)) in enumerate(zip(ranks, written, strict=True)):
+            code, ended = process.exitcode, -signal.SIGKILL  # by us
+            assert code in (0, ended), f"rank {number} ended with {code}:\n{errors.read_text()[-3000:]}"
+        assert all(process.exitcode == 0 for process in ranks), f"not done after {timeout} seconds"
+        return [out.read_text() for out, _ in written]
 
 
-_ENDED = -signal.SIGKILL  # by us
+@functools.cache
+def _forks() -> BaseContext:
+    """Start the process that ranks are forks of."""
+    start = multiprocessing.get_context("forkserver")
+    start.set_forkserver_preload(_IMPORTED)
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # it ignores ours
+        forkserver.ensure_running()
+    return start
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> None:
-    """Wait until all ranks ended, or one failed, since the others then wait for it forever."""
-
-    def over() -> bool:
-        codes = [rank.poll() for rank in ranks]
-        return None not in codes or any(codes)
-
+def _run(script: str, out: str, errors: str, names: dict[str, Any]) -> None:
+    """Run the script in this process as the file `__main__`, and end the process."""
+    for descriptor, path in ((1, out), (2, errors)):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), descriptor)
+    warnings.simplefilter("ignore")
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main).update(names)
+    code = 1
     try:
-        with contextlib.suppress(NotInTime):
-            until(over, timeout)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        exec(compile(_BEGIN + script, "<script>", "exec"), vars(main))
+        main.dist.destroy_process_group()
+        code = 0
+    except BaseException:  # noqa: BLE001 - the parent shows it
+        traceback.print_exc()
+    # Gloo's threads may release a tensor while the interpreter shuts down, which ends the process by SIGABRT
+    # (pytorch pull request 179291). The script's work is done, so it exits without shutting down.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _wait(ranks: Sequence[BaseProcess], timeout: float) -> None:
+    """Wait until all ranks ended, or one failed, since the others then wait for it forever."""
+    running, end = {process.sentinel: process for process in ranks}, time.monotonic() + timeout
+    failed = False
+    while running and not failed and time.monotonic() < end:
+        for sentinel in wait(list(running), max(0.0, end - time.monotonic())):
+            process = running.pop(sentinel)  # type: ignore[arg-type]
+            process.join()
+            failed |= bool(process.exitcode)
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+        process.join()

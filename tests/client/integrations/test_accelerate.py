@@ -141,7 +141,7 @@ def test_model_that_accelerate_compiles_is_planned(regional: bool) -> None:
 
 
 RANKS = """
-import hashlib, os
+import hashlib, os, sys
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
@@ -150,7 +150,7 @@ os.environ.update(
     RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
     MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
 )
-sys.path.append(sys.argv[1] + "/client/integrations")
+sys.path.append("tests/client/integrations")
 from test_accelerate import Accelerator, BUDGET_GB, planned, prepared, train
 
 def digest(model):

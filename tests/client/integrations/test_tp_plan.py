@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 import ac_client
 from autoac.planner import InfeasibleBudget
 os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-folder = sys.argv[4] + "-model"
+folder = store + "-model"
 if rank == 0:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2,
