@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 from autoac.planner.errors import OtherProfile
-from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import SAVE, Policy
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.clocks import timing
@@ -51,7 +50,7 @@ def carried(policy: Policy, profile: Profile) -> Plan:
         InvalidConstraints: the policy's constraints cannot be met on `profile`.
     """
     rules, waiting = policy.constraints, policy.predicted.microbatches - 1
-    graph = replace(constrained(profile, rules or Constraints()), waiting_microbatches=waiting)
+    graph = replace(constrained(profile, rules), waiting_microbatches=waiting)
     position = {key: OpId(i) for i, key in enumerate(profile.keys())}
     groups = {
         position[key]: tuple(position[name] for name in latest)

@@ -3,7 +3,7 @@
     PlannerError
     +-- MalformedProfile      the data is not a Profile
     +-- MalformedPolicy       the data is not a Policy
-    +-- UnknownVersion        a format of ours, in a version that this release does not read
+    +-- UnknownVersion        a format of ours, in another version than this release's
     +-- InvalidBudget         not a positive number of bytes
     +-- InvalidLimit          a gap, or a limit on time or work, that no search can keep to
     +-- UnknownOp             a save set names an op that the graph does not have
@@ -121,13 +121,14 @@ class MalformedPolicy(PlannerError):
 
 
 class UnknownVersion(PlannerError):
-    """The data is in one of our formats, but in a version that this release does not read."""
+    """The data is in one of our formats, but not in its one version, `known`."""
 
     def __init__(self, format: str, version: object, known: int) -> None:
         self.format, self.version, self.known = format, version, known
+        again = "profile the model" if format.endswith("profile") else "plan"
+        command = {"autoac.profile": "profile", "autoac.policy-set": "fit -o"}.get(format, "plan")
         super().__init__(
-            f"{format} version {version!r} is not known here; this release reads version {known}. "
-            "Make it again with this release, or update the side that reads it."
+            f"{format} must be version {known}, got {version!r}: {again} again with `autoac {command}`"
         )
 
 

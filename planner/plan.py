@@ -9,7 +9,7 @@ from typing import Any
 
 from autoac.planner.budget import one_budget
 from autoac.planner.errors import InfeasibleBudget, InvalidBudget, InvalidLimit, PlannerError, SolverOutOfTime
-from autoac.planner.formats.constraints import Constraints
+from autoac.planner.formats.constraints import UNCONSTRAINED, Constraints
 from autoac.planner.formats.policy import (
     OFFLOAD,
     SAVE,
@@ -20,7 +20,6 @@ from autoac.planner.formats.policy import (
     decisions,
     planned_for,
     tool_versions,
-    version_for,
 )
 from autoac.planner.formats.profile import Profile
 from autoac.planner.infeasibility import infeasible, with_blame
@@ -79,7 +78,7 @@ class Plan:
     stopped: Stopped
     rounds: int  # how many relaxations were solved
     solver_s: float = field(default=0.0, compare=False)  # seconds of the solver's own clock
-    constraints: Constraints | None = None  # that the plan obeys
+    constraints: Constraints = UNCONSTRAINED  # that the plan obeys
     moves: tuple[Move, ...] = ()  # `graph` has them (NOTE [ Moves ])
     timing: Timing | None = None  # with moves: of the step
     unmoved: Graph | None = field(default=None, repr=False)  # with moves: `graph` without them
@@ -153,6 +152,7 @@ class Plan:
             inputs=profile.inputs,
             device=profile.environment.device_name,
             budget_bytes=self.budget + self.headroom,
+            corrected_by_bytes=0,
             stopped=self.stopped.value,
             predicted=Predicted(
                 peak_bytes=self.peak,
@@ -229,7 +229,7 @@ def plan(
     check_limits(gap, time_limit_s, work_limit)
     if step_gap is not None and not 0 <= step_gap <= 1:
         raise InvalidLimit("step_gap", step_gap, "from 0 to 1")
-    constraints = constraints if constraints is not None else Constraints()
+    constraints = constraints or UNCONSTRAINED
     forward = _forward_limit(constraints, headroom_bytes)
     graph = constrained(profile, constraints)
     options = options_for(profile, options)
@@ -388,7 +388,7 @@ def plan_of(
         stopped=stopped,
         rounds=search.rounds if search else 0,
         solver_s=search.allowance.solver_s if search else 0.0,
-        constraints=constraints if constraints != Constraints() else None,
+        constraints=constraints or UNCONSTRAINED,
     )
 
 
@@ -463,7 +463,6 @@ def decided(profile: Profile, graph: Graph, save_set: SaveSet, moves: Sequence[M
         if fates[keys[op]] != SAVE
     }
     return {
-        "version": version_for(use_groups, points, needed),
         "decisions": fates,
         "use_groups": use_groups,
         "moves": points,

@@ -34,20 +34,23 @@ def describe_leaf(leaf: Any) -> str:
 def environment_of_device(model: nn.Module, device: torch.device) -> Environment:
     """Return the environment of a step of `model` on a device of this machine."""
     threads = torch.get_num_threads() if device.type == "cpu" else 0
-    environment = _environment(model, device.type, device_name(device), allocator_rounding(device), threads)
-    return environment.model_copy(update={"cudnn": cudnn_of(device)})
+    rounding, cudnn = allocator_rounding(device), cudnn_of(device)
+    return _environment(model, device.type, device_name(device), rounding, threads, cudnn)
 
 
 def environment_of_datasheet(model: nn.Module, device: Device) -> Environment:
     """Return the environment of a fake step of `model`."""
     name = device.name + ESTIMATED
-    environment = _environment(model, device.device_type, name, device.allocator_rounding, 0)
+    rounding = device.allocator_rounding
+    environment = _environment(model, device.device_type, name, rounding, 0, device.cudnn)
     # A fake step is the same on every build of one torch: drop the "+cpu" of "2.13.0+cpu".
     torch_version = environment.torch.partition("+")[0]
-    return environment.model_copy(update={"torch": torch_version, "cudnn": device.cudnn})
+    return environment.model_copy(update={"torch": torch_version})
 
 
-def _environment(model: nn.Module, device_type: str, name: str, rounding: int, threads: int) -> Environment:
+def _environment(
+    model: nn.Module, device_type: str, name: str, rounding: int, threads: int, cudnn: int
+) -> Environment:
     parameter = next(iter(model.parameters()), None)
     autocast = torch.is_autocast_enabled(device_type)
     return Environment(
@@ -58,6 +61,7 @@ def _environment(model: nn.Module, device_type: str, name: str, rounding: int, t
         autocast=_dtype_name(torch.get_autocast_dtype(device_type)) if autocast else "off",
         allocator_rounding=rounding,
         threads=threads,
+        cudnn=cudnn,
         ranks=layout_of(model),
     )
 

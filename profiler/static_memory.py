@@ -91,6 +91,7 @@ def static_bytes(
         + (0 if buckets.holds_gradients else rounded_bytes(buckets.nbytes, rounding)),
         optimizer_state=optimizer_state,
         inputs=count(batch_tensors((*args, *kwargs.values()))),
+        workspaces=0,
     )
 
 

@@ -163,6 +163,8 @@ def assemble(step: StepRecord, rounding: int, **head: Any) -> Profile:
         nodes=tuple(nodes),
         reasons=tuple(reasons),
         forward_ends=tuple(forward.forward_ends) if len(forward.forward_ends) > 1 else (),
+        link=None,
+        waiting_microbatches=0,
         loss_begins=end if (end := max(forward.forward_ends, default=0)) < len(forward.ops) else None,
     )
 
@@ -284,7 +286,7 @@ def _block_changes(
             indices[id(block)] = len(nbytes)
             nbytes.append(block.nbytes)
         rows[max(0, bisect.bisect_right(begins, position) - 1)].append(indices[id(block)])
-    return Temporaries(nbytes=tuple(nbytes), changes=Ragged.of(rows)) if nbytes else Temporaries()
+    return Temporaries(nbytes=tuple(nbytes), changes=Ragged.of(rows))
 
 
 def _temporaries(record: Allocations, begin: int, end: int) -> list[AllocatedBlock]:

@@ -157,8 +157,6 @@ def other_environment(policy: Policy, device: torch.device, ranks: str = "1") ->
     differing = [name for name in planned if planned[name] != here[name]]
     planned["device"] = policy.device
     estimated = policy.device.endswith(ESTIMATED)
-    if policy.device == device.type:  # "cpu", as earlier releases named every CPU
-        here["device"] = policy.device
     models = [word for word in policy.device.split() if any(map(str.isdigit, word)) and "GB" not in word]
     same = any(model in here["device"] for model in models) if estimated else policy.device == here["device"]
     if not same:

@@ -123,7 +123,7 @@ def _stored_policy(
     if response.status_code != 200:
         raise refusal(connection.url, response)
     policy = _policy_of(connection.url, response)
-    if (policy.budget_bytes, policy.constraints) != (options["budget_bytes"], rules):
+    if (policy.budget_bytes, policy.constraints) != (options["budget_bytes"], rules or Constraints()):
         return None
     return on_profile(policy, profile, policy.budget_bytes, options["headroom_bytes"])
 
@@ -209,7 +209,7 @@ def on_profile(policy: Policy, profile: Profile, budget_bytes: int, headroom_byt
     except OtherProfile:
         return None
     within = budget_bytes - headroom_bytes
-    forward = None if policy.constraints is None else policy.constraints.forward_budget_bytes
+    forward = policy.constraints.forward_budget_bytes
     graph = with_forward_limit(plan.graph, within, None if forward is None else forward - headroom_bytes)
     there, here = policy.predicted, plan.policy().predicted
     if peak_bytes(graph, plan.save_set) > within or abs(_added(here) - _added(there)) > MOST_TIME_OFF:

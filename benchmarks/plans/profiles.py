@@ -14,7 +14,8 @@ import transformers
 import zstandard
 
 from autoac.planner import Profile
-from autoac.planner.formats.profile import VERSION, Temporaries
+from autoac.planner.formats.base import VERSION
+from autoac.planner.formats.profile import Ragged, Temporaries
 from autoac.profiler import DATASHEETS, observe
 from benchmarks.models.large import MODELS, OVER_MANY_DEVICES
 from benchmarks.results import ROOT, source_digest
@@ -70,7 +71,8 @@ def sharded(profile: Profile) -> Profile:
             "static": static,
             "gradient_nbytes": 0,
             "optimizer_workspace_nbytes": 0,
-            "temporaries": Temporaries(),  # they have the gradients
+            # Without temporaries, which have the gradients.
+            "temporaries": Temporaries(nbytes=(), changes=Ragged.of([()] * len(profile.temporaries.changes))),
             "backward": backward.model_copy(update=less),
         }
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from autoac.planner.errors import MalformedPolicy, MalformedProfile, UnknownVersion
 from autoac.planner.units import printable
+
+VERSION: Final = 6  # of every format; a file of another version is made again
 
 MAX_INT = 2**53  # integers beyond this do not survive JSON readers that use doubles
 MAX_COMPLAINTS = 5
@@ -37,7 +39,7 @@ Model = TypeVar("Model", bound=FrozenModel)
 _FORMATS = {
     "autoac.profile": "a profile, as `autoac profile` writes it",
     "autoac.policy": "a policy, as `autoac plan` writes it",
-    "autoac.policy-set": "a policy set",
+    "autoac.policy-set": "a policy set, as `autoac fit` writes it",
 }
 
 
@@ -45,7 +47,7 @@ def read(cls: type[Model], text: str | bytes, malformed: type[MalformedProfile |
     """Parse `text`, JSON that need not be trusted, in the format of `cls`.
 
     Raises:
-        UnknownVersion: the format is right, but this release does not read its version.
+        UnknownVersion: the format is right, and its version is another one.
         MalformedProfile, MalformedPolicy: the text is invalid otherwise. The error has the first problems.
     """
     try:
@@ -85,8 +87,7 @@ def read_data(cls: type[Model], data: Any, malformed: type[MalformedProfile | Ma
     Raises:
         UnknownVersion, MalformedProfile, MalformedPolicy: as for `read`.
     """
-    format, version = cls.model_fields["format"].default, cls.model_fields["version"]
-    known = get_args(version.annotation)
+    format = cls.model_fields["format"].default
     if not isinstance(data, dict):
         raise malformed([f"must be {_FORMATS[format]}, got JSON that is not an object"])
     found = data.get("format")
@@ -94,8 +95,8 @@ def read_data(cls: type[Model], data: Any, malformed: type[MalformedProfile | Ma
         raise malformed([f"format must be {format!r}, got nothing"])
     if isinstance(found, str) and found != format and found in _FORMATS:
         raise malformed([f"must be {_FORMATS[format]}, got {_FORMATS[found].partition(',')[0]}"])
-    if found == format and data.get("version") not in known:
-        raise UnknownVersion(format, data.get("version"), max(known))
+    if found == format and data.get("version") != VERSION:
+        raise UnknownVersion(format, data.get("version"), VERSION)
     try:
         return cls.model_validate(data)
     except ValidationError as error:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
@@ -41,12 +41,11 @@ class Constraints(FrozenModel):
     recompute_only: Patterns = ()  # modules or ops; all ops outside are saved. Empty: no such limit
     fsdp_units: Patterns = ()  # modules; the inputs that a unit reads from outside are saved
     save_deciding: bool = True  # save outputs whose values decide where data goes
-    # Save what functional collectives return, so that no recompute communicates.
-    save_collectives: Annotated[bool, Field(exclude_if=lambda saves: saves)] = True
+    save_collectives: bool = True  # save what functional collectives return: no recompute communicates
     forward_budget_bytes: Annotated[int, Field(gt=0, le=2**53)] | None = None  # most bytes live in forward
     extra_static_bytes: Count = 0  # live during the whole step, and not in the profile
     # Of the host, that outputs may be moved to. Nothing moves without the link of the profile.
-    host_budget_bytes: Annotated[Count, Field(exclude_if=lambda nbytes: nbytes == 0)] = 0
+    host_budget_bytes: Count = 0
     gradients: Gradients = "as profiled"  # whether gradients exist before the step
 
     @property
@@ -68,14 +67,16 @@ class Constraints(FrozenModel):
         )
 
 
+UNCONSTRAINED: Final = Constraints()
+
+
 def without_forward_budget(constraints: Constraints | None) -> Constraints:
     """Return `constraints` for a search without one budget, such as a frontier. None becomes empty ones.
 
     Raises:
         InvalidConstraints: forward has a budget, which is defined only together with the step's.
     """
-    if constraints is None:
-        return Constraints()
+    constraints = constraints or UNCONSTRAINED
     if constraints.forward_budget_bytes is not None:
         raise InvalidConstraints(
             f"forward_budget_bytes must be None here, got {constraints.forward_budget_bytes}: a budget "

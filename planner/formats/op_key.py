@@ -17,7 +17,7 @@ So a key is split at its last "/". No other file takes keys apart.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 ROOT = "."
@@ -38,7 +38,6 @@ _KERNELS = {
     "aten.rms_norm.default": ("aten._fused_rms_norm.default",),
     "aten.grid_sampler.default": ("aten.grid_sampler_2d.default", "aten.cudnn_grid_sampler.default"),
 }
-SHARED_NAMES = frozenset(_KERNELS)
 _NAME_OF_KERNEL = {kernel: name for name, kernels in _KERNELS.items() for kernel in kernels}
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
@@ -56,28 +55,6 @@ def name_in_keys(op: str) -> str:
 def kernels_of(name: str) -> tuple[str, ...]:
     """Return the ops that have the name `name` in keys: several for equivalent kernels."""
     return _KERNELS.get(name, (name,))
-
-
-def with_shared_names(keys: Iterable[str]) -> list[str]:
-    """Return keys in which equivalent kernels have one name; older keys name the kernels.
-
-    >>> with_shared_names(["bn/aten.empty.memory_format#0", "bn/aten.native_batch_norm.default#0"])
-    ['bn/aten.empty.memory_format#0', 'bn/aten.batch_norm.default#0']
-    """
-    seen: dict[tuple[str, str], int] = {}
-    parsed_keys = {key: OpKey.parse(key) for key in keys}
-    if not any(parsed.op in _NAME_OF_KERNEL for parsed in parsed_keys.values()):
-        return list(parsed_keys)
-    renamed = []
-    for key, parsed in parsed_keys.items():
-        name = name_in_keys(parsed.op)
-        if name in _KERNELS:
-            occurrence = seen.get((parsed.module, name), 0)
-            seen[parsed.module, name] = occurrence + 1
-            renamed.append(str(OpKey(parsed.module, name, occurrence)))
-        else:
-            renamed.append(key)
-    return renamed
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
+from pydantic.json_schema import GenerateJsonSchema
 
 from autoac.planner.errors import MalformedPolicy
-from autoac.planner.formats.base import MAX_INT, Count, FrozenModel, Index, Microseconds, Name, Title, read
+from autoac.planner.formats.base import (
+    MAX_INT,
+    VERSION,
+    Count,
+    FrozenModel,
+    Index,
+    Microseconds,
+    Name,
+    Title,
+    read,
+)
 from autoac.planner.formats.constraints import Constraints
-from autoac.planner.formats.op_key import with_shared_names
 from autoac.planner.formats.profile import Environment, Profile
 
 FORMAT: Final = "autoac.policy"
-VERSION: Final = 1
-VERSION_WITH_USE_GROUPS: Final = 2
-VERSION_WITH_MOVES: Final = 4  # 3 was another format
-VERSION_WITH_NEEDED: Final = 5
 
 SAVE: Final = "save"
 OFFLOAD: Final = "offload"
@@ -53,50 +58,43 @@ class Predicted(FrozenModel):
     step_us: Microseconds  # forward and backward with nothing recomputed
     gap: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]  # (extra - bound) / extra; see stall_us
     # With moves, the extra time is that of recomputes and of stalls, and so is the bound.
-    stall_us: Annotated[Microseconds, Field(exclude_if=lambda us: us == 0)] = 0.0  # compute waits for copies
-    moved_bytes: Annotated[Count, Field(exclude_if=lambda nbytes: nbytes == 0)] = 0  # to the host
+    stall_us: Microseconds  # compute waits for copies
+    moved_bytes: Count  # to the host
     # Of a pipeline's stage: the microbatch at work, and those that wait for their backward.
-    microbatches: Annotated[Count, Field(ge=1, exclude_if=lambda n: n == 1)] = 1
+    microbatches: Annotated[Count, Field(ge=1)]
 
 
 class Policy(FrozenModel):
     """The decisions of a plan, with its predictions, in the format that is stored, sent and carried out."""
 
     format: Literal["autoac.policy"] = FORMAT
-    version: Literal[1, 2, 4, 5] = VERSION  # 2 with use groups, 4 with moves, 5 with needed_until
+    version: Literal[6] = VERSION
     model: Title
     fingerprint: Name  # of the profile: the same model, shapes and kind of device
     profile_digest: Name
     inputs: tuple[Name, ...]
     device: Name
     budget_bytes: Count
-    corrected_by_bytes: Bytes = 0  # taken off the budget when planning again, after measuring a peak
+    corrected_by_bytes: Bytes  # taken off the budget when planning again, after measuring a peak
     stopped: Name  # why the solver stopped
     predicted: Predicted
     tools: dict[str, Name]  # versions of what made it, and the torch, cuDNN and ranks that it was planned for
-    constraints: Constraints | None = None  # of the plan; left out if there are none
+    constraints: Constraints  # of the plan
     # Several forwards that run before one backward: how many decisions there are up to the end of each.
-    forward_ends: tuple[Index, ...] = ()  # left out where there is one forward
+    forward_ends: tuple[Index, ...]  # empty: there is one forward
     # By key of a recomputed op, in the order of backward: the op up to which its outputs are used, for each
-    # run. NOTE [ Use groups ] in problem/use_groups.py. Left out, with version 1, if no op has use groups.
-    use_groups: dict[Name, tuple[Name, ...]] = Field(default_factory=dict)
-    # By key of an op that moves to the host: NOTE [ Moves ] in problem/moves.py. Left out if nothing moves.
-    moves: dict[Name, MovePoints] = Field(default_factory=dict)
+    # run. NOTE [ Use groups ] in problem/use_groups.py.
+    use_groups: dict[Name, tuple[Name, ...]]
+    # By key of an op that moves to the host: NOTE [ Moves ] in problem/moves.py.
+    moves: dict[Name, MovePoints]
     # By key of a recomputed or moved op whose outputs a backward inside of forward unpacks: the op before
-    # which forward lets go of them, or THE_END. Left out if there are none.
-    needed_until: dict[Name, Name] = Field(default_factory=dict)
+    # which forward lets go of them, or THE_END.
+    needed_until: dict[Name, Name]
     decisions: dict[Name, Decision]  # by op key, in execution order
 
     def to_json(self) -> str:
         """Return the published form: one decision to a line, the same text for the same policy."""
-        return json.dumps(self.data(), indent=1) + "\n"
-
-    def data(self) -> dict[str, Any]:
-        """Return the published form as a dict, without the fields that do not apply."""
-        left_out = {"constraints"} if self.constraints is None else set()
-        optional = ("corrected_by_bytes", "forward_ends", "use_groups", "moves", "needed_until")
-        left_out |= {name for name in optional if not getattr(self, name)}
-        return self.model_dump(mode="json", exclude=left_out)
+        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
 
     @property
     def forwards(self) -> tuple[dict[str, Decision], ...]:
@@ -107,10 +105,14 @@ class Policy(FrozenModel):
         ends = (*self.forward_ends[:-1], len(items))
         return tuple(dict(items[begin:end]) for begin, end in itertools.pairwise((0, *ends)))
 
-    @field_validator("decisions")
+    @field_validator("constraints", mode="before")
     @classmethod
-    def _kernels_share_names(cls, decisions: dict[str, Decision]) -> dict[str, Decision]:
-        return dict(zip(with_shared_names(decisions), decisions.values(), strict=True))
+    def _constraints_have_every_field(cls, data: Any) -> Any:
+        if isinstance(data, dict) and (
+            missing := [name for name in Constraints.model_fields if name not in data]
+        ):
+            raise ValueError(f"must have {', '.join(missing)}")
+        return data
 
     @model_validator(mode="after")
     def _forward_ends_ascend(self) -> Self:
@@ -126,10 +128,6 @@ class Policy(FrozenModel):
 
     @model_validator(mode="after")
     def _use_groups_are_of_decisions(self) -> Self:
-        if self.version != (version := version_for(self.use_groups, self.moves, self.needed_until)):
-            raise ValueError(
-                f"version must be {version} for these use_groups, moves and needed_until, got {self.version}"
-            )
         position = {key: i for i, key in enumerate(self.decisions)}
         for key, latest in self.use_groups.items():
             decided = self.decisions.get(key, "save")
@@ -176,20 +174,18 @@ class Policy(FrozenModel):
         return read(cls, text, MalformedPolicy)
 
 
-def version_for(
-    use_groups: Collection[str], moves: Collection[str] = (), needed_until: Collection[str] = ()
-) -> int:
-    """Return the oldest format version that has these parts, so that older clients can read the policy."""
-    if needed_until:
-        return VERSION_WITH_NEEDED
-    if moves:
-        return VERSION_WITH_MOVES
-    return VERSION_WITH_USE_GROUPS if use_groups else VERSION
+class _EveryFieldRequired(GenerateJsonSchema):
+    """Write the schema of files: defaults are for Python and for requests."""
+
+    def field_is_required(self, *_: Any, **__: Any) -> bool:
+        return True
 
 
 def json_schema() -> str:
     """Return the JSON Schema of policies, the text of policy.schema.json."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Policy.model_json_schema()
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Policy.model_json_schema(
+        schema_generator=_EveryFieldRequired
+    )
     return json.dumps(schema, indent=1) + "\n"
 
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from autoac.planner.errors import MalformedPolicy
-from autoac.planner.formats.base import FrozenModel, Name, read
+from autoac.planner.formats.base import VERSION, FrozenModel, Name, read
 from autoac.planner.formats.policy import Policy
 
 SET_FORMAT: Final = "autoac.policy-set"
-SET_VERSION: Final = 1
 
 Shape = Mapping[str, str]
 """The shape of a batch, by leaf: `float32[4, 64]` for a tensor, else a type's name, True, False or None."""
@@ -42,7 +41,7 @@ class PolicySet(FrozenModel):
     """The policies of one model by the shape of its batch, in the form that is stored and carried out."""
 
     format: Literal["autoac.policy-set"] = SET_FORMAT
-    version: Literal[1, 2, 4] = SET_VERSION  # that of its newest policy
+    version: Literal[6] = VERSION
     buckets: tuple[Bucket, ...]
 
     def bucket(self, shape: Shape) -> Bucket | None:
@@ -53,9 +52,7 @@ class PolicySet(FrozenModel):
 
     def to_json(self) -> str:
         """Return the published form: the same text for the same set."""
-        buckets = [{"shape": bucket.shape, "policy": bucket.policy.data()} for bucket in self.buckets]
-        version = max((bucket.policy.version for bucket in self.buckets), default=SET_VERSION)
-        return json.dumps({"format": self.format, "version": version, "buckets": buckets}, indent=1) + "\n"
+        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> PolicySet:

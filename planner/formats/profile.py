@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 
 from autoac.planner.errors import MalformedProfile
 from autoac.planner.formats.base import (
+    VERSION,
     Count,
     FrozenModel,
     Index,
@@ -37,7 +38,6 @@ from autoac.planner.formats.base import (
 from autoac.planner.formats.op_key import OpKey, name_in_keys
 
 FORMAT: Final = "autoac.profile"
-VERSION: Final = 1
 
 ESTIMATED: Final = " (estimated)"  # ends the name of a device that was not there
 
@@ -97,13 +97,6 @@ class Table(FrozenModel):
         return next(len(value) for _, value in self)
 
 
-def _with_zeros(data: Any, column: str, like: str) -> Any:
-    """Return a table's data with zeros for `column`, as many as the column `like` has, if it is missing."""
-    if isinstance(data, dict) and column not in data and isinstance(data.get(like), list | tuple):
-        return data | {column: (0,) * len(data[like])}
-    return data
-
-
 class Ragged(FrozenModel):
     """A column of lists, stored flat: row `i` is `items[starts[i]:starts[i + 1]]`."""
 
@@ -141,9 +134,8 @@ class Environment(FrozenModel):
     autocast: Name  # "off", or the dtype
     allocator_rounding: Annotated[int, Field(ge=1, le=1 << 30)]  # sizes are multiples of this
     threads: Count  # intra-op threads; 0 on devices where the number does not matter
-    cudnn: Annotated[Count, Field(exclude_if=lambda version: version == 0)] = 0  # 92000 is 9.20.0; 0: none
-    # How many, and the meshes that parameters are on: "4 (mesh dp 2 x tp 2)".
-    ranks: Annotated[Name, Field(exclude_if=lambda ranks: ranks == "1")] = "1"
+    cudnn: Count  # 92000 is 9.20.0; 0: none
+    ranks: Name  # how many, and the meshes that parameters are on: "4 (mesh dp 2 x tp 2)"
 
 
 class LinkRates(FrozenModel):
@@ -167,8 +159,7 @@ class StaticBytes(FrozenModel):
     gradients: Count  # only those that exist before the step
     optimizer_state: Count
     inputs: Count  # the batch
-    # What cuBLAS keeps for forward and backward.
-    workspaces: Annotated[Count, Field(exclude_if=lambda nbytes: nbytes == 0)] = 0
+    workspaces: Count  # what cuBLAS keeps for forward and backward
 
     @property
     def total(self) -> int:
@@ -180,18 +171,12 @@ class Storages(Table):
     """The storages that forward ops allocate.
 
     A block can be larger than the requested and rounded size, because CUDA's caching allocator does not split
-    off a remainder below 1 MiB. The difference, the slack, varies between measurements. If all slack is 0,
-    the JSON omits the column.
+    off a remainder below 1 MiB. The difference, the slack, varies between measurements.
     """
 
     nbytes: tuple[Count, ...]  # the requested size, rounded by the allocator
-    slack_nbytes: Annotated[tuple[Count, ...], Field(exclude_if=lambda column: not any(column))] = ()
+    slack_nbytes: tuple[Count, ...]
     released: tuple[Index, ...]  # first moment at which neither Python nor forward holds the storage
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_slack_by_default(cls, data: Any) -> Any:
-        return _with_zeros(data, "slack_nbytes", "nbytes")
 
     def block_nbytes(self) -> list[int]:
         """Return the device memory of each storage: its size and its slack."""
@@ -232,21 +217,16 @@ class SavedTensors(Table):
     packed: tuple[Index, ...]  # the number of ops that had started when autograd packed the tensor
     dropped: tuple[Index, ...]  # first moment at which autograd no longer holds the tensor
     # Of a tensor that a backward inside of forward unpacks: the first moment at which no such backward
-    # needs it any more. 0 where none unpacks it. If that is all of them, the JSON omits the column.
-    needed_until: Annotated[tuple[Index, ...], Field(exclude_if=lambda column: not any(column))] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unpacked_in_backward_by_default(cls, data: Any) -> Any:
-        return _with_zeros(data, "needed_until", "value")
+    # needs it any more. 0 where none unpacks it.
+    needed_until: tuple[Index, ...]
 
 
 class Outputs(Table):
     """The tensors among the model's outputs on storages that forward made, which a training loop may hold."""
 
-    position: tuple[Index, ...] = ()  # among the tensors of one forward's output
-    storage: tuple[Index, ...] = ()
-    released: tuple[Index, ...] = ()  # of the storage, if the loop drops the output before backward
+    position: tuple[Index, ...]  # among the tensors of one forward's output
+    storage: tuple[Index, ...]
+    released: tuple[Index, ...]  # of the storage, if the loop drops the output before backward
 
 
 class BackwardSteps(Table):
@@ -262,10 +242,10 @@ class BackwardSteps(Table):
 class Temporaries(FrozenModel):
     """Blocks that a step allocates and that are not storages of forward ops: gradients and temporaries."""
 
-    nbytes: tuple[Count, ...] = ()  # in the order in which they are allocated
+    nbytes: tuple[Count, ...]  # in the order in which they are allocated
     # For each moment but the end, blocks in the order in which it allocates and frees them. A block is in at
     # most two places: where it is allocated, and where it is freed. Gradients outlive backward.
-    changes: Ragged = Ragged(starts=(0,), items=())
+    changes: Ragged
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -283,16 +263,16 @@ class Profile(FrozenModel):
     """The record of one training step. The module docstring explains how to read the tables."""
 
     format: Literal["autoac.profile"] = FORMAT
-    version: Literal[1] = VERSION
+    version: Literal[6] = VERSION
     model: Title
     inputs: tuple[Name, ...]  # "int64[4, 128]", in the order of the arguments
     environment: Environment
     static: StaticBytes
     gradient_nbytes: Count  # gradients that the step allocates and that outlive backward
     # Held after backward by its root and the graph: a name carries them into the next step's forward.
-    kept_nbytes: Annotated[Count, Field(exclude_if=lambda nbytes: nbytes == 0)] = 0
+    kept_nbytes: Count
     optimizer_workspace_nbytes: Count  # most temporaries that optimizer.step() holds at once
-    link: Annotated[LinkRates | None, Field(exclude_if=lambda link: link is None)] = None  # if measured
+    link: LinkRates | None  # if measured
     modules: tuple[Name, ...]
     overloads: tuple[Name, ...]
     nodes: tuple[Name, ...]
@@ -302,21 +282,13 @@ class Profile(FrozenModel):
     ops: Ops
     saved: SavedTensors
     backward: BackwardSteps
-    outputs: Annotated[Outputs, Field(exclude_if=lambda table: len(table) == 0)] = Outputs()
-    temporaries: Annotated[Temporaries, Field(exclude_if=lambda table: len(table) == 0)] = Temporaries()
-    notes: tuple[Name, ...] = ()  # which numbers are estimates, and what the profiler could not record
+    outputs: Outputs
+    temporaries: Temporaries
+    notes: tuple[Name, ...]  # which numbers are estimates, and what the profiler could not record
     # If several forwards of the model run before one backward: the number of ops up to the end of each.
-    forward_ends: Annotated[tuple[Index, ...], Field(exclude_if=lambda ends: not ends)] = ()
-    # Other forwards like this one, which wait for a backward of their own.
-    waiting_microbatches: Annotated[Count, Field(exclude_if=lambda number: number == 0)] = 0
-    # The first op of a loss that is not in the model's forward; left out if there is none.
-    loss_begins: Annotated[Index | None, Field(exclude_if=lambda op: op is None)] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _packable_is_dropped(cls, data: Any) -> Any:
-        """Drop a table of version 1 that no plan needs any more: values that can be held in fewer bytes."""
-        return {key: data[key] for key in data if key != "packable"} if isinstance(data, dict) else data
+    forward_ends: tuple[Index, ...]
+    waiting_microbatches: Count  # other forwards like this one, which wait for a backward of their own
+    loss_begins: Index | None  # the first op of a loss that is not in the model's forward
 
     @model_validator(mode="after")
     def _references_exist(self) -> Self:
@@ -343,8 +315,7 @@ class Profile(FrozenModel):
         within("backward.unpacks", self.backward.unpacks.items, len(self.saved))
         within("forward_ends", self.forward_ends, n + 1)
         within("temporaries.changes", self.temporaries.changes.items, len(self.temporaries))
-        if self.temporaries and len(self.temporaries.changes) != end:
-            rows = len(self.temporaries.changes)
+        if (rows := len(self.temporaries.changes)) != end:
             raise ValueError(f"temporaries.changes must have a row for each of {end} moments, got {rows}")
         within("loss_begins", () if self.loss_begins is None else (self.loss_begins,), n)
         if any(a > b for a, b in itertools.pairwise(self.forward_ends)):
@@ -460,14 +431,13 @@ class Profile(FrozenModel):
             if total
         }
         dropped = tuple(moment if moment <= n else end for moment in self.saved.dropped)
-        temporaries = Temporaries(
-            nbytes=self.temporaries.nbytes + (total,) * (total > 0), changes=Ragged.of(rows)
-        )
         return self.model_copy(
             update={
                 "backward": self.backward.model_copy(update=backward),
                 "saved": self.saved.model_copy(update={"dropped": dropped}),
-                "temporaries": temporaries if rows else self.temporaries,
+                "temporaries": Temporaries(
+                    nbytes=self.temporaries.nbytes + (total,) * (total > 0), changes=Ragged.of(rows)
+                ),
             }
         )
 

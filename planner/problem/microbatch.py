@@ -168,8 +168,6 @@ def _temporaries(temporaries: Temporaries, spans: Sequence[range], forward: int)
     What other forwards allocate before the one that is kept, and do not free, is allocated as it begins; what
     they do after it happens in its last op.
     """
-    if not temporaries:
-        return temporaries
     rows, span, last = temporaries.changes.rows(), spans[forward], spans[-1].stop
     kept = [list(row) for row in (*rows[span.start : span.stop], *rows[last:])]
     kept[0][:0] = _once(rows[: span.start])
@@ -212,6 +210,6 @@ def _with_gradients(profile: Profile, counted: int) -> Profile:
             "gradient_nbytes": outlive - total,
             "static": static.model_copy(update={"gradients": static.gradients + existing}),
             "backward": backward.model_copy(update=columns) if blocks else backward,
-            "temporaries": blocks.model_copy(update={"changes": Ragged.of(freed)}) if blocks else blocks,
+            "temporaries": blocks.model_copy(update={"changes": Ragged.of(freed)}),
         }
     )

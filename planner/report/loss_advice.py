@@ -107,7 +107,7 @@ def loss_in_words(plan: Plan) -> list[str]:
         chunked,
         budget_bytes=plan.budget,
         rates=plan.profile.link if plan.profile is not None else None,
-        constraints=plan.constraints.beyond_the_graph if plan.constraints is not None else None,
+        constraints=plan.constraints.beyond_the_graph,
     )
     if then.extra_us >= plan.extra_us:
         return []

@@ -30,11 +30,13 @@ from autoac.planner.formats.profile import (
     BackwardSteps,
     Environment,
     Ops,
+    Outputs,
     Profile,
     Ragged,
     SavedTensors,
     StaticBytes,
     Storages,
+    Temporaries,
     Values,
 )
 from autoac.planner.solver.highs import OnProgress, Progress
@@ -62,15 +64,29 @@ def chain_profile(*sizes: int, model: str = "Chain") -> Profile:
             autocast="off",
             allocator_rounding=64,
             threads=2,
+            cudnn=0,
+            ranks="1",
         ),
-        static=StaticBytes(parameters=MIB, buffers=0, gradients=0, optimizer_state=0, inputs=1024),
+        static=StaticBytes(
+            parameters=MIB, buffers=0, gradients=0, optimizer_state=0, inputs=1024, workspaces=0
+        ),
         gradient_nbytes=MIB,
+        kept_nbytes=0,
+        link=None,
+        notes=(),
+        forward_ends=(),
+        waiting_microbatches=0,
+        loss_begins=None,
+        outputs=Outputs(position=(), storage=(), released=()),
+        temporaries=Temporaries(nbytes=(), changes=Ragged.of([()] * (2 * n))),
         optimizer_workspace_nbytes=0,
         modules=("chain",),
         overloads=("aten.mm.default",),
         nodes=("MmBackward0",),
         reasons=(),
-        storages=Storages(nbytes=sizes, released=tuple(min(i + 2, n) for i in range(n))),
+        storages=Storages(
+            nbytes=sizes, slack_nbytes=(0,) * n, released=tuple(min(i + 2, n) for i in range(n))
+        ),
         values=Values(storage=tuple(range(n)), op=tuple(range(n)), previous=(-1,) * n),
         ops=Ops(
             module=(0,) * n,
@@ -85,7 +101,10 @@ def chain_profile(*sizes: int, model: str = "Chain") -> Profile:
             must_save=(-1,) * n,
         ),
         saved=SavedTensors(
-            value=tuple(range(n)), packed=tuple(range(1, n + 1)), dropped=tuple(2 * n - i for i in range(n))
+            value=tuple(range(n)),
+            packed=tuple(range(1, n + 1)),
+            dropped=tuple(2 * n - i for i in range(n)),
+            needed_until=(0,) * n,
         ),
         backward=BackwardSteps(
             name=(0,) * n,
@@ -137,6 +156,9 @@ def save_all(
         recompute_bound_us=0.0,
         step_us=90.0,
         gap=0.0,
+        stall_us=0.0,
+        moved_bytes=0,
+        microbatches=1,
     )
     return Planned(
         Policy(
@@ -149,6 +171,12 @@ def save_all(
             stopped=f"headroom {headroom_bytes}, gap {gap}, time limit {time_limit_s:g} s",
             predicted=predicted,
             tools=tool_versions(),
+            corrected_by_bytes=0,
+            constraints=constraints or Constraints(),
+            forward_ends=(),
+            use_groups={},
+            moves={},
+            needed_until={},
             decisions=decisions(profile, frozenset(range(len(profile.ops)))),
         )
     )

@@ -10,6 +10,7 @@ from autoac.planner.formats.profile import (
     Environment,
     OpFlag,
     Ops,
+    Outputs,
     Profile,
     Ragged,
     SavedTensors,
@@ -139,9 +140,21 @@ class Tape:
                 autocast="off",
                 allocator_rounding=1,
                 threads=1,
+                cudnn=0,
+                ranks="1",
             ),
-            static=StaticBytes(parameters=self.static, buffers=0, gradients=0, optimizer_state=0, inputs=0),
+            static=StaticBytes(
+                parameters=self.static, buffers=0, gradients=0, optimizer_state=0, inputs=0, workspaces=0
+            ),
             gradient_nbytes=self.gradients,
+            kept_nbytes=0,
+            link=None,
+            notes=(),
+            forward_ends=(),
+            waiting_microbatches=0,
+            loss_begins=None,
+            outputs=Outputs(position=(), storage=(), released=()),
+            temporaries=no_temporaries(n + len(self.steps)),
             optimizer_workspace_nbytes=0,
             modules=tuple(self.modules),
             overloads=tuple(self.overloads),
@@ -149,6 +162,7 @@ class Tape:
             reasons=tuple(reasons),
             storages=Storages(
                 nbytes=tuple(self.storage_nbytes),
+                slack_nbytes=(0,) * len(self.storage_nbytes),
                 released=tuple(
                     min(touched + 2, n) if at is None else at
                     for at, touched in zip(self.released, self.last_touch, strict=True)
@@ -177,6 +191,7 @@ class Tape:
                 dropped=tuple(
                     n + self.handle_dropped.get(h, len(self.steps)) for h in range(len(self.handles))
                 ),
+                needed_until=(0,) * len(self.handles),
             ),
             backward=BackwardSteps(
                 name=tuple(nodes.index(s.name) for s in self.steps),
@@ -186,6 +201,11 @@ class Tape:
                 peak_nbytes=tuple(s.peak for s in self.steps),
             ),
         )
+
+
+def no_temporaries(moments: int) -> Temporaries:
+    """Return the table of a step that allocates nothing but storages of forward."""
+    return Temporaries(nbytes=(), changes=Ragged.of([()] * moments))
 
 
 def step_with_fragments() -> Profile:

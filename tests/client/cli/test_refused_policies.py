@@ -11,13 +11,13 @@ import pytest
 
 from ac_client.cli.exit_codes import ERROR, OK
 from ac_client.cli.main import main
-from autoac.planner import Policy, PolicySet
+from autoac.planner import Constraints, Policy, PolicySet
 
 POLICY_FILE = Path(__file__).parents[3] / "examples" / "regenerate" / "policies" / "decoder-4gib.json"
 
 POLICY = {
     "format": "autoac.policy",
-    "version": 1,
+    "version": 6,
     "model": "Net",
     "fingerprint": "f",
     "profile_digest": "d",
@@ -34,20 +34,20 @@ POLICY = {
         "recompute_bound_us": 2,
         "step_us": 50.0,
         "gap": 0.2,
+        "stall_us": 0.0,
+        "moved_bytes": 0,
+        "microbatches": 1,
     },
     "tools": {"autoac": "0.1.0"},
+    "corrected_by_bytes": 0,
+    "constraints": Constraints().model_dump(mode="json"),
+    "forward_ends": [],
+    "use_groups": {},
+    "moves": {},
+    "needed_until": {},
     "decisions": {"0/aten.mm.default#0": "save", "1/aten.gelu.default#0": "recompute"},
 }
-CONSTRAINTS = {
-    "pin_save": ["0"],
-    "pin_recompute": [],
-    "recompute_only": [],
-    "fsdp_units": [],
-    "save_deciding": True,
-    "forward_budget_bytes": 1,
-    "extra_static_bytes": 0,
-    "gradients": "as profiled",
-}
+CONSTRAINTS = Constraints(pin_save=("0",), forward_budget_bytes=1).model_dump(mode="json")
 GONE = object()
 
 
@@ -82,7 +82,7 @@ def refused(tmp_path, capsys):
     return explain
 
 
-@pytest.mark.parametrize("data", [POLICY, POLICY | {"constraints": None}, changed("corrected_by_bytes", -5)])
+@pytest.mark.parametrize("data", [POLICY, changed("corrected_by_bytes", -5)])
 def test_valid_policy_is_explained(refused, data):
     assert refused(data) == ""
 
@@ -102,6 +102,9 @@ def test_valid_policy_is_explained(refused, data):
         ("budget_bytes", 1.5),
         ("budget_bytes", 2**60),
         ("corrected_by_bytes", "x"),
+        ("corrected_by_bytes", GONE),
+        ("moves", GONE),
+        ("predicted|stall_us", GONE),
         ("tools", {"a": 1}),
         ("predicted", []),
         ("predicted", GONE),
@@ -110,6 +113,8 @@ def test_valid_policy_is_explained(refused, data):
         ("predicted|gaps", 1),
         ("predicted|step_us", -1),
         ("constraints", 5),
+        ("constraints", None),
+        ("constraints", GONE),
         ("constraints|pin_save", [""]),
         ("constraints|pin_save", [3]),
         ("constraints|gradients", "some"),

@@ -13,7 +13,7 @@ import pytest
 from ac_client.cli.exit_codes import ERROR, OK
 from ac_client.cli.main import main
 from ac_client.regenerate.config import Config, ModelTable
-from autoac.planner import Policy
+from autoac.planner import Constraints, Policy
 from autoac.profiler import DATASHEETS
 
 MODEL = """
@@ -222,7 +222,7 @@ def test_other_text_of_an_equally_good_policy_is_up_to_date(fresh, capsys):
         (lambda path: path.write_text("{"), "not a valid policy: not JSON"),
         (lambda path: path.write_bytes(b"\xff"), "not a valid policy"),
         (lambda path: edit(path, budget_bytes=2**27), "its budget is 128.00 MiB, and autoac.toml has 61.44"),
-        (lambda path: edit(path, constraints={"pin_save": ["layers"]}),
+        (lambda path: edit(path, constraints=Constraints(pin_save=("layers",)).model_dump()),
          "its constraints are not those of autoac.toml"),
     ],
 )  # fmt: skip

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from graphs import step_with_fragments
+from graphs import no_temporaries, step_with_fragments
 
 from autoac.planner import plan
-from autoac.planner.formats.profile import CROSSES, Temporaries
+from autoac.planner.formats.profile import CROSSES
 from autoac.planner.memory.fragments import loop_log
 
 MIB = 1 << 20
@@ -46,5 +46,5 @@ def test_log_has_the_peak_of_the_simulator() -> None:
 
 
 def test_fragments_of_a_profile_without_temporaries_are_not_known() -> None:
-    profile = step_with_fragments().model_copy(update={"temporaries": Temporaries()})
+    profile = step_with_fragments().model_copy(update={"temporaries": no_temporaries(2)})
     assert plan(profile, budget_bytes=1 << 40).fragment_bytes() is None

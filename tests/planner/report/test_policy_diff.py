@@ -94,5 +94,5 @@ def test_moved_op_is_a_row_and_a_table_without_bytes_has_no_columns_for_them() -
 
 
 def with_decisions(policy: Policy, decisions: Mapping[str, str], **fields: object) -> Policy:
-    data = policy.data() | {"version": 4, "decisions": policy.decisions | decisions} | fields
+    data = policy.model_dump(mode="json") | {"decisions": policy.decisions | decisions} | fields
     return Policy.model_validate(data)
