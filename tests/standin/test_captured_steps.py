@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -112,6 +113,7 @@ class Loop:
         return run
 
 
+@functools.cache
 def eager(name: str, **options: bool) -> Run:
     """Train the plain model."""
     loop, run = Loop(name, **options), Run()
@@ -121,6 +123,7 @@ def eager(name: str, **options: bool) -> Run:
     return loop.finish(run)
 
 
+@functools.cache
 def budget_of(name: str, *, to_none: bool = True) -> int:
     """Return a budget near the smallest peak found."""
     loop = Loop(name)
@@ -248,21 +251,13 @@ def test_replays_find_an_input_that_was_freed(gpu: ModuleType) -> None:
     assert "was freed after the capture" in gpu.take_races()[0]
 
 
-@pytest.mark.parametrize(
-    ("steps", "to_none", "why"),
-    [
-        (0, True, "its plan is not made yet"),
-        (1, True, "its plan is not made yet"),
-        (1, False, "its plan is not made yet"),
-        (2, False, "its plan is not made yet"),
-    ],
-)
+@pytest.mark.parametrize(("steps", "to_none"), [(0, True), (2, False)])
 def test_capture_that_comes_too_early_is_refused_before_anything_is_captured(
-    gpu: ModuleType, steps: int, to_none: bool, why: str
+    gpu: ModuleType, steps: int, to_none: bool
 ) -> None:
     loop = planned("dropout", budget_of("dropout"), to_none=to_none)
     loop.warm_up(steps, Run())
-    with pytest.raises(CannotCapture, match=why):
+    with pytest.raises(CannotCapture, match="its plan is not made yet"):
         loop.capture()
     loop.warm_up(WARM_UP, Run())
     graph, loss = loop.capture()

@@ -24,47 +24,6 @@ def blocks_of(*nbytes: int) -> list[torch.Tensor]:
     return [torch.empty(n, dtype=torch.uint8, device="cuda") for n in nbytes]
 
 
-@pytest.mark.parametrize(
-    ("requests", "allocated", "reserved"),
-    [
-        ([1], 512, 2 * MIB),
-        ([MIB, MIB], 2 * MIB, 2 * MIB),
-        ([MIB, MIB, 1], 2 * MIB + 512, 4 * MIB),
-        ([MIB + 1], MIB + 512, 20 * MIB),
-        ([3 * MIB, 9 * MIB], 12 * MIB, 20 * MIB),
-        ([10 * MIB], 10 * MIB, 10 * MIB),
-        ([11 * MIB], 12 * MIB, 12 * MIB),  # a whole segment: too little would remain of it
-        ([11 * MIB - 512], 11 * MIB - 512, 12 * MIB),
-        ([1, MIB + 1], MIB + 1024, 22 * MIB),
-    ],
-)
-def test_blocks_are_split_as_by_the_caching_allocator_of_cuda(
-    gpu: ModuleType, requests: list[int], allocated: int, reserved: int
-) -> None:
-    torch.cuda.empty_cache()
-    before, kept = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    held = blocks_of(*requests)
-    assert torch.cuda.memory_allocated() - before == allocated
-    assert torch.cuda.memory_reserved() - kept == reserved
-    del held
-    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (before, kept + reserved)
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() == kept
-
-
-def test_free_blocks_merge_and_serve_again(gpu: ModuleType) -> None:
-    torch.cuda.empty_cache()
-    held = blocks_of(4 * MIB, 4 * MIB, 12 * MIB)
-    reserved = torch.cuda.memory_reserved()
-    del held[1]
-    held += blocks_of(3 * MIB)
-    del held[0], held[-1]
-    held += blocks_of(8 * MIB)
-    assert torch.cuda.memory_reserved() == reserved
-    stats = torch.cuda.memory_stats()
-    assert stats["active_bytes.all.current"] == stats["allocated_bytes.all.current"]
-
-
 def test_freed_memory_is_nan(gpu: ModuleType) -> None:
     (first,) = blocks_of(512)
     address = first.fill_(1).data_ptr()
@@ -186,13 +145,3 @@ def test_full_device_gives_back_its_cache_before_it_is_out_of_memory(gpu: Module
     assert torch.cuda.memory_reserved() == 40 * MIB
     with pytest.raises(torch.OutOfMemoryError):
         blocks_of(1)
-
-
-def test_limit_counts_fragments(gpu: ModuleType) -> None:
-    torch.cuda.empty_cache()
-    gpu.set_limit(0, 30 * MIB)
-    held = blocks_of(9 * MIB)
-    with pytest.raises(torch.OutOfMemoryError):
-        blocks_of(12 * MIB)  # 21 MiB of 30 would be allocated, but the first segment takes 20
-    del held
-    assert blocks_of(12 * MIB)[0].numel() == 12 * MIB

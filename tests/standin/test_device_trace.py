@@ -132,19 +132,6 @@ def test_larger_blocks_count_in_the_plan_but_not_in_the_fingerprint(gpu: ModuleT
     assert more % 512 == 0
 
 
-class Growing(nn.Module):
-    """Have the allocator return larger blocks in each forward."""
-
-    def __init__(self, gpu: ModuleType) -> None:
-        super().__init__()
-        self.inner, self.gpu, self.forwards = Transformer(layers=1), [gpu], [0]
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        self.forwards[0] += 1
-        self.gpu[0].set_slack(512 * self.forwards[0])
-        return self.inner(x)
-
-
 def test_gpu_without_an_index_is_the_current_one(gpu: ModuleType) -> None:
     """The counter of that device is read, so its events must be traced too."""
     gpu.set_device(1)
@@ -161,15 +148,3 @@ def test_events_are_absolute_and_the_peak_is_that_of_the_allocator(gpu: ModuleTy
         torch.empty(1 << 18, device="cuda")
     assert timeline.peak_bytes == gpu.peak(0) == 2 * held.nbytes
     assert [event.live_bytes for event in timeline.events] == [2 * held.nbytes, held.nbytes]
-
-
-class Wide(nn.Module):
-    """A table with a large gradient, which is allocated after the wide activations are freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(8192, 64)
-        self.layers = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.layers(self.table(ids)).square().mean()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from autoac.profiler import profile
 from autoac.tape.torch_facts import libraries
-from benchmarks.models.modules import Transformer
 
 KEPT = 1 << 20  # bytes that a library keeps between its calls
 
@@ -94,29 +93,3 @@ def test_workspaces_stay_where_a_captured_graph_may_have_the_address_of_one(
         assert not libraries.free_workspaces(device)
     assert libraries.free_workspaces(device)
     assert gpu.live(0) == held - KEPT
-
-
-class Tries(torch.autograd.Function):
-    """Try several algorithms in the first backward, as cuDNN does."""
-
-    tried = False
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        if not Tries.tried:
-            Tries.tried = True
-            torch.empty(KEPT, dtype=torch.uint8, device="cuda")
-        return gradient.clone()
-
-
-class Trying(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Transformer(layers=2, dropout=0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Tries.apply(self.inner(x)["logits"])

@@ -14,7 +14,6 @@ import ac_client
 from ac_client.planning.next_action import WATCHED_STEPS
 from autoac.planner import Bounds, bounds, build
 from autoac.planner.units import GIB
-from autoac.tape.errors import CannotCapture
 from standin.tasks import bounds_of, task_of
 from standin.training import Task, Training, step
 
@@ -81,33 +80,6 @@ def test_step_over_its_budget_is_corrected_if_the_counter_is_reset_each_step(
     assert sum("planned again" in message for message in caplog.messages) == 1
 
 
-def test_step_without_its_final_plan_is_refused_while_a_graph_is_captured(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = task_of("cuda:1")
-    model, optimizer, batch = task.made()
-    ac_client.apply(model, between(bounds_of("cuda:1"), 0.7) / GIB, optimizer=optimizer)
-
-    def train_once() -> None:
-        step(task, model, optimizer, batch, Training(None))
-
-    with monkeypatch.context() as capturing:
-        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with pytest.raises(CannotCapture, match="captured into a CUDA graph"):
-            train_once()
-        assert ac_client.applied(model).policy is None
-    train_once()
-    policy = ac_client.applied(model).policy
-    with monkeypatch.context() as capturing:
-        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with pytest.raises(CannotCapture, match="gradients exist before the step"):
-            train_once()
-        assert ac_client.applied(model).policy is policy
-    train_once()
-    train_once()
-    assert ac_client.applied(model).policy is not policy
-
-
 def test_counter_that_stays_equal_over_a_step_does_not_loosen_the_plan(gpu: ModuleType) -> None:
     """The optimizer's state is more than all that profiling took, so the counter only rises."""
     task = replace(task_of("cuda:1"), batch=lambda: {"ids": torch.arange(32)[None]})
@@ -119,24 +91,17 @@ def test_counter_that_stays_equal_over_a_step_does_not_loosen_the_plan(gpu: Modu
     assert report.predicted_peak_bytes == peaks[-1] <= budget
 
 
-@pytest.mark.parametrize("workspace", [0, 4 * EXTRA])
-def test_what_is_on_the_device_before_the_first_plan_counts_in_it(gpu: ModuleType, workspace: int) -> None:
-    """A teacher, an average of the weights: no step goes over the budget, and no plan is corrected."""
+@pytest.mark.parametrize(("when", "workspace"), [("before", 4 * EXTRA), ("later", 0), ("later", 4 * EXTRA)])
+def test_what_else_is_on_the_device_counts_in_the_next_plan(
+    gpu: ModuleType, when: str, workspace: int
+) -> None:
+    """A teacher that is there before, a copy of the weights that comes later: no plan is corrected."""
     budget = between(bounds_of("cuda:1"), 0.7) + 2 * workspace  # of forward's thread, and of backward's
     gpu.set_workspace(workspace)
-    peaks, corrected, report = train(gpu, task_of("cuda:1"), budget, before=EXTRA, steps=WATCHED_STEPS + 2)
-    assert max(peaks[2:]) <= budget, peaks
-    assert report.predicted_peak_bytes == peaks[-1]
-    assert corrected == [0] * (WATCHED_STEPS + 2)
-
-
-@pytest.mark.parametrize("workspace", [0, 4 * EXTRA])
-def test_what_is_on_the_device_later_counts_from_the_next_step_on(gpu: ModuleType, workspace: int) -> None:
-    """A copy of the weights that an optimizer or the loop keeps."""
-    budget = between(bounds_of("cuda:1"), 0.7) + 2 * workspace
-    gpu.set_workspace(workspace)
-    peaks, corrected, report = train(gpu, task_of("cuda:1"), budget, later=EXTRA, steps=WATCHED_STEPS + 2)
-    assert all(peak <= budget for peak in peaks[3:])  # the first step of a plan also compares contents
+    extra = {when: EXTRA}
+    peaks, corrected, report = train(gpu, task_of("cuda:1"), budget, steps=WATCHED_STEPS + 2, **extra)
+    # The first step of a plan also compares contents, and what comes later has another plan made.
+    assert max(peaks[3 if when == "later" else 2 :]) <= budget, peaks
     assert report.predicted_peak_bytes == peaks[-1]
     assert corrected == [0] * (WATCHED_STEPS + 2)
 

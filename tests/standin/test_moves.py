@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import logging
@@ -52,10 +53,13 @@ def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams_seen, "several", False)  # earlier tests ran on several
 
 
-@pytest.mark.parametrize("seed", range(10, 30))
-def test_random_programs_run_as_predicted(gpu: ModuleType, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_random_programs_run_as_predicted_and_leave_nothing(gpu: ModuleType, seed: int) -> None:
+    """Nor do tensors that backward never asks for stay, the published leak of TRL#5700."""
+    before, alive = host_memory.used, gpu.live(0)
     assert moved_programs.tried(seed).differs == ""
     assert gpu.take_races() == []
+    assert (host_memory.used, gpu.live(0)) == (before, alive)
 
 
 def mutated(monkeypatch: pytest.MonkeyPatch, *edits: tuple[str, str]) -> dict[str, Any]:
@@ -152,12 +156,11 @@ def test_memory_of_the_host_is_reused_on_another_stream_after_the_copy_that_read
     assert waits is (races == [])
 
 
-def test_tensors_that_are_never_unpacked_leave_nothing(gpu: ModuleType) -> None:
-    """The published leak of TRL#5700: what backward never asks for stays."""
-    before, alive = host_memory.used, gpu.live(0)
-    for seed in SEEDS:
-        moved_programs.tried(seed)
-    assert (host_memory.used, gpu.live(0)) == (before, alive)
+@functools.cache
+def plain(gpu: ModuleType, steps: int = 4, forwards: int = 1) -> tuple[list[float], int]:
+    """Return the losses of plain training, and its last peak."""
+    losses, peaks, _ = losses_and_peaks(gpu, steps, forwards=forwards)
+    return losses, peaks[-1]
 
 
 def losses_and_peaks(
@@ -193,16 +196,16 @@ def losses_and_peaks(
     "passed", [{"host_budget_gb": 1}, {"constraints": ac_client.Constraints(host_budget_bytes=GIB)}]
 )
 def test_host_budget_of_apply_is_measured_planned_and_kept(gpu: ModuleType, passed: dict[str, Any]) -> None:
-    expected, plain, _ = losses_and_peaks(gpu)
+    expected, most = plain(gpu)
     host_memory.peak = host_memory.used
-    losses, peaks, model = losses_and_peaks(gpu, budget_gb=plain[-1] * 0.5 / GIB, **passed)
+    losses, peaks, model = losses_and_peaks(gpu, budget_gb=most * 0.5 / GIB, **passed)
     assert losses == expected
     constraints = ac_client.applied(model).policy.constraints
     assert constraints is not None
     assert constraints.host_budget_bytes == GIB
     report = ac_client.applied(model).report()
     assert report.predicted_peak_bytes is not None
-    assert max(peaks[2:]) <= report.predicted_peak_bytes <= plain[-1] * 0.5
+    assert max(peaks[2:]) <= report.predicted_peak_bytes <= most * 0.5
     assert host_memory.peak - host_memory.used == report.moved_bytes
     planned = ac_client.applied(model).plan
     assert planned is not None
@@ -213,8 +216,8 @@ def test_host_budget_of_apply_is_measured_planned_and_kept(gpu: ModuleType, pass
 
 def test_moves_with_two_forwards_before_a_backward(gpu: ModuleType) -> None:
     """Each forward moves what it makes, and backward fetches it in that forward's own part."""
-    expected, plain, _ = losses_and_peaks(gpu, 4, forwards=2)
-    options = {"budget_gb": plain[-1] * 0.4 / GIB, "host_budget_gb": 1}
+    expected, most = plain(gpu, 4, forwards=2)
+    options = {"budget_gb": most * 0.4 / GIB, "host_budget_gb": 1}
     losses, peaks, model = losses_and_peaks(gpu, 4, forwards=2, **options)
     assert losses == expected
     found = ac_client.applied(model).plan
@@ -222,7 +225,7 @@ def test_moves_with_two_forwards_before_a_backward(gpu: ModuleType) -> None:
     end, n = found.graph.forward_ends
     assert {move.op < end for move in found.moves} == {True, False}
     assert all(move.free <= (end if move.op < end else n) for move in found.moves)
-    assert max(peaks[2:]) <= found.peak <= plain[-1] * 0.4
+    assert max(peaks[2:]) <= found.peak <= most * 0.4
     assert host_memory.used == 0
 
 
@@ -230,14 +233,14 @@ def test_stalls_that_were_not_foreseen_lower_the_rates_that_the_next_plan_counts
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A link that carries much less than its measurement said: each wait for a copy takes 5 ms."""
-    expected, plain, _ = losses_and_peaks(gpu, 7)
+    expected, most = plain(gpu, 7)
     said = LinkRates(out_bytes_per_us=1e6, in_bytes_per_us=1e6, latency_us=0.0)
     monkeypatch.setattr(host_budget, "link_of", lambda _: said)
     wait = "        stream.wait_event(event)\n        stream.record_event(end)\n"
     made = mutated(monkeypatch, (wait, f"        __import__('time').sleep(5e-3)\n{wait}"))
     monkeypatch.setattr(peak_watch, "stalls", made["stalls"])
     with caplog.at_level(logging.WARNING, "ac_client"):
-        losses, _, model = losses_and_peaks(gpu, 7, budget_gb=plain[-1] * 0.7 / GIB, host_budget_gb=1)
+        losses, _, model = losses_and_peaks(gpu, 7, budget_gb=most * 0.7 / GIB, host_budget_gb=1)
     assert losses == expected
     assert "compute waits" in caplog.text
     planned = ac_client.applied(model).plan
@@ -259,7 +262,7 @@ def test_plan_below_the_smallest_peak_of_recompute_alone_is_carried_out(gpu: Mod
         plan(step, budget_bytes=budget)
     planned = plan_offload(step, budget_bytes=budget, link=Link(20e3, 20e3, 1.0, GIB)).plan
     del model, optimizer, ids
-    expected, _, _ = losses_and_peaks(gpu)
+    expected, _ = plain(gpu)
     losses, peaks, _ = losses_and_peaks(gpu, policy=planned.policy())
     assert losses == expected
     assert peaks[-1] == planned.peak <= budget < low
@@ -305,7 +308,7 @@ def test_microbatches_of_a_stage_wait_on_the_host(gpu: ModuleType, caplog: pytes
     step = profile(model, input_ids=ids, labels=ids)
     static = step.static.model_copy(update={"inputs": n * step.static.inputs})
     step = step.model_copy(update={"link": rates, "waiting_microbatches": n - 1, "static": static})
-    low = find_minimum_peak(step).found
+    low = find_minimum_peak(step, work_limit=1.0).found
     high = plan(step, budget_gb=1.0).peak
     budget = low + (high - low) // 3
     constraints = ac_client.Constraints(host_budget_bytes=GIB)
@@ -365,7 +368,7 @@ def test_compiled_code_waits_for_its_copies(
     plain = Chain().cuda()
     torch.compile(plain, backend="aot_eager")(x).backward()
     step = profile(torch.compile(Chain().cuda(), backend="aot_eager"), x)
-    budget = (find_minimum_peak(step).found + plan(step, budget_bytes=1 << 40).peak) // 2
+    budget = (find_minimum_peak(step, work_limit=1.0).found + plan(step, budget_bytes=1 << 40).peak) // 2
     found = plan_offload(step, budget_bytes=budget, link=Link(1e6, 1e6, 0.0, 1 << 40)).plan
     assert found.moves
     model = Chain().cuda()
@@ -392,7 +395,7 @@ def test_exception_between_fetch_and_arrival_in_compiled_code_races_with_nothing
     ops = step.ops.model_copy(update={"runtime_us": (100.0,) * len(step.ops)})
     backward = step.backward.model_copy(update={"runtime_us": (100.0,) * len(step.backward)})
     step = step.model_copy(update={"ops": ops, "backward": backward})
-    low, high = find_minimum_peak(step).found, plan(step, budget_bytes=1 << 40).peak
+    low, high = find_minimum_peak(step, work_limit=1.0).found, plan(step, budget_bytes=1 << 40).peak
     link = Link(300.0, 300.0, 0.0, 1 << 40)  # slow: fetches come long before they arrive
     found = plan_offload(step, budget_bytes=(low + high) // 2, link=link).plan
     assert found.moves
@@ -460,67 +463,46 @@ def test_compute_waits_at_the_unpack_and_not_at_the_end_of_the_unpacks_of_a_step
     assert [event for event in log.events if event[0] != "compute"] == expected
 
 
-def budget_of_half(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, gb_s: float
-) -> tuple[list[float], float]:
-    """Return the losses of plain training, and half of its peak in GiB; links carry `gb_s`."""
-    expected, plain, _ = losses_and_peaks(gpu)
+def set_link(monkeypatch: pytest.MonkeyPatch, gb_s: float) -> None:
     rates = LinkRates(out_bytes_per_us=1e3 * gb_s, in_bytes_per_us=1e3 * gb_s, latency_us=0.0)
     monkeypatch.setattr(host_budget, "link_of", lambda _: rates)
     monkeypatch.setattr(host_budget, "LEAST_BYTES_PER_US", LEAST_BYTES_PER_US)
     host_memory.release()
-    return expected, plain[-1] * 0.5 / GIB
 
 
 def test_moves_need_no_argument_and_nothing_stays_pinned_after_remove(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, budget_gb = budget_of_half(gpu, monkeypatch, 1e3)
-    losses, _, model = losses_and_peaks(gpu, budget_gb=budget_gb)
+    (expected, most), _ = plain(gpu), set_link(monkeypatch, 1e3)
+    losses, _, model = losses_and_peaks(gpu, budget_gb=most / 2 / GIB)
     handle = ac_client.applied(model)
     assert losses == expected
     assert handle.report().moved_bytes > 0
     assert host_memory.reserved > 0
     handle.remove()
     assert (host_memory.used, host_memory.reserved) == (0, 0)
-    losses, _, model = losses_and_peaks(gpu, budget_gb=budget_gb, host_budget_gb=0)
+    losses, _, model = losses_and_peaks(gpu, budget_gb=most / 2 / GIB, host_budget_gb=0)
     assert losses == expected
     assert (ac_client.applied(model).report().moved_bytes, host_memory.reserved) == (0, 0)
 
 
-def test_moves_stop_by_themselves_where_the_link_is_slow(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("why", ["the link", "memory of the host cannot be pinned", "compute waits"])
+def test_moves_stop_by_themselves(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
 ) -> None:
-    expected, budget_gb = budget_of_half(gpu, monkeypatch, 7.9)
+    """Over a link of 7.9 GB/s, on a host that pins nothing, and where waits cost more than moves save."""
+    steps = 7 if why == "compute waits" else 4
+    expected, most = plain(gpu, steps)
+    set_link(monkeypatch, 7.9 if why == "the link" else 1e3)
+    if why.startswith("memory"):
+        monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *_: 2)
+    elif why == "compute waits":
+        wait = "        stream.wait_event(event)\n        stream.record_event(end)\n"
+        made = mutated(monkeypatch, (wait, f"        __import__('time').sleep(50e-3)\n{wait}"))
+        monkeypatch.setattr(peak_watch, "stalls", made["stalls"])
     with caplog.at_level(logging.INFO, "ac_client"):
-        losses, _, model = losses_and_peaks(gpu, budget_gb=budget_gb)
+        losses, _, model = losses_and_peaks(gpu, steps, budget_gb=most / 2 / GIB)
     assert losses == expected
-    assert caplog.text.count("nothing moves to the host, since the link") == 1
-    assert (ac_client.applied(model).report().moved_bytes, host_memory.reserved) == (0, 0)
-
-
-def test_moves_stop_by_themselves_where_the_host_pins_nothing(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected, budget_gb = budget_of_half(gpu, monkeypatch, 1e3)
-    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *_: 2)
-    with caplog.at_level(logging.INFO, "ac_client"):
-        losses, _, model = losses_and_peaks(gpu, budget_gb=budget_gb)
-    assert losses == expected
-    assert caplog.text.count("nothing moves to the host, since memory of the host cannot be pinned") == 1
-    assert (ac_client.applied(model).report().moved_bytes, host_memory.reserved) == (0, 0)
-
-
-def test_moves_stop_by_themselves_where_they_cost_more_than_they_save(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected, _, _ = losses_and_peaks(gpu, 7)
-    _, budget_gb = budget_of_half(gpu, monkeypatch, 1e3)
-    wait = "        stream.wait_event(event)\n        stream.record_event(end)\n"
-    made = mutated(monkeypatch, (wait, f"        __import__('time').sleep(50e-3)\n{wait}"))
-    monkeypatch.setattr(peak_watch, "stalls", made["stalls"])
-    with caplog.at_level(logging.INFO, "ac_client"):
-        losses, _, model = losses_and_peaks(gpu, 7, budget_gb=budget_gb)
-    assert losses == expected
-    assert caplog.text.count("nothing moves to the host, since compute waits") == 1
+    assert caplog.text.count(f"nothing moves to the host, since {why}") == 1
     assert ac_client.applied(model).report().moved_bytes == 0
+    assert why == "compute waits" or host_memory.reserved == 0

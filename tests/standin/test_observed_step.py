@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.models.tiny import ZOO, ZooModel
 from benchmarks.observed_profile import peaks
 from standin.test_peaks import SideStream
 from standin.training import Task, train
 from tests.client.observing.test_inner_backwards import Equilibrium, SeveralBackwards
 
 pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # of an LSTM
-
-DEVICE = torch.device("cuda:0")
-IN_CI = ("GPT-2", "Llama", "ViT", "Mixtral", "ResNet", "U-Net")
-MODELS = [entry for entry in ZOO if os.environ.get("AUTOAC_ZOO") == "all" or entry.name in IN_CI]
-
-
-def on_device(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().to(DEVICE).requires_grad_(value.requires_grad)
-
-
-def batch_of(entry: ZooModel) -> dict[str, Any]:
-    return {name: on_device(value) for name, value in entry.batch().items()}
 
 
 def test_training_on_two_streams_whose_first_step_is_observed_has_the_plain_numbers(gpu: ModuleType) -> None:

@@ -172,15 +172,18 @@ def replays(budget=None):
     numbers.append(torch.cuda.get_rng_state(DEVICE))
     return numbers, peak, ac_client.applied(model) if budget is not None else None
 
-budget = budget_of("FSDP2")
-plain, _, _ = replays()
-planned, peak, at = replays(budget)
-report = at.report()
-results = {
-    "equal": len(plain) == len(planned) and all(map(torch.equal, plain, planned)),
-    "peak": peak, "predicted": report.predicted_peak_bytes, "recomputed": report.recomputed,
-    "off_path": report.off_path, "races": gpu.take_races(),
-}
+def captured():
+    budget = budget_of("FSDP2")
+    plain, _, _ = replays()
+    planned, peak, at = replays(budget)
+    report = at.report()
+    return {
+        "equal": len(plain) == len(planned) and all(map(torch.equal, plain, planned)),
+        "peak": peak, "predicted": report.predicted_peak_bytes, "recomputed": report.recomputed,
+        "off_path": report.off_path, "races": gpu.take_races(),
+    }
+
+results["captured"] = captured()
 """
 
 
@@ -224,21 +227,19 @@ def moved(gb_s, status=None):
     at.remove()
     return {**found, "pinned": host_memory.reserved}
 
-results["all"] = moved(1e3)
-results["slow on one"] = moved(7.9 if rank else 1e3)
-results["refused on one"] = moved(1e3, 2 if rank else None)
+results["moves"] = {
+    "all": moved(1e3),
+    "slow on one": moved(7.9 if rank else 1e3),
+    "refused on one": moved(1e3, 2 if rank else None),
+}
+print(json.dumps(results))
 """
 
 
 @functools.cache
 def ranks() -> list[dict[str, Any]]:
     """Return the results of both ranks; starting them takes long."""
-    return results_of(f"{COMMON}{COLLECTIVES}{TRAINING}")
-
-
-def results_of(script: str) -> list[dict[str, Any]]:
-    """Return the results of a script on both ranks."""
-    script += "print(json.dumps(results))\n"
+    script = f"{COMMON}{COLLECTIVES}{TRAINING}{CAPTURED}{MOVES}"
     with tempfile.TemporaryDirectory() as folder:
         outputs = outputs_of_ranks(script, Path(folder) / "store", timeout=280, backend="standin")
     return [json.loads(out) for out in outputs]
@@ -278,7 +279,7 @@ def test_planned_ranks_have_the_plain_numbers_and_the_predicted_peak(way: str) -
 
 
 def test_replays_of_sharded_steps_communicate_and_equal_eager_steps() -> None:
-    for found in results_of(f"{COMMON}{CAPTURED}"):
+    for found in (rank["captured"] for rank in ranks()):
         assert found["equal"]
         assert found["recomputed"] > 0
         assert (found["off_path"], found["races"]) == ("", [])
@@ -286,7 +287,7 @@ def test_replays_of_sharded_steps_communicate_and_equal_eager_steps() -> None:
 
 
 def test_ranks_of_a_machine_share_its_memory_and_stop_moving_together() -> None:
-    both = results_of(f"{COMMON}{MOVES}")
+    both = [rank["moves"] for rank in ranks()]
     assert all(found[case]["equal"] and not found[case]["races"] for found in both for case in found)
     moving = [found["all"] for found in both]
     assert [found["host"] for found in moving] == [4 << 20] * 2  # a quarter of 48 MiB, halved, a power of two
