@@ -1,6 +1,6 @@
-"""Check a Graph, or the numbers of a plan, against their definitions.
+"""Check a Graph against its definitions.
 
-Each function returns one sentence per broken rule, and an empty list for a valid value. The rules follow the
+`broken_graph_rules` returns one sentence per broken rule, none for a valid graph. The rules follow the
 definitions in graph.py and docs/memory-model.md. This module shares no code with the solver or the simulator,
 so a bug there cannot hide itself here.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from autoac.planner.problem.graph import Graph, OpId, SaveSet
+from autoac.planner.problem.graph import Graph
 
 
 def broken_graph_rules(graph: Graph) -> list[str]:
@@ -18,38 +18,6 @@ def broken_graph_rules(graph: Graph) -> list[str]:
         return broken  # the other rules look up references
     rules: tuple[Callable[[Graph], Iterator[str]], ...] = (_ops, _versions, _storages, _saved_tensors, _sizes)
     return [sentence for rule in rules for sentence in rule(graph)]
-
-
-def broken_plan_rules(
-    graph: Graph, *, save_set: SaveSet, recompute_set: SaveSet, peak: int, budget: int, recompute_us: float
-) -> list[str]:
-    """Return a sentence for each rule that a plan of `graph` breaks. Sizes are in bytes."""
-    if unknown := sorted(op for op in save_set | recompute_set if not 0 <= op < len(graph.ops)):
-        return [f"op {unknown[0]} must be one of the {len(graph.ops)} ops of the graph"]
-    broken = []
-    for op in graph.ops:
-        if op.must_recompute and op.id in save_set:
-            broken.append(f"{op.name} must be recomputed and is in the save set")
-        if op.must_save and op.id in recompute_set:
-            broken.append(f"{op.name} must be saved ({op.must_save}) and is in the recompute set")
-    held = _held_at_turn(graph, save_set)
-    if peak < held:
-        broken.append(
-            f"peak must be at least the {held} bytes that are live when backward begins, got {peak}"
-        )
-    if peak < (closing := graph.static_bytes + graph.closing_bytes):
-        broken.append(f"peak must be at least the {closing} bytes of the optimizer's step, got {peak}")
-    if peak > budget:
-        broken.append(f"peak must be at most the budget of {budget} bytes, got {peak}")
-    least = sum(graph.ops[op].recompute_us for op in recompute_set)
-    if recompute_us < least * (1 - 1e-9):
-        broken.append(
-            f"recompute_us must be at least {least:g}, the time of the recompute set, got {recompute_us:g}"
-        )
-    missing = sorted(_demanded(graph, save_set) - recompute_set)
-    return broken + [
-        f"backward needs {graph.ops[o].name}, which is neither saved nor recomputed" for o in missing
-    ]
 
 
 def _positions(graph: Graph) -> Iterator[str]:
@@ -167,43 +135,3 @@ def _sizes(graph: Graph) -> Iterator[str]:
     ):
         if nbytes < 0:
             yield f"bytes of {owner} must not be negative, got {nbytes}"
-
-
-def _held_at_turn(graph: Graph, save_set: SaveSet) -> int:
-    """Return a lower bound of the bytes that are live between forward and backward.
-
-    The bound counts the static bytes, each storage that Python holds into backward, and each storage with a
-    version that an op of the save set wrote and autograd still holds.
-    """
-    n = len(graph.ops)
-    held = graph.static_bytes
-    for s in graph.storages:
-        packed = any(
-            graph.saved_tensors[h].dropped > n
-            for v in s.versions
-            if graph.versions[v].op in save_set
-            for h in graph.versions[v].saved_tensors
-        )
-        if s.released > n or packed:
-            held += s.nbytes
-    return held
-
-
-def _demanded(graph: Graph, save_set: SaveSet) -> set[OpId]:
-    """Return the unsaved ops that an unpack needs, directly or through other ops.
-
-    An op that only writes over outputs of saved ops is saved with them, so the result leaves it out.
-    """
-    saved = set(save_set) | {op.id for op in graph.ops if op.must_save}
-    for op in graph.ops:
-        overwritten = [graph.versions[w].previous for w in op.writes]
-        if overwritten and all(v is not None and graph.versions[v].op in saved for v in overwritten):
-            saved.add(op.id)
-    demanded: set[OpId] = set()
-    pending = [graph.versions[h.version].op for h in graph.saved_tensors if h.unpacked]
-    while pending:
-        op_id = pending.pop()
-        if op_id not in saved and op_id not in demanded:
-            demanded.add(op_id)
-            pending += [graph.versions[v].op for v in graph.ops[op_id].reads]
-    return demanded

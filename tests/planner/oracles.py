@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.graph import Graph, OpId, SaveSet
+from autoac.planner.problem.graph import Graph, SaveSet
 
 
 def every_save_set(graph: Graph) -> Iterator[SaveSet]:
@@ -31,17 +31,3 @@ def least_time(table: dict[SaveSet, tuple[int, float]], budget: int) -> float | 
 def smallest_peak(table: dict[SaveSet, tuple[int, float]]) -> int:
     """Return the smallest peak of any save set."""
     return min(peak for peak, _ in table.values())
-
-
-def greedy(graph: Graph, budget: int) -> SaveSet:
-    """Drop what frees the most bytes for its run time, one op after another, until the step fits."""
-    saved = set(graph.everything)
-    while peak_bytes(graph, frozenset(saved)) > budget:
-        droppable = [op for op in graph.ops if op.id in saved and not op.must_save]
-        if not droppable:
-            break
-        worst = max(
-            droppable, key=lambda op: (sum(map(graph.nbytes, op.writes)) / max(op.runtime_us, 1e-9), -op.id)
-        )
-        saved.discard(OpId(worst.id))
-    return frozenset(saved)

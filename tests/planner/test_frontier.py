@@ -81,19 +81,6 @@ def test_frontier_of_a_transformer_is_monotone_from_floor_to_ceiling() -> None:
     assert all(plan.gap <= 0.01 for plan in made.plans)
 
 
-@pytest.mark.slow
-def test_the_largest_kink_comes_first() -> None:
-    made = find_frontier(build(graphs.gpt2(3)), points=6)
-    bends = [kink.before_us_per_gib / max(kink.after_us_per_gib, 1e-9) for kink in made.kinks]
-    assert bends == sorted(bends, reverse=True)
-    assert all(bend > 2 for bend in bends)
-
-
-def test_a_plan_that_another_beats_on_both_axes_is_left_out() -> None:
-    made = find_frontier(build(graphs.gpt2(2)), points=4)
-    assert _monotone([*made.plans, *made.plans]) == made.plans
-
-
 def test_a_frontier_of_one_point_is_refused() -> None:
     with pytest.raises(InvalidBudget, match="points must be at least 2, got 1"):
         find_frontier(build(graphs.gpt2(2)), points=1)

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from types import FrameType
 
 import graphs
 import numpy as np
@@ -37,12 +35,11 @@ from autoac.planner import (
     plan,
     plan_with_host,
 )
-from autoac.planner.formats.profile import OpFlag, Ops
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import fits, peak_bytes, peak_of, simulate
 from autoac.planner.plan import plan_of
 from autoac.planner.problem.graph import OpId, chain
-from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
+from autoac.planner.problem.save_sets import recomputed_by_backward
 from autoac.planner.solver import search as search_module
 from autoac.planner.solver.efforts import Round
 from autoac.planner.solver.start.fill import filled
@@ -231,17 +228,6 @@ def test_find_minimum_peak_finds_the_smallest(seed: int) -> None:
 
 @few
 @given(seeds)
-def test_a_larger_budget_never_gives_a_slower_plan(seed: int) -> None:
-    graph, _, _ = problem(seed, most_ops=6)
-    table = oracles.peaks_and_times(graph)
-    smallest = oracles.smallest_peak(table)
-    budgets = sorted({max(peak, 1) for peak, _ in table.values() if peak >= smallest})[:6]
-    times = [plan(graph, budget_bytes=b, gap=0.0).recompute_us for b in budgets]
-    assert times == sorted(times, reverse=True)
-
-
-@few
-@given(seeds)
 def test_other_names_change_no_decision(seed: int) -> None:
     profile = graphs.random_profile(random.Random(seed), 7)
     renamed = profile.model_copy(
@@ -261,60 +247,12 @@ def outcome(profile: Profile, budget: int) -> object:
         return error.smallest_found
 
 
-def test_the_greedy_plan_is_slower_than_ours() -> None:
-    graph = build(graphs.greedy_trap())
-    greedy = oracles.greedy(graph, 10)
-    assert recompute_us(graph, greedy) == 7
-    assert plan(graph, budget_bytes=10, gap=0.0).recompute_us == 3
-
-
-def test_the_plan_of_a_chain() -> None:
-    made = plan(chain(1, 8, 1, 8, 0), budget_bytes=10)
-    assert (made.peak, made.recompute_us, made.gap) == (10, 1, 0)
-    assert made.recompute_set in (frozenset({1}), frozenset({3}))
-
-
-def test_recomputing_everything_is_not_the_smallest_peak() -> None:
-    graph = chain(8, 8, 8, 8)
-    assert peak_bytes(graph, frozenset()) == peak_bytes(graph, graph.everything) == 32
-    assert find_minimum_peak(graph, gap=0.0).found < 32
-
-
-def test_a_dropout_mask_is_run_again_as_a_whole_or_not_at_all() -> None:
-    graph = build(graphs.dropout())
-    chain_ops = {1, 2, 3}
-    for budget in range(bounds(graph).floor, bounds(graph).ceiling + 1):
-        made = plan(graph, budget_bytes=budget, gap=0.0)
-        assert made.save_set & chain_ops in (frozenset(), frozenset(chain_ops))
-
-
 def test_a_budget_at_the_ceiling_costs_nothing_and_solves_nothing() -> None:
     graph = build(graphs.gpt2(2))
     made = plan(graph, budget_bytes=bounds(graph).ceiling)
-    assert (made.recompute_us, made.rounds, made.gap) == (0, 0, 0)
+    assert (made.recompute_us, made.rounds, made.gap, made.solver_s) == (0, 0, 0, 0)
     assert made.recompute_set == frozenset()
     assert plan(graph, budget_gb=1000).save_set == graph.everything
-
-
-def test_what_must_be_saved_is_saved() -> None:
-    tape = graphs.Tape()
-    (a,) = tape.op("a", [], 4, us=1, must="random")
-    (b,) = tape.op("b", [a], 8, us=1)
-    tape.op("loss", [b], 0)
-    handles = [tape.save(a), tape.save(b)]
-    tape.step("loss", [], peak=8)
-    tape.step("b", [handles[1]])
-    tape.step("a", [handles[0]])
-    made = plan(tape.profile(), budget_bytes=12)
-    assert made.recompute_set == {1}
-    assert made.save_set == {0, 2}
-
-
-def test_headroom_is_left_unused() -> None:
-    graph = chain(1, 8, 1, 8, 0)
-    made = plan(graph, budget_bytes=20, headroom_bytes=10)
-    assert made.peak <= 10
-    assert (made.budget, made.headroom) == (10, 10)
 
 
 @pytest.mark.parametrize(
@@ -370,16 +308,6 @@ def test_planning_twice_gives_the_same_policy() -> None:
 def test_a_policy_needs_a_profile() -> None:
     with pytest.raises(PlannerError, match="needs the Profile"):
         plan(chain(1, 8, 1, 8, 0), budget_bytes=10).policy()
-
-
-def test_a_transformer_is_planned_within_the_gap_and_below_the_baselines() -> None:
-    graph = build(graphs.gpt2(3))
-    for share in (0.7, 0.3):
-        made = plan(graph, budget_bytes=_between(graph, share), time_limit_s=30)
-        assert made.stopped is Stopped.OPTIMAL
-        assert made.recompute_us - made.bound_us <= max(0.01 * made.recompute_us, 0.001 * made.step_us)
-        assert made.peak <= made.budget
-        assert made.timeline.peak.live_bytes == made.peak
 
 
 @pytest.mark.parametrize(
@@ -498,29 +426,6 @@ def test_many_small_ops_are_filled_in_a_few_tries() -> None:
     assert recompute_us(graph, more) < 0.3 * recompute_us(graph, start)
 
 
-def test_solver_stays_unused_if_everything_fits() -> None:
-    profile = graphs.gpt2(2)
-    ceiling = peak_bytes(build(profile), build(profile).everything)
-    entered: set[tuple[Path, str]] = set()
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            entered.add((Path(frame.f_code.co_filename), frame.f_code.co_name))
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        plan(profile, budget_bytes=ceiling)
-    finally:
-        sys.setprofile(before)
-    files = {path for path, name in entered if name != "options_for"}  # which only reads the arguments
-    assert "simulate" in {path.stem for path in files}
-    solver = set(Path(search_module.__file__).parent.glob("*.py"))
-    assert {"bounds", "program", "highs"} < {path.stem for path in solver}
-    used = {path.stem for path in files & solver}
-    assert used <= {"search", "time_limit"}  # neither of which solves anything
-
-
 @laws
 @given(seeds)
 def test_fits_is_the_peak_compared_with_the_budget(seed: int) -> None:
@@ -588,22 +493,6 @@ def test_unneeded_saves_are_dropped_if_they_cost_memory() -> None:
 
 @laws
 @given(seeds)
-def test_plan_obeys_pins_on_in_place_ops_and_is_the_fastest(seed: int) -> None:
-    rng = random.Random(seed)
-    found = graphs.random_profile(rng, 6)
-    found = found.model_copy(update={"reasons": (), "ops": pinned_at_random(found.ops, rng)})
-    graph = build(found)
-    pinned = {op for op, flags in enumerate(found.ops.flags) if flags}
-    table = oracles.peaks_and_times(graph)
-    for budget in sorted({peak for peak, _ in table.values()})[:3]:
-        made = plan(found, budget_bytes=max(budget, 1), gap=0.0)
-        assert not pinned & with_forced_saves(graph, made.save_set)
-        assert made.recompute_us == pytest.approx(oracles.least_time(table, budget))
-        assert made.bound_us == pytest.approx(made.recompute_us)
-
-
-@laws
-@given(seeds)
 def test_policy_saves_every_op_that_must_be_saved(seed: int) -> None:
     """The runtime knows only some of the reasons by itself, and a program decides the other ops only."""
     found = graphs.random_profile(random.Random(seed), 6)
@@ -611,9 +500,3 @@ def test_policy_saves_every_op_that_must_be_saved(seed: int) -> None:
     made = plan_of(SearchProblem(graph), found, 1 << 40, frozenset())
     decisions = list(made.policy().decisions.values())
     assert {decisions[op] for op in graph.must_save} <= {"save"}
-
-
-def pinned_at_random(ops: Ops, rng: random.Random) -> Ops:
-    """Return `ops` with pins on some of those that are free to be saved or not."""
-    flags = tuple(int(OpFlag.MUST_RECOMPUTE) * (rng.random() < 0.3) for _ in range(len(ops)))
-    return ops.model_copy(update={"flags": flags, "must_save": (-1,) * len(ops)})

@@ -209,23 +209,6 @@ def test_moves_are_drawn_below_the_axis_and_named_under_the_cursor(
     assert "host" not in opened.page.inner_text("main")
 
 
-def test_dark_and_light_follow_the_system_and_the_button(
-    browser: Any, small_picture: Picture, tmp_path: Path
-) -> None:
-    light = Opened(browser, small_picture, tmp_path, color_scheme="light")
-    dark = Opened(browser, small_picture, tmp_path, color_scheme="dark")
-    try:
-        ground = "() => getComputedStyle(document.body).backgroundColor"
-        colours = [made.page.evaluate(ground) for made in (light, dark)]
-        assert colours[0] != colours[1]
-        light.page.click('[data-part="theme"]')
-        assert light.page.evaluate(ground) == colours[1]
-        assert light.complaints == dark.complaints == []
-    finally:
-        light.page.close()
-        dark.page.close()
-
-
 def test_hostile_names_are_shown_and_not_run(browser: Any, tmp_path: Path) -> None:
     made = Opened(browser, timeline_of(hostile()), tmp_path)
     try:

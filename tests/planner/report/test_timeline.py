@@ -16,10 +16,7 @@ from autoac.planner.memory.lifetimes import lives
 from autoac.planner.memory.simulate import extra_bytes
 from autoac.planner.problem.graph import OpId, SaveSet, chain
 from autoac.planner.report.timeline import (
-    BACKWARD,
     FETCH,
-    FORWARD,
-    OPTIMIZER,
     RECOMPUTE,
     Picture,
     Track,
@@ -147,21 +144,6 @@ def test_moves_are_drawn_in_the_time_of_the_plan(share: float) -> None:
     assert all(layer.kept_bytes == sum(one.kept_bytes for one in layer.modules) for layer in drawn.layers)
 
 
-def test_all_but_the_plans_track_is_the_same_as_without_moves() -> None:
-    drawn, unmoved = picture(drawings.moving()), picture(planned())
-    assert (
-        drawn.tracks[1:]
-        == tuple(
-            replace(track, lives=replace(track.lives, why=other.lives.why))  # positions in another table
-            for track, other in zip(unmoved.tracks[1:], drawn.tracks[1:], strict=True)
-        )
-    )
-    assert [drawn.modules[m] for m in drawn.steps.module] == [
-        unmoved.modules[m] for m in unmoved.steps.module
-    ]
-    assert unmoved.copies == ()
-
-
 def test_equal_save_sets_share_one_track() -> None:
     profile = graphs.gpt2(1, batch=1, length=32, vocabulary=64)
     drawn = picture(plan(profile, budget_gb=100))  # nothing is recomputed, and there is but one block
@@ -183,19 +165,6 @@ def test_backward_step_is_in_the_module_of_its_forward_op() -> None:
     assert ("SoftmaxBackward0", "transformer.h.1.attn") in where
     assert ("AddmmBackward0", "transformer.h.1.mlp.c_fc") in where
     assert ("TanhBackward0", "transformer.h.2.mlp.act") in where
-
-
-def test_measured_peak_is_the_one_that_was_passed() -> None:
-    assert picture(planned()).measured_peak_bytes is None
-    assert picture(planned(), measured_peak_bytes=7).data()["measured_peak_bytes"] == 7
-
-
-def test_kinds_come_in_the_order_of_the_step() -> None:
-    track = picture(planned()).tracks[0]
-    assert track.kind[0] == FORWARD
-    assert track.kind[-1] == OPTIMIZER
-    first_back = track.kind.index(BACKWARD)
-    assert FORWARD not in track.kind[first_back:]
 
 
 def test_thinning_keeps_the_highest_and_the_last() -> None:

@@ -14,8 +14,7 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.minimum_peak import find_minimum_peak
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, chain
-from autoac.planner.solver.chain import blocks, menus
-from autoac.planner.solver.chain import blockwise as blockwise_file
+from autoac.planner.solver.chain import blocks
 from autoac.planner.solver.chain.blockwise import Blockwise
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.start.search_problem import SearchProblem
@@ -47,41 +46,12 @@ def test_an_op_that_may_run_earlier_than_a_block_knows_counts_nothing_within_bur
         assert found.cost_us <= oracles.least_time(table, peak) + 1e-6
 
 
-def test_blocks_that_differ_in_run_times_share_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = []
-
-    def noted(block: blocks.Block, *, is_demanded: bool) -> menus.Menu:
-        listed.append(block)
-        return menus.unpriced_menu(block, is_demanded=is_demanded)
-
-    monkeypatch.setattr(blockwise_file, "unpriced_menu", noted)
-    rng = random.Random(0)
-    graph = chain(*[1] * 8, runtime_us=[rng.uniform(1, 9) for _ in range(8)])
-    problem = SearchProblem(graph)
-    assert problem.blockwise is not None
-    of_chain = blocks.chain_of_blocks(problem.arrays, problem.ceiling, timed=True)
-    assert len(listed) < 2 * len({placed.block for placed in of_chain})
-    assert not block_bounds.wrong_bounds(graph)
-
-
 def test_smallest_peak_of_a_chain_is_proven() -> None:
     """The relaxation proves 21 bytes, since it recomputes a part of each segment ahead of time."""
     graph = chain(*[1] * 30)
     smallest = find_minimum_peak(graph)
     assert smallest.proven == smallest.found == peak_bytes(graph, smallest.save_set)
     assert smallest.stopped is Stopped.OPTIMAL
-
-
-def test_smallest_peak_of_residual_blocks_is_nearly_proven() -> None:
-    graph = build(graphs.gpt2(6))
-    problem = SearchProblem(graph)
-    known = min(peak_bytes(graph, save_set) for save_set in problem.segments.smallest())
-    found = list(
-        blockwise(graph, timed=False).smallest_peak(problem.bounds.floor, known, block_bounds.without_limit)
-    )
-    best = min(known, *(peak_bytes(graph, save_set) for _, save_set in found if save_set is not None))
-    assert found[-1][0] > problem.bounds.floor
-    assert found[-1][0] >= 0.9 * best
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import pytest
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build
-from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.chain import blocks, blockwise, menus, one_op_at_a_time
 from autoac.planner.solver.chain.blocks import (
     ALWAYS,
@@ -22,7 +21,6 @@ from autoac.planner.solver.chain.blocks import (
     BlockRun,
     BlockVersion,
     ForwardMoment,
-    chain_of_blocks,
 )
 from autoac.planner.solver.chain.blockwise import Blockwise
 from autoac.planner.solver.chain.menus import Menu, listed, menu_of
@@ -33,11 +31,6 @@ from autoac.planner.solver.start.search_problem import SearchProblem
 ALL_MOMENTS = -np.inf, -np.inf
 # Random blocks; for each part of the interface, two or more need it.
 SEEDS = (84, 109, 141, 207, 210, 326, *range(90, 100))
-
-
-def blocks_of(graph: Graph) -> list[Block]:
-    problem = SearchProblem(graph, block_bounds.ONCE)
-    return [placed.block for placed in chain_of_blocks(problem.arrays, problem.ceiling, timed=True)]
 
 
 def numbers(menu: Menu) -> np.ndarray:
@@ -100,24 +93,6 @@ def test_no_save_set_is_left_out_that_earlier_ops_can_make_better(
     assert all((numbers(few) <= row + 1e-9).all(axis=1).any() for row in numbers(menu_of(every)))
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("is_demanded", [False, True])
-def test_every_save_set_is_worse_than_one_that_is_decided_in_turn(
-    seed: int, is_demanded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for block in blocks_of(build(graphs.random_profile(random.Random(seed), 8))):
-        every = menu_of(listed(block, is_demanded=is_demanded))
-        with monkeypatch.context() as patch:
-            patch.setattr(menus, "MOST_DECISIONS", 1)
-            rooms = ALL_MOMENTS
-            few = menu_in_turn(block, is_demanded=is_demanded, rooms=rooms, spend=lambda work: None)
-        of_every, of_few = numbers(every), numbers(few)
-        assert all((of_few <= row + 1e-9).all(axis=1).any() for row in of_every)
-        exact = {tuple(s): row for s, row in zip(every.saved.tolist(), of_every, strict=True)}
-        for saved, row in zip(few.saved.tolist(), of_few, strict=True):
-            assert row[:4] == pytest.approx(exact[tuple(saved)][:4])
-
-
 def test_plans_of_ops_decided_in_turn_fit_and_are_nearly_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two ops of each block decided, the rest would take no bytes and no time."""
     graph = build(graphs.gpt2(6))
@@ -137,37 +112,6 @@ def test_plans_of_ops_decided_in_turn_fit_and_are_nearly_proven(monkeypatch: pyt
     assert 0.98 * least.cost_us <= bound <= least.cost_us + 1e-6
     fitting = [s for _, s in found if s is not None and peak_bytes(graph, s) <= budget]
     assert min(recompute_us(graph, save_set) for save_set in fitting) <= 1.03 * bound
-
-
-def test_work_of_menus_in_turn_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(menus, "MOST_DECISIONS", 2)
-    graph = build(graphs.gpt2(4))
-    problem = SearchProblem(graph)
-    spent: list[float] = []
-
-    def once(work: float) -> bool:
-        spent.append(work)
-        return False
-
-    few = Blockwise(problem.arrays, problem.ceiling, timed=True)
-    assert not list(few.plans(problem.ceiling, 1e6, once))
-    assert len(spent) == 1
-    assert spent[0] > 0
-
-
-def test_proof_ends_with_too_many_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then labels that hold nearly as much are one, and the prices still give a bound."""
-    monkeypatch.setattr(menus, "MOST_DECISIONS", 2)
-    graph = build(graphs.gpt2(4))
-    problem = SearchProblem(graph)
-    few = Blockwise(problem.arrays, problem.ceiling, timed=True)
-    budget = problem.bounds.floor + (problem.ceiling - problem.bounds.floor) // 3
-    proven = list(few.plans(budget, 1e6, block_bounds.without_limit))
-    monkeypatch.setattr(blockwise, "MOST_LABELS", 1)
-    monkeypatch.setattr(blockwise, "MANY_LABELS", 1)
-    thinned = list(few.plans(budget, 1e6, block_bounds.without_limit))
-    assert any(save_set is not None for _, save_set in thinned)
-    assert 0 < max(bound for bound, _ in thinned) <= max(bound for bound, _ in proven)
 
 
 @pytest.mark.parametrize("seed", [60, 457, 546])

@@ -9,7 +9,6 @@ import sys
 import graphs
 import numpy as np
 import oracles
-import pulp
 import pytest
 
 from autoac.planner import Graph, InfeasibleBudget, Stopped, build, find_minimum_peak, plan
@@ -17,7 +16,7 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId, chain
 from autoac.planner.problem.use_groups import with_use_groups
 from autoac.planner.solver.arrays import as_arrays
-from autoac.planner.solver.highs import Program, Rows, solve
+from autoac.planner.solver.highs import solve
 from autoac.planner.solver.moments import ConstrainedMoment, DuringBurst, DuringForward, DuringStep
 from autoac.planner.solver.program import assignment, build_program
 from autoac.planner.solver.recompute_windows import NEVER, Role, Windows, find_windows
@@ -124,70 +123,6 @@ def test_least_peak_of_most_graphs_is_exact_with_all_moments() -> None:
         assert outcome.bound <= smallest + 1e-6
         exact += max(outcome.bound, graph.static_bytes + graph.closing_bytes) >= smallest - 1e-6
     assert exact >= 36
-
-
-def test_the_order_of_columns_and_rows_changes_no_objective() -> None:
-    for seed in range(15):
-        graph = small(seed)
-        windows = find_windows(graph)
-        built = build_program(as_arrays(windows), None, every_moment(windows))
-        as_is = solve(built.program, time_limit_s=30, gap=0.0)
-        mixed = solve(shuffled(built.program, random.Random(seed)), time_limit_s=30, gap=0.0)
-        assert mixed.objective == pytest.approx(as_is.objective)
-
-
-def shuffled(program: Program, rng: random.Random) -> Program:
-    n, rows = program.n_columns, program.rows
-    to_new = np.array(rng.sample(range(n), n), np.int32)
-    to_old = np.argsort(to_new)
-    order = rng.sample(range(len(rows)), len(rows))
-    spans = [slice(rows.starts[i], rows.starts[i + 1]) for i in order]
-    return Program(
-        program.costs[to_old],
-        program.lower[to_old],
-        program.upper[to_old],
-        program.integer[to_old],
-        Rows(
-            np.concatenate([[0], np.cumsum([s.stop - s.start for s in spans])]).astype(np.int32),
-            np.concatenate([to_new[rows.columns[s]] for s in spans]).astype(np.int32),
-            np.concatenate([rows.coefficients[s] for s in spans]),
-            rows.lower[order],
-            rows.upper[order],
-        ),
-    )
-
-
-def test_pulp_with_its_own_rows_finds_the_same_optimum() -> None:
-    graph = build(graphs.dropout())
-    windows = find_windows(graph)
-    built = build_program(as_arrays(windows), 30, every_moment(windows))
-    ours = solve(built.program, time_limit_s=30, gap=0.0)
-    problem = as_pulp(built.program)
-    problem.solve(pulp.HiGHS(msg=False, threads=1))
-    assert ours.stopped is Stopped.OPTIMAL
-    assert pulp.value(problem.objective) == pytest.approx(ours.objective)
-
-
-def as_pulp(program: Program) -> pulp.LpProblem:
-    """Return the program with PuLP's own variables and rows, added one by one."""
-    problem, rows = pulp.LpProblem("plan", pulp.LpMinimize), program.rows
-    variables = [
-        problem.add_variable(
-            f"c{j}",
-            float(program.lower[j]),
-            float(program.upper[j]) if np.isfinite(program.upper[j]) else None,
-            cat=pulp.LpInteger if program.integer[j] else pulp.LpContinuous,
-        )
-        for j in range(program.n_columns)
-    ]
-    problem.setObjective(pulp.LpAffineExpression(zip(variables, program.costs.tolist(), strict=True)))
-    for i in range(len(rows)):
-        span = slice(rows.starts[i], rows.starts[i + 1])
-        row = [variables[j] for j in rows.columns[span]]
-        problem += pulp.LpAffineExpression(zip(row, rows.coefficients[span].tolist(), strict=True)) <= float(
-            rows.upper[i]
-        )
-    return problem
 
 
 def test_an_infeasible_program_has_no_candidate_and_an_infinite_bound() -> None:

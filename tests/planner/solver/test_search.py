@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import graphs
@@ -19,12 +18,9 @@ from autoac.planner.solver import search
 from autoac.planner.solver.constrained_moments import CELLS, FIRST_STRETCHES, first_moments
 from autoac.planner.solver.efforts import (
     FAR,
-    LIMITS,
     ROOT_CHECKS,
     Effort,
-    EffortResult,
     Round,
-    efforts,
     full_program,
     lowered_limits,
     neighborhood,
@@ -128,42 +124,6 @@ def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
     assert max(asked) <= known.best.cost * (1 - 0.019) * (1 + 1e-9)
 
 
-@pytest.mark.slow
-def test_an_effort_that_later_rounds_do_not_help_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def once(now: Round) -> Iterator[EffortResult]:
-        asked.append(len(now.moments))
-        yield EffortResult()
-
-    monkeypatch.setattr(search, "ONCE", {once})
-    only(monkeypatch, once, rounded, full_program)
-    graph = build(graphs.random_profile(random.Random(1), 20))
-    found = search_of(graph, budget_of(graph, 0.3), 0.0)
-    assert found.run() is Stopped.OPTIMAL
-    assert found.rounds > 1
-    assert len(asked) == 1
-
-
-@pytest.mark.parametrize(
-    ("bound", "n_open", "expected"),
-    [
-        (0.6, 5, ["rounded", "blocks", "lowered_limits", "neighborhood", "neighborhood", "full_program"]),
-        (0.3, 50, ["rounded", "lowered_limits", "neighborhood", "neighborhood", "blocks", "full_program"]),
-        (0.3, 5, ["rounded", "lowered_limits", "neighborhood", "neighborhood", "full_program"]),
-    ],
-    ids=["tight", "many open", "few open"],
-)
-def test_blocks_are_asked_first_where_most_runs_again(
-    monkeypatch: pytest.MonkeyPatch, bound: float, n_open: int, expected: list[str]
-) -> None:
-    now = recurrent_round()
-    now.best.bound = bound * now.all_us
-    monkeypatch.setattr(Round, "n_open", n_open)
-    names = [getattr(effort, "func", effort).__name__ for effort in efforts(now)]
-    assert names == expected
-
-
 def recurrent_search() -> Search:
     graph = build(graphs.recurrent(32))
     return search_of(graph, budget_of(graph, 0.5), 0.01)
@@ -189,30 +149,6 @@ def test_relaxations_for_lower_limits_give_a_plan_of_a_long_chain() -> None:
     assert searched.best.cost < 0.8 * before
 
 
-@pytest.mark.slow
-def test_every_relaxation_for_a_lower_limit_is_rounded_and_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = recurrent_round()
-    solved: list[Outcome] = []
-    simulated: list[int] = []
-    solve = now.allowance.solve
-
-    def recorded(*args: Any, **kwargs: Any) -> Outcome:
-        solved.append(solve(*args, **kwargs))
-        return solved[-1]
-
-    def a_byte_too_much(*_: object) -> int:
-        assert now.budget is not None
-        simulated.append(now.budget + 1)
-        return simulated[-1]
-
-    monkeypatch.setattr(now.allowance, "solve", recorded)
-    monkeypatch.setattr(efforts_module, "peak_bytes", a_byte_too_much)
-    assert not list(lowered_limits(now))
-    assert len(solved) == LIMITS
-    assert all(outcome.values is not None for outcome in solved)
-    assert len(simulated) == 1 + LIMITS
-
-
 def test_lower_limits_are_tried_only_far_from_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     now = recurrent_round()
     monkeypatch.setattr(efforts_module, "build_program", None)
@@ -234,18 +170,6 @@ def test_a_first_plan_takes_only_relaxations(monkeypatch: pytest.MonkeyPatch) ->
     searched.relax()
     assert searched.best.save_set is not None
     assert all(relaxed)
-
-
-def test_a_relaxation_without_a_plan_is_not_solved_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Segments, "within", lambda *_: None)
-    only(monkeypatch, full_program)
-    graph = build(graphs.random_profile(random.Random(1), 20))
-    found = search_of(graph, budget_of(graph, 0.5), 0.0)
-    found.relax()
-    assert found.best.save_set is None
-    assert found.rounds == 1
-    found._round()
-    assert found.rounds == 1
 
 
 def test_integers_with_many_open_decisions_need_work_for_the_root_node(
