@@ -13,7 +13,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from awkward_modules import ConvNet
 from stepping import allocated_peak
 from torch import Tensor, nn
 
@@ -54,19 +53,6 @@ def test_plain_step_has_the_predicted_peak(entry: ZooModel, casting: str) -> Non
         i for i in simulate(graph, graph.everything).instants if not isinstance(i.event, OptimizerStep)
     ]
     assert allocated_peak(step) == max(i.live_bytes for i in before_optimizer) - graph.static_bytes
-
-
-def test_profile_leaves_gradients_buffers_and_generators_unchanged() -> None:
-    model, x = ConvNet(), torch.randn(4, 3, 8, 8)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-        parameter.register_post_accumulate_grad_hook(lambda p: pytest.fail("an optimizer in backward ran"))
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    state = torch.get_rng_state()
-    profile(model, x)
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_device_that_no_step_can_run_on_is_refused() -> None:
@@ -325,22 +311,6 @@ def test_parameter_that_never_trains_takes_no_state_from_the_others(dtype: torch
     needs = optimizer_bytes(torch.optim.AdamW(parameters), torch.device("cpu"))
     assert needs == optimizer_bytes(torch.optim.AdamW([trained]), torch.device("cpu"))
     assert needs.note == ""
-
-
-def test_model_may_differentiate_inside_its_forward() -> None:
-    class Penalised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.detach().requires_grad_()
-            y = self.inner(x)
-            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-            return y + slope.square().sum(1, keepdim=True)
-
-    found = profile(Penalised(), torch.randn(3, 4))
-    assert "./aten.mm.default#0" in found.keys()  # noqa: SIM118 - a Profile is not a dict
 
 
 # torch's own, when it loads decompositions for forward mode

@@ -111,18 +111,6 @@ def test_buckets_count_for_a_model_inside_its_wrapper() -> None:
     assert found[0] == sum(p.nbytes for p in model.parameters())
 
 
-def test_planned_model_trains_in_its_wrapper() -> None:
-    plain, planned = DistributedDataParallel(seeded(ConvNet)), seeded(ConvNet)
-    ac_client.apply(planned, 1.0)
-    wrapped = DistributedDataParallel(planned)
-    for _ in range(2):
-        assert torch.equal(step(plain), step(wrapped))
-    for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True):
-        assert a.grad is not None
-        assert b.grad is not None
-        assert torch.equal(a.grad, b.grad)
-
-
 def test_what_a_wrapper_does_after_its_model_is_no_departure() -> None:
     """With find_unused_parameters it copies the outputs, which the loss outside then reads."""
 
@@ -339,22 +327,23 @@ from torch.nn.parallel import DistributedDataParallel
 from awkward_modules import ConvNet
 from autoac.profiler import profile
 
-torch.manual_seed(0)
-model = DistributedDataParallel(ConvNet())
-for i in range(3):
-    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2 * i + rank))
-    if PROFILES:
-        assert profile(model, x, loss=torch.sum).ops
-    torch.manual_seed(i)
-    model(x).sum().backward()
-print([p.grad.sum().item() for p in model.parameters()], [b.sum().item() for b in model.buffers()])
+def train(profiles):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(ConvNet())
+    for i in range(3):
+        x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2 * i + rank))
+        if profiles:
+            assert profile(model, x, loss=torch.sum).ops
+        torch.manual_seed(i)
+        model(x).sum().backward()
+    return [*(p.grad for p in model.parameters()), *model.buffers()]
+
+assert all(map(torch.equal, train(False), train(True)))
 """
 
 
 def test_ranks_that_profile_together_train_as_ranks_that_do_not(tmp_path: Path) -> None:
-    profiled = outputs_of_ranks(RANK.replace("PROFILES", "True"), tmp_path / "profiled")
-    assert profiled == outputs_of_ranks(RANK.replace("PROFILES", "False"), tmp_path / "plain")
-    assert profiled[0] != ""
+    outputs_of_ranks(RANK, tmp_path / "store")  # fails if the script of a rank does
 
 
 def test_buckets_count_for_a_module_around_the_wrapped_one(monkeypatch: pytest.MonkeyPatch) -> None:

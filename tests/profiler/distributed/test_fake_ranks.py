@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ac_client import fit
+from ac_client.cli.main import main
 from autoac.planner import Profile, bounds, build
 from autoac.profiler import DATASHEETS, CannotFake, CannotProfile, fake_ranks, observe, profile
 from autoac.tape.distributed.fsdp import watch_sharding
@@ -216,10 +216,14 @@ def laid(mesh):
 """
 
 
-def run_profile(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+def run_profile(folder: Path, monkeypatch: pytest.MonkeyPatch, *argv: str) -> object:
+    """Return the exit code of the command."""
     (folder / "cluster.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "ac_client.cli.main", "profile", *argv]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    monkeypatch.chdir(folder)
+    monkeypatch.delitem(sys.modules, "cluster", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", *argv])
+    return ended.value.code
 
 
 @pytest.mark.parametrize(
@@ -230,16 +234,18 @@ def run_profile(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_the_command_profiles_one_rank_of_many(
-    tmp_path: Path, function: str, ranks: str, printed: str, sharded_by: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    function: str,
+    ranks: str,
+    printed: str,
+    sharded_by: int,
 ) -> None:
-    done = run_profile(tmp_path, function, "--on", "h100", "--ranks", ranks, "--rank", "3", "-o", "p.json")
-    assert done.returncode == 0, done.stderr
-    assert printed in done.stdout
+    argv = (function, "--on", "h100", "--ranks", ranks, "--rank", "3", "-o", "p.json")
+    assert not run_profile(tmp_path, monkeypatch, *argv)
+    assert printed in capsys.readouterr().out
     found = json.loads((tmp_path / "p.json").read_text())
     assert found["static"]["parameters"] == 4 * 1024 * 1024 // sharded_by + 512
-
-
-def test_the_command_refuses_ranks_without_a_datasheet(tmp_path: Path) -> None:
-    refused = run_profile(tmp_path, "cluster:build", "--ranks", "64")
-    assert refused.returncode == 2
-    assert "must be left out without --on" in refused.stderr
+    assert run_profile(tmp_path, monkeypatch, function, "--ranks", ranks) == 2
+    assert "must be left out without --on" in capsys.readouterr().err

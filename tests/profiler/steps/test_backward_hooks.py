@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import (
-    register_module_full_backward_hook,
     register_module_full_backward_pre_hook,
 )
 
@@ -54,16 +52,13 @@ def scales(_module: nn.Module, outgoing: Any) -> Any:
 
 HOOKS: dict[str, Callable[[nn.Sequential], Any]] = {
     "tensor": lambda m: on_output(m, lambda out: out.register_hook(check)),
-    "node": lambda m: on_output(m, lambda out: out.grad_fn.register_hook(lambda g, _: check(g[0]))),
     "node, before": lambda m: on_output(m, lambda out: out.grad_fn.register_prehook(lambda g: check(g[0]))),
     "several tensors": lambda m: on_output(
         m, lambda out: register_multi_grad_hook([out, out * 1], lambda gs: check(gs[0]))
     ),
-    "any tensor": lambda m: on_output(m, lambda out: register_multi_grad_hook([out], check, mode="any")),
     "module": lambda m: m[1].register_full_backward_hook(lambda _m, _in, out: check(out[0])),
     "module, before": lambda m: m[1].register_full_backward_pre_hook(scales),
     "module, old": lambda m: m[1].register_backward_hook(lambda _m, given, _out: check(given[0])),
-    "all modules": lambda _: register_module_full_backward_hook(lambda _m, _in, out: check(out[0])),
     "all modules, before": lambda _: register_module_full_backward_pre_hook(scales),
 }
 
@@ -112,62 +107,6 @@ def test_hooks_of_modules_are_called_by_a_real_step_and_not_by_a_fake_one(name: 
     finally:
         if handle is not None:
             handle.remove()
-
-
-def on_square(model: nn.Sequential, make: Callable[[Tensor, Tensor], Callable[[Tensor], Any]]) -> None:
-    """Set a hook on the output of a module, made from a leaf and its square."""
-
-    def register(out: Tensor) -> None:
-        leaf = out.detach().clone().requires_grad_()
-        out.register_hook(make(leaf, leaf.square()))
-
-    on_output(model, register)
-
-
-def differentiating(leaf: Tensor, square: Tensor) -> Callable[[Tensor], Any]:
-    def solve(gradient: Tensor) -> Tensor:
-        CALLS.append(gradient)
-        return torch.autograd.grad(square, leaf, gradient, retain_graph=True)[0]
-
-    return solve
-
-
-def holding_a_graph(_leaf: Tensor, square: Tensor) -> Callable[[Tensor], Any]:
-    return lambda gradient: CALLS.append(gradient * square.detach())
-
-
-def naming_grad(leaf: Tensor, _square: Tensor) -> Callable[[Tensor], Any]:
-    return lambda gradient: CALLS.append(gradient if leaf.grad is None else leaf.grad)
-
-
-class Solver:
-    """Differentiate in a bound method, behind a helper."""
-
-    def __init__(self, leaf: Tensor, square: Tensor) -> None:
-        self.leaf, self.graph = leaf, [square]
-
-    def solve(self, scale: float, gradient: Tensor) -> Tensor:
-        CALLS.append(gradient)
-        return scale * torch.autograd.grad(self.graph[0], self.leaf, gradient, retain_graph=True)[0]
-
-
-@pytest.mark.parametrize("on", [None, DATASHEETS["h100"]])
-@pytest.mark.parametrize(
-    "make",
-    [
-        differentiating,
-        lambda leaf, square: functools.partial(Solver(leaf, square).solve, 2.0),
-        holding_a_graph,
-        naming_grad,
-    ],
-)
-def test_hook_that_forward_sets_is_a_part_of_the_step(make: Any, on: Any) -> None:
-    model = new_model()
-    on_square(model, make)
-    CALLS.clear()
-    profile(model, X, on=on)
-    assert CALLS
-    CALLS.clear()
 
 
 @contextmanager

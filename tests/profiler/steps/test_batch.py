@@ -82,30 +82,14 @@ def grows(batch: Any) -> Tensor:
     return layer.keys[:8] + batch.itself.of.x
 
 
-class Attributes(dict[str, Tensor]):
-    """A dictionary whose items are its attributes."""
-
-    def __init__(self, **items: Tensor) -> None:
-        super().__init__(**items)
-        self.__dict__ = self  # type: ignore[assignment]
-
-    def __deepcopy__(self, memo: Any) -> Attributes:
-        return Attributes(**copy.deepcopy(dict(self), memo))
-
-
 X, Y = torch.linspace(-1, 2, 32).view(8, 4), torch.linspace(3, -2, 32).view(8, 4)
 
 BATCHES: list[tuple[Callable[[Any], Tensor], Any]] = [
     (in_place, {"x": X, "y": Y}),
     (through_data, {"x": X, "y": Y}),
-    (pops, {"x": X, "y": Y}),
     (pops, UserDict({"x": X, "y": Y})),
-    (sets, Pair(X, Y)),
     (sets, Bag(X, Y)),
-    (sets, Attributes(x=X, y=Y)),
-    (pops, Attributes(x=X, y=Y)),
     (grows, Cache(X, Y)),
-    (in_place, Cache(X, Y)),
 ]
 
 

@@ -34,8 +34,8 @@ ELSEWHERE = {
 }
 
 FAKEABLE = [entry for entry in ZOO if entry.name not in ELSEWHERE]
-CAST = [entry for entry in FAKEABLE if entry.name in ("GPT-2", "Llama", "T5", "Mamba", "Whisper", "ResNet")]
-"""Attention of several kinds, a scan, and convolutions; tests/standin/test_fake_steps.py casts all."""
+CAST = [entry for entry in FAKEABLE if entry.name in ("GPT-2", "Mamba", "ResNet")]
+"""Attention, a scan, and convolutions; tests/standin/test_fake_steps.py casts all."""
 
 
 def both(entry: ZooModel, casting: Callable[[], Any] = contextlib.nullcontext) -> tuple[Profile, Profile]:
@@ -52,8 +52,7 @@ def profiles(entry: ZooModel) -> tuple[Profile, Profile]:
 @pytest.mark.parametrize("entry", FAKEABLE, ids=lambda entry: entry.name)
 def test_fake_step_has_the_columns_of_a_real_one(entry: ZooModel) -> None:
     """Backward of a real step differs as in benchmarks.observed_profile, and kernels have workspaces."""
-    real = profile(entry.make().train(), **entry.batch())
-    fake = profile(entry.make().train(), **entry.batch(), on=A_CPU)
+    real, fake = profiles(entry)
     assert not differing(fake, real, *IN_BACKWARD, *IN_KERNELS)
 
 
@@ -150,25 +149,6 @@ def test_flash_attention_saves_its_output_and_one_number_per_row() -> None:
     assert max(made) == 2 * 64 * 32 * 2  # nothing of the size of 2 x 4 x 64 x 64
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "masked", "kernel"),
-    [
-        ("h100", torch.bfloat16, False, "cudnn"),
-        ("h100", torch.bfloat16, True, "cudnn"),
-        ("h100", torch.float32, True, "efficient"),
-        ("a100", torch.bfloat16, False, "flash"),
-        ("a100", torch.bfloat16, True, "efficient"),
-        ("a100", torch.float32, False, "efficient"),
-    ],
-)
-def test_kernel_of_attention_depends_on_device_type_and_mask(
-    device: str, dtype: torch.dtype, masked: bool, kernel: str
-) -> None:
-    mask = torch.ones(64, 64, dtype=torch.bool).tril() if masked else None
-    found = profile(Attention().to(dtype), torch.empty(2, 64, 32, dtype=dtype), mask, on=DATASHEETS[device])
-    assert f"aten._scaled_dot_product_{kernel}_attention.default" in found.overloads
-
-
 @needs_compiled_plans
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_compiled_model_runs_the_kernels_of_the_gpu() -> None:
@@ -222,17 +202,6 @@ def test_sizes_are_rounded_for_the_device_and_notes_name_estimates() -> None:
     assert found.environment.device_name == "NVIDIA H100 SXM (estimated)"
     assert {nbytes % 512 for nbytes in found.storages.nbytes} == {0}
     assert "run times are estimated from the datasheet of NVIDIA H100 SXM" in found.notes
-
-
-def test_fake_step_leaves_model_and_generators_unchanged() -> None:
-    model, x = Transformer(), torch.randn(2, 8, 32)
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    state = torch.get_rng_state()
-    on_h100(model, x)
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-    assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_op_that_depends_on_unknown_values_is_refused_by_name() -> None:
