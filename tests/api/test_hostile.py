@@ -89,31 +89,35 @@ def test_invalid_profile_is_refused_by_every_route(serve: Serve, harm: str) -> N
 ODD = ("../../etc/passwd", "/etc/passwd", "a\\..\\b", "%2e%2e", "$(id)", "'; DROP TABLE jobs")
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_name_like_a_path_or_a_command_is_only_a_name(serve: Serve, name: str) -> None:
+def test_name_like_a_path_or_a_command_is_only_a_name(serve: Serve) -> None:
     http = serve()
-    profile = Profile.from_data(data(model=name, modules=[name]))
-    answer = http.post("/v1/policies", content=request(profile), headers=JSON)
-    assert answer.status_code == 201
-    assert answer.json()["model"] == name
-    found = http.get("/v1/policies", params={"model": name}).json()["items"]
-    assert [p["model"] for p in found] == [name]
-    assert len(http.get("/v1/jobs").json()["items"]) == 1
+    for name in ODD:
+        profile = Profile.from_data(data(model=name, modules=[name]))
+        answer = http.post("/v1/policies", content=request(profile), headers=JSON)
+        assert answer.status_code == 201
+        assert answer.json()["model"] == name
+        found = http.get("/v1/policies", params={"model": name}).json()["items"]
+        assert [p["model"] for p in found] == [name]
+    assert len(http.get("/v1/jobs").json()["items"]) == len(ODD)
+
+
+def framed(content: bytes, **parameters: int) -> bytes:
+    """Compress without the size of the content in the frame's header."""
+    made = zstandard.ZstdCompressionParameters.from_level(1, **parameters)
+    compressor = zstandard.ZstdCompressor(compression_params=made).compressobj()
+    return compressor.compress(content) + compressor.flush()
 
 
 RAW = {
-    "deep nesting": (b"[" * 1_000_000, JSON, 400),
     "deep nesting of objects": (b'{"a":' * 200_000, JSON, 400),
-    "NaN": (b'{"budget_gb": NaN}', JSON, 400),
-    "Infinity": (b'{"budget_gb": -Infinity}', JSON, 400),
     "a number of many digits": (b'{"budget_bytes": ' + b"9" * 200_000 + b"}", JSON, 400),
     "UTF-16": ('{"budget_gb": 1}'.encode("utf-16"), JSON, 400),
     "Latin-1": ('{"ü": 1}'.encode("latin-1"), JSON, 400),
     "no zstd at all": (b"{}", ZSTD, 400),
     "half a frame": (zstandard.compress(bytes(range(256)) * 4000)[:-9], ZSTD, 400),
     "a frame in a frame": (zstandard.compress(zstandard.compress(b"{}")), ZSTD, 400),
-    "gzip": (b"\x1f\x8b", JSON | {"Content-Encoding": "gzip"}, 415),
-    "a form": (b"profile=1", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
+    "bytes behind a frame": (zstandard.compress(b"{}") + b"rest", ZSTD, 400),
+    "a frame with a large window": (framed(b"{}", window_log=27), ZSTD, 400),
 }
 
 
@@ -143,12 +147,14 @@ def test_ten_million_ops_are_refused_without_using_memory(http: TestClient) -> N
 
 def test_bomb_is_refused_by_every_route_with_a_body(serve: Serve) -> None:
     http = serve(max_plain_bytes=4 * MIB)
-    compressor = zstandard.ZstdCompressor(level=1).compressobj()
-    bomb = b"".join([*(compressor.compress(bytes(MIB)) for _ in range(500)), compressor.flush()])
+    bomb = framed(bytes(500 * MIB))
     _forget_peak()
     before = _peak_bytes()
     for path in PATHS:
-        assert http.post(path, content=bomb, headers=ZSTD).status_code == 413
+        refused = http.post(path, content=bomb, headers=ZSTD)
+        assert refused.status_code == 413
+        assert refused.json()["limit_bytes"] <= 4 * MIB  # less: a bomb is known by its ratio
+        assert "decoded" in refused.json()["detail"]
     assert _peak_bytes() - before < 60 * MIB
 
 

@@ -100,12 +100,3 @@ def test_no_number_in_a_request_is_a_server_error(serve: Serve) -> None:
     seen = list(answers(http, TRIED))
     assert [found for found in seen if found[0] >= 500] == []
     assert {status for status, _, _ in seen} >= {200, 201, 400, 422}
-
-
-def test_budget_of_hundreds_of_digits_is_an_invalid_budget(serve: Serve) -> None:
-    http = serve()
-    for digits in (30, 400, 4000):
-        body = f'{{"profile_digest": "{"0" * 64}", "budget_bytes": {"9" * digits}}}'
-        answer = http.post("/v1/policies", content=body.encode(), headers=JSON)
-        assert answer.status_code == 422
-        assert answer.json()["type"] == "urn:autoac:problem:invalid-budget"

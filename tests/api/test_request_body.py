@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import tracemalloc
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -58,22 +57,6 @@ def bomb(nbytes: int) -> bytes:
 
 
 @pytest.mark.anyio
-async def test_bomb_is_refused_before_it_uses_memory() -> None:
-    body = bomb(2000 * MIB)
-    assert len(body) < 70_000
-    tracemalloc.start()
-    try:
-        response = await post(body, ZSTD, Settings(max_plain_bytes=8 * MIB))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert response.status_code == 413
-    assert response.json()["limit_bytes"] == 8 * MIB
-    assert "decoded" in response.json()["detail"]
-    assert peak < 30 * MIB
-
-
-@pytest.mark.anyio
 async def test_body_at_the_cap_is_accepted_and_one_byte_more_is_refused() -> None:
     settings = Settings(max_sent_bytes=1000, max_plain_bytes=2000)
     for headers, encode, most in ((JSON, bytes, 1000), (ZSTD, zstandard.compress, 2000)):
@@ -104,29 +87,6 @@ async def test_body_that_does_not_arrive_is_refused() -> None:
 
     response = await post(slow(), JSON, Settings(body_timeout_s=0.05))
     assert response.status_code == 408
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"not zstd at all",
-        zstandard.compress(b"{}") + b"rest",
-        zstandard.compress(bytes(range(256)) * 40)[:-9],
-    ],
-)
-async def test_invalid_zstd_is_400(body: bytes) -> None:
-    response = await post(body, ZSTD, Settings())
-    assert response.status_code == 400
-    assert response.json()["type"] == "urn:autoac:problem:undecodable"
-
-
-@pytest.mark.anyio
-async def test_frame_with_a_large_window_is_refused() -> None:
-    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=27)
-    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    body = compressor.compress(b"{}") + compressor.flush()
-    assert (await post(body, ZSTD, Settings())).status_code == 400
 
 
 @pytest.mark.anyio

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -261,11 +259,8 @@ def test_solve_that_takes_long_is_waited_for(in_app: Transport, profile: Profile
     transport = in_app(max_wait_s=1e-9)
     assert ask(profile, transport) == save_all(profile, budget_bytes=1 << 30).policy()
     assert transport.request.url.path.endswith("/result")
-
-
-def test_solve_that_fails_is_waited_for(in_app: Transport, profile: Profile) -> None:
     with pytest.raises(InfeasibleBudget):
-        ask(profile, in_app(InProcess(infeasible), max_wait_s=1e-9))
+        ask(profile, in_app(InProcess(infeasible), max_wait_s=1e-9), budget=1 << 29)
 
 
 def test_solve_is_not_waited_for_forever(in_app: Transport, profile: Profile) -> None:
@@ -348,8 +343,3 @@ def test_service_may_live_below_a_path(profile: Profile) -> None:
         with pytest.raises(ServiceRefused):
             request_policy(url, profile, 1, transport=httpx2.MockTransport(handle))
     assert [address.partition("?")[0] for address in seen] == ["http://host/planner/v1/policies"] * 2
-
-
-def test_asking_needs_no_torch() -> None:
-    code = "import ac_client.service_client.policy_requests, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -211,11 +211,3 @@ def test_exit_codes_are_those_of_the_client() -> None:
 
     for name in ("OK", "ERROR", "USAGE", "INTERRUPTED"):
         assert getattr(commands, name) == getattr(client, name)
-
-
-def test_importing_the_commands_is_cheap() -> None:
-    code = (
-        "import sys, autoac.api.cli.commands; print({'torch', 'sqlalchemy', 'pydantic'} & sys.modules.keys())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"

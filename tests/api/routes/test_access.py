@@ -111,6 +111,10 @@ def test_other_addresses_always_need_a_key(serve: Serve) -> None:
 def test_token_is_a_key_with_the_scope_admin(serve: Serve) -> None:
     http = serve(token=TOKEN)
     assert http.get("/v1/policies").status_code == 401
+    for path in ("//v1/policies", "/v1/policies/", "/livez/../v1/policies"):
+        assert http.post(path, headers=JSON).status_code in (401, 404)
+    basic = {"Authorization": f"Basic {TOKEN}"}
+    assert http.get("/v1/policies", headers=basic).status_code == 401
     assert http.get("/v1/policies", headers=bearer(TOKEN)).status_code == 200
 
 

@@ -84,17 +84,6 @@ def test_long_solve_becomes_a_job_whose_result_is_the_policy(serve: Serve, profi
     assert gate.log == ["began", "ended"]
 
 
-@pytest.mark.parametrize("prefer", ["wait=60", "respond-async, wait=60", 'WAIT = "60"', "wait=60; foo=1"])
-def test_client_chooses_how_long_it_waits(serve: Serve, profile: Profile, prefer: str) -> None:
-    response = post(serve(wait_s=0), profile, JSON | {"Prefer": prefer})
-    assert (response.status_code, response.headers["preference-applied"]) == (201, "wait=60")
-
-
-def test_invalid_wait_means_the_default(serve: Serve, profile: Profile) -> None:
-    for prefer in ("wait=soon", "wait=-1", "handling=lenient", "wait=" + "9" * 50):
-        assert post(serve(), profile, JSON | {"Prefer": prefer}).status_code == 201
-
-
 def test_failed_job_has_the_problem_of_the_request(serve: Serve, profile: Profile) -> None:
     http = serve(InProcess(infeasible))
     direct = post(http, profile)

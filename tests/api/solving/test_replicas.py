@@ -18,7 +18,6 @@ from autoac.api.storage.database import Database
 from autoac.api.storage.job_requests import JobRequests
 from autoac.api.storage.job_runs import JobRuns
 from autoac.api.storage.job_store import JobState, JobStore
-from autoac.api.storage.keys import Scope, create_key
 
 pytestmark = POSTGRES
 
@@ -61,16 +60,6 @@ def test_replicas_share_what_is_stored(replicas: tuple[TestClient, TestClient]) 
         assert asked[0].content == asked[1].content, path
 
 
-def test_list_continues_at_another_replica(replicas: tuple[TestClient, TestClient]) -> None:
-    one, other = replicas
-    for budget in (1.0, 2.0, 3.0):
-        post_policy(one, budget)
-    first = one.get("/v1/policies", params={"limit": 2}).json()
-    second = other.get("/v1/policies", params={"limit": 2, "cursor": first["next"]}).json()
-    budgets = [item["budget_bytes"] >> 30 for item in first["items"] + second["items"]]
-    assert budgets == [3, 2, 1]
-
-
 def test_equal_requests_at_two_replicas_are_solved_once(serve: Serve) -> None:
     solved = []
 
@@ -90,15 +79,6 @@ def test_job_is_shown_and_cancelled_by_another_replica(serve: Serve) -> None:
     assert other.get(job).content == one.get(job).content
     assert other.delete(job).status_code in (200, 202, 204)
     assert [http.get(job).json()["state"] for http in (one, other)] == ["cancelled"] * 2
-
-
-def test_key_works_at_every_replica(replicas: tuple[TestClient, TestClient], database: Database) -> None:
-    with database.write() as connection:
-        secret = create_key(connection, "ci", Scope.READ)[1]
-    bearer = {"Authorization": f"Bearer {secret}"}
-    for http in replicas:
-        assert http.get("/v1/policies", headers=bearer).status_code == 200
-        assert http.get("/v1/policies").status_code == 401
 
 
 def submitted(database: Database) -> tuple[JobStore, JobRuns, str]:

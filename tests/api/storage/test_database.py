@@ -72,19 +72,6 @@ def test_upgrading_again_changes_nothing(database: Database) -> None:
     database.check()
 
 
-@POSTGRES
-def test_postgresql_has_the_job_queue_too(database: Database) -> None:
-    with database.read() as connection:
-        assert connection.scalar(text("SELECT count(*) FROM procrastinate_jobs")) == 0
-
-
-def test_tables_of_another_release_are_reported(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path / 'new.sqlite3'}")
-    with pytest.raises(DatabaseNotReady, match="autoac db upgrade"):
-        database.check()
-    database.close()
-
-
 @BOTH
 def test_database_clock_agrees_with_this_machine(database: Database) -> None:
     assert abs(database.clock() - time.time()) < 2
@@ -131,13 +118,6 @@ def test_connections_notice_a_server_that_vanished(database: Database) -> None:
     assert POSTGRES_WAITS.items() <= parameters.items()
     own = read_url("postgresql://u@h/n?connect_timeout=3").query
     assert (own["connect_timeout"], own["tcp_user_timeout"]) == ("3", POSTGRES_WAITS["tcp_user_timeout"])
-
-
-def test_missing_database_is_an_operational_error() -> None:
-    database = Database("postgresql://nobody@127.0.0.1:9/none")
-    with pytest.raises(OperationalError):
-        database.clock()
-    database.close()
 
 
 # --- a database that fails ------------------------------------------------------------------------------
