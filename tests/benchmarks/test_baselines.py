@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import random
-import time
 from functools import partial
 
 import pytest
@@ -14,7 +12,6 @@ import transformers
 from graphs import Tape, gpt2, random_profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ac_client.measure.forked_call import run_in_child
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build
@@ -22,7 +19,7 @@ from autoac.planner.problem.graph import OpId, chain
 from autoac.planner.problem.save_sets import with_forced_saves, without_cost_free_recomputes
 from autoac.profiler import profile
 from benchmarks.models import gpt2 as zoo_gpt2
-from benchmarks.plans import block_rules, knapsacks, minimum_cut, sac_milp
+from benchmarks.plans import block_rules, knapsacks, minimum_cut
 from benchmarks.plans.baselines import BASELINES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*PuLP 4.0:DeprecationWarning")  # torch's own calls
@@ -68,11 +65,6 @@ def test_every_save_set_is_legal(graph, baseline):
         assert graph.must_save <= save_set <= graph.everything
         assert with_forced_saves(graph, save_set) >= save_set
         assert peak_bytes(graph, save_set) >= graph.static_bytes
-
-
-@pytest.mark.usefixtures("no_children")
-def test_every_baseline_returns_a_save_set_for_a_transformer():
-    assert all(baseline(GPT2) for baseline in BASELINES.values())
 
 
 def test_checkpoint_around_blocks_saves_what_crosses_and_what_is_outside():
@@ -159,102 +151,11 @@ def under_selective_checkpoint(blocks, *, every_second):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
-def test_attention_is_the_product_after_each_softmax_where_no_kernel_is_fused():
-    found = [GPT2.ops[op].name for op in sorted(block_rules.attention_outputs(GPT2))]
-    assert found == [f"transformer.h.{i}.attn/aten.bmm.default#1" for i in (0, 1)]
-
-
-@pytest.mark.parametrize("baseline", ["dp_knapsack", "greedy_knapsack", "ilp_knapsack"])
-@pytest.mark.parametrize("fraction", [0.2, 0.5, 0.8])
-def test_a_knapsack_keeps_to_its_bytes(baseline, fraction):
-    from torch._functorch._activation_checkpointing import knapsack
-
-    chosen = []
-
-    def recorded(memory, runtimes, capacity):
-        result = getattr(knapsack, baseline)(memory, runtimes, capacity)
-        chosen.append(sum(memory[i] for i in result[1]))
-        assert sum(memory) == pytest.approx(1)
-        return result
-
-    knapsacks.knapsack(GPT2, recorded, [fraction])
-    rounding = 1e-4 * len(GPT2.ops) if baseline == "dp_knapsack" else 1e-6  # torch counts in 1/10,000
-    assert chosen
-    assert all(share <= fraction + rounding for share in chosen)
-
-
 def test_the_dynamic_program_and_the_integer_program_agree_on_a_knapsack_seen_by_eye():
     graph = chain(6, 5, 5, runtime_us=[7, 4, 4])  # within 10 of 16 bytes: the two small ones are worth 8
     for baseline in (knapsacks.dp_knapsack, knapsacks.ilp_knapsack):
         assert baseline(graph)["packed, fraction 0.65"] == {1, 2}
     assert knapsacks.greedy_knapsack(graph)["packed, fraction 0.65"] == {0}
-
-
-def test_a_solver_that_takes_too_long_leaves_its_fraction_out():
-    def solver(memory, runtimes, fraction):
-        time.sleep(60 if fraction == 0.5 else 0)
-        return 0.0, [], list(range(len(memory)))
-
-    family = knapsacks.knapsack(GPT2, partial(run_in_child, solver, limit_s=2.0), [0.2, 0.5, 0.8])
-    assert list(family) == [
-        f"{items}, fraction {fraction}" for items in ("packed", "all") for fraction in ("0.20", "0.80")
-    ]
-    assert not multiprocessing.active_children()
-
-
-def test_every_block_gets_the_same_decisions():
-    for fraction, save_set in knapsacks.uniform_blocks(GPT2).items():
-        of_block = [
-            {GPT2.ops[op].name.split(f"h.{i}")[-1] for op in save_set if f"h.{i}." in GPT2.ops[op].name}
-            for i in (0, 1)
-        ]
-        missing = of_block[0] ^ of_block[1]
-        # What nothing asks for is saved for free, and that differs in the last block only.
-        assert all("default#" in name or "Tensor#" in name for name in missing), fraction
-
-
-@pytest.mark.parametrize(("fraction", "saved"), [(0.0, 0), (0.5, 1), (1.0, 3)])
-def test_a_block_keeps_to_its_fraction(fraction, saved):
-    graph = chain(4, 4, 4, runtime_us=[1, 3, 2])
-    policy = knapsacks.block_policy(graph, [OpId(0), OpId(1), OpId(2)], fraction)
-    assert sum(policy) == saved
-    assert fraction != 0.5 or policy == [False, True, False]
-
-
-def test_the_module_tree_has_no_lists_and_no_leaves():
-    tree = sac_milp.module_tree(GPT2)
-    assert [module.name for module in tree] == [
-        "",
-        "transformer",
-        *(
-            name
-            for i in (0, 1)
-            for name in (f"transformer.h.{i}", f"transformer.h.{i}.attn", f"transformer.h.{i}.mlp")
-        ),
-    ]
-    assert tree[3].within == (0, 1, 2)
-    assert set(tree[4].ops) <= set(tree[2].ops) <= set(tree[1].ops)
-
-
-def test_the_tradeoff_is_the_hull_of_the_greedy_order():
-    slopes, intercepts = sac_milp.tradeoff([(6, 1), (4, 3)], 10, 4)
-    assert slopes == pytest.approx([0.25 / 0.6, 0.75 / 0.4])
-    assert intercepts == pytest.approx([0, 1 - 0.75 / 0.4])
-
-
-def test_a_minimum_cut_seen_by_eye():
-    """`mm (8) -> gelu (2) -> add (8)`, of which backward reads the last two: 2 bytes serve both."""
-    tape = Tape()
-    (a,) = tape.op("aten.mm.default", [], 8)
-    (b,) = tape.op("aten.gelu.default", [a], 2)
-    (c,) = tape.op("aten.add.Tensor", [b], 8)
-    handles = [tape.save(b), tape.save(c)]
-    for handle in reversed(handles):
-        tape.step("step", [handle])
-    graph = build(tape.profile())
-    assert minimum_cut.cut(graph, banned={0}) == {1}
-    assert minimum_cut.cut(graph, banned=set()) == frozenset()
-    assert minimum_cut.cut(graph, banned={0, 2}) == {1, 2}
 
 
 @pytest.mark.parametrize("seed", range(12))

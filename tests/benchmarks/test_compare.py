@@ -31,20 +31,6 @@ def test_a_point_beaten_in_both_peak_and_time_is_not_on_the_front():
     ]
 
 
-@pytest.mark.parametrize(("count", "positions"), [(3, [0, 1, 2]), (4, [0, 1, 2, 3]), (10, [0, 3, 6, 9])])
-def test_selected_points_are_evenly_spread_and_include_both_ends(count, positions):
-    points = [point(i, 100 - i) for i in range(count)]
-    assert compare.spread(points, 4) == [points[i] for i in positions]
-
-
-def test_points_at_the_save_all_peak_are_not_selected():
-    assert compare.selected([point(99, 5), point(100, 1), point(120, 0)], 100) == [point(99, 5)]
-
-
-def test_budgets_between_exclude_both_ends():
-    assert compare.between(0, 90, 8) == [10, 20, 30, 40, 50, 60, 70, 80]
-
-
 @pytest.mark.parametrize(
     ("ours", "lost"), [(4.9, False), (5.0, False), (5.0000001, False), (5.1, True), (None, True)]
 )
@@ -58,29 +44,6 @@ def test_a_plan_is_beaten_when_it_is_slower_at_the_exact_peak(ours, lost):
 
 def test_the_best_baseline_may_have_a_smaller_peak():
     assert compare.best_within([point(40, 3), point(50, 5), point(60, 1)], 50) == point(40, 3)
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "expected"), [(3, 4, 0.75), (3, 0, None), (None, 4, None), (0, 4, 0)]
-)
-def test_a_ratio_needs_both_times(ours, theirs, expected):
-    assert compare.ratio(ours, theirs) == expected
-
-
-def test_the_geometric_mean_counts_each_ratio_as_at_least_a_tenth():
-    assert compare.geometric_mean([0.5, 2.0]) == pytest.approx(1)
-    assert compare.geometric_mean([0.0, 0.1]) == pytest.approx(0.1)
-    assert compare.geometric_mean([]) is None
-
-
-@pytest.mark.parametrize(("us", "bound", "gap"), [(4.0, 3.0, 0.25), (0.0, 0.0, 0.0), (None, 0.0, 1.0)])
-def test_the_gap_is_the_fraction_above_the_bound(us, bound, gap):
-    assert replace(answered(5, 1.0), recompute_us=us, bound_us=bound).gap == gap
-
-
-def test_a_comparison_survives_json():
-    done = replace(EMPTY, points=[point(1, 2)], answers=[answered(3, 4)])
-    assert COMPARISONS.validate_json(COMPARISONS.dump_json(done)) == done
 
 
 def test_a_second_run_continues_where_the_first_stopped(monkeypatch):

@@ -32,13 +32,6 @@ def test_each_model_counts_once_however_many_devices_and_peaks_it_has():
     assert "Without gpt2_xl and lstm, where it is smallest: 0.50." in report.verdict(twice, twice)
 
 
-def test_the_table_has_the_minimum_found_and_the_proven_bound():
-    found = report.models_table([replace(MODEL, floor_found=30 << 30, floor_proven=20 << 30)])
-    head, _, row = (line.split(" | ") for line in found.splitlines()[:3])
-    assert dict(zip(head, row, strict=True))["minimum peak found"] == "30.00 GiB"
-    assert dict(zip(head, row, strict=True))["proven bound"] == "20.00 GiB"
-
-
 def growing(layers, cpu_s):
     answers = [replace(MODEL.answers[0], budget=b, cpu_s=cpu_s) for b in (20, 30)]
     return replace(MODEL, name=f"llama_l{layers}.h100", ops=40 * layers, points=[], answers=answers)
@@ -55,29 +48,11 @@ def test_the_verdict_has_a_yes_or_no_for_each_claim():
     assert "2 of 2 plans" in verdict
 
 
-def test_a_point_where_ours_is_slower_is_named():
-    lost = replace(MODEL, points=[Point("minimum cut", "nothing banned", 60, 3.0)])
-    assert "Never beaten: **no**; at 1 peaks of baselines ours is slower at 1." in report.verdict(
-        [lost], [lost]
-    )
-    assert "minimum cut (nothing banned) takes 3 us at 60 B, ours 4 us" in report.page([lost])
-
-
-def test_a_baseline_that_failed_is_named():
-    broken = replace(MODEL, failures={"sac_milp": "KeyError: 'x'"})
-    assert "sac_milp does not work on it: KeyError: 'x'" in report.page([broken])
-
-
 def test_growth_is_ordered_by_layers_and_has_a_power():
     done = [growing(128, 8.0), MODEL, growing(16, 1.0), growing(32, 2.0)]
     assert [layers for layers, _ in report.growth(done)] == [16, 32, 128]
     assert "grows as ops to the power 1.00" in report.growth_section(done)
     assert report.growth_section([MODEL]) == ""
-
-
-@pytest.mark.parametrize(("times", "power"), [([1, 2, 4], 1.0), ([1, 4, 16], 2.0), ([1, 1, 1], 0.0)])
-def test_the_power_of_growth(times, power):
-    assert report.exponent([10, 20, 40], times) == pytest.approx(power)
 
 
 def test_the_page_and_its_plots_are_the_same_for_the_same_numbers(tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.gpu_quarter import PRELOAD, TRAINED, page, predict, results, rows, run
+from benchmarks.gpu_quarter import PRELOAD, page, results, rows, run
 
 STAND_IN = ("standin.loaded", *PRELOAD)
 
@@ -48,18 +48,3 @@ def test_captured_step_has_the_norms_of_the_eager_one(gpu: ModuleType, tmp_path:
     text = results(tmp_path)["eager: captured step"]["text"]
     assert int(text.split()[0]) > 0
     assert text.endswith("norms of gradients differ by at most 0.0e+00")
-
-
-def test_times_by_kind_of_kernel_are_compared_with_a_datasheet(gpu: ModuleType, tmp_path: Path) -> None:
-    (row,) = (row for row in rows("tiny") if row.name == "wide layer")
-    run([row], "tiny", tmp_path, 100.0, STAND_IN)
-    text = results(tmp_path)["wide layer"]["text"]
-    assert text.startswith("measured, and by the datasheet of NVIDIA H100")
-    assert "product" in text
-
-
-def test_ways_to_train_have_a_prediction() -> None:
-    trained = [TRAINED[3]]
-    lines = list(predict("tiny", "h100", trained))
-    assert [line[0] for line in lines] == [f"U-Net: {way.name}" for way in TRAINED[3][2]]
-    assert all(line[1].endswith("MiB") for line in lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import random
 from dataclasses import replace
@@ -18,7 +17,6 @@ from autoac.planner.problem.graph import OpId
 from benchmarks.public.check import judge
 from benchmarks.public.instances import Instance, instance_of, least_bytes, save_all_peak
 from benchmarks.public.lower_bound import least_again_us
-from benchmarks.public.page import all_planners_table, cases_of, page, steps_of, summary
 from benchmarks.public.planner_graph import events_of, graph_of, step_graph_of
 from benchmarks.public.planners import checkmate_program
 from benchmarks.public.planners.ours import ours
@@ -148,36 +146,3 @@ def test_stages_become_events_that_free_after_the_last_read():
         *(("compute", 0), ("compute", 1), ("free", 0)),
         *(("compute", 0), ("compute", 2), ("free", 0), ("free", 1)),
     ]
-
-
-def test_the_page_names_its_files_and_losses_come_first():
-    step = random_graphs.layered(1, 6)
-    budget = instance_of(step).budgets[0]
-    rows = list(rows_of(Instance(step, (budget,)), cap_s=2.0))
-    lost = [row for row in rows if row.planner != OURS]
-    cases = cases_of([*rows, *(_renamed(row, "other graph") for row in lost)])
-    assert [case.first.graph for case in cases] == ["other graph", step.name]
-    text = page([*rows, *(_renamed(row, "other graph") for row in lost)], "name")
-    names = [row["graph"] for row in csv.DictReader(all_planners_table(cases).splitlines())]
-    assert names == ["other graph", step.name]
-    assert "<!--" not in text
-    assert "](name.svg)" in text
-    assert "](name.csv)" in text
-    assert steps_of(text) == "Not measured in this run."
-    assert steps_of(page(rows, "name", "| a row |\n| another |")) == "| a row |\n| another |"
-    assert "worse than the best other on\n  1," in summary(
-        [*rows, *(_renamed(row, "other graph") for row in lost)]
-    )
-
-
-def test_the_csv_file_has_the_times_of_all_planners():
-    step = random_graphs.layered(1, 6)
-    budgets = instance_of(step).budgets[:2]
-    cases = cases_of(rows_of(Instance(step, budgets), cap_s=2.0))
-    for case, cells in zip(cases, csv.DictReader(all_planners_table(cases).splitlines()), strict=True):
-        found = {name: f"{100 * row.extra:.2f}" for name, row in case.rows.items() if row.extra is not None}
-        assert {name: cell for name, cell in cells.items() if name in case.rows and cell != "-"} == found
-
-
-def _renamed(row, graph):
-    return type(row)(**{field: getattr(row, field) for field in row.__slots__} | {"graph": graph})

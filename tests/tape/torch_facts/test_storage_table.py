@@ -7,7 +7,6 @@ import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -147,13 +146,3 @@ def test_disjoint_windows_share_no_byte() -> None:
     assert called
     for a, b in called:
         assert not shown(a) & shown(b)
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-def test_chunks_along_any_dimension_are_disjoint(dim: int, order: tuple[int, int, int]) -> None:
-    whole = torch.zeros(4, 6, 8).permute(order)
-    first, second, *_ = map(window_of, whole.unsafe_chunk(3, dim))
-    assert disjoint(first, second)
-    assert not disjoint(first, first)
-    assert not disjoint(first, window_of(whole))
