@@ -54,10 +54,6 @@ def simulate(graph: Graph, save_set: SaveSet) -> Timeline:
 
     Raises:
         UnknownOp: `save_set` names an op that `graph` does not have.
-
-    >>> from autoac.planner.problem.graph import chain
-    >>> simulate(chain(1, 8, 1, 8, 0), frozenset({0, 2})).peak.live_bytes
-    10
     """
     return Timeline(tuple(map(Instant._make, instants(graph, save_set))))
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NewType
@@ -215,47 +214,3 @@ class Graph:
         if moment < self.end:
             return f"{self.steps[moment - len(self.ops)].name}, backward step {moment - len(self.ops)}"
         return OPTIMIZER_STEP
-
-
-def chain(*nbytes: int, runtime_us: Sequence[float] | None = None, static_bytes: int = 0) -> Graph:
-    """Return a chain of ops, the simplest example of a Graph, for documentation and tests.
-
-    Op `i` allocates `nbytes[i]` and reads op `i - 1`. Python holds an output until the next op has run.
-    Backward goes from the last op to the first. Its step `j` unpacks the output of op `n - 1 - j`, then drops
-    the saved tensor.
-    """
-    n = len(nbytes)
-    times = list(runtime_us) if runtime_us is not None else [1.0] * n
-    return Graph(
-        ops=tuple(
-            Op(OpId(i), f"op{i}", (VersionId(i - 1),) if i else (), (VersionId(i),), times[i], 0, 0, "")
-            for i in range(n)
-        ),
-        versions=tuple(
-            StorageVersion(
-                VersionId(i),
-                OpId(i),
-                StorageId(i),
-                None,
-                (OpId(i + 1),) if i + 1 < n else (),
-                (SavedTensorId(i),),
-            )
-            for i in range(n)
-        ),
-        storages=tuple(
-            Storage(StorageId(i), size, Moment(min(i + 2, n)), (VersionId(i),))
-            for i, size in enumerate(nbytes)
-        ),
-        saved_tensors=tuple(
-            SavedTensor(SavedTensorId(i), VersionId(i), i + 1, (StepId(n - 1 - i),), Moment(2 * n - i))
-            for i in range(n)
-        ),
-        steps=tuple(
-            BackwardStep(
-                StepId(j), f"step{j}", (SavedTensorId(n - 1 - j),), (SavedTensorId(n - 1 - j),), 1.0, 0, 0
-            )
-            for j in range(n)
-        ),
-        static_bytes=static_bytes,
-        closing_bytes=0,
-    )

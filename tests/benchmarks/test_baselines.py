@@ -9,13 +9,13 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from graphs import Tape, gpt2, random_profile
+from graphs import Tape, chain, gpt2, random_profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build
-from autoac.planner.problem.graph import OpId, chain
+from autoac.planner.problem.graph import OpId
 from autoac.planner.problem.save_sets import with_forced_saves, without_cost_free_recomputes
 from autoac.profiler import profile
 from benchmarks.models import gpt2 as zoo_gpt2

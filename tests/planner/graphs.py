@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autoac.planner.formats.profile import (
@@ -19,7 +20,20 @@ from autoac.planner.formats.profile import (
     Temporaries,
     Values,
 )
-from autoac.planner.problem.graph import Graph
+from autoac.planner.problem.graph import (
+    BackwardStep,
+    Graph,
+    Moment,
+    Op,
+    OpId,
+    SavedTensor,
+    SavedTensorId,
+    StepId,
+    Storage,
+    StorageId,
+    StorageVersion,
+    VersionId,
+)
 
 MIB = 1 << 20
 
@@ -541,3 +555,47 @@ def recurrent(steps: int) -> Profile:
         tape.step("cell", of_cell, us=4, other=3)
         tape.step("mm", of_mm, us=24, other=4)
     return tape.profile()
+
+
+def chain(*nbytes: int, runtime_us: Sequence[float] | None = None, static_bytes: int = 0) -> Graph:
+    """Return a chain of ops, the simplest example of a Graph.
+
+    Op `i` allocates `nbytes[i]` and reads op `i - 1`. Python holds an output until the next op has run.
+    Backward goes from the last op to the first. Its step `j` unpacks the output of op `n - 1 - j`, then drops
+    the saved tensor.
+    """
+    n = len(nbytes)
+    times = list(runtime_us) if runtime_us is not None else [1.0] * n
+    return Graph(
+        ops=tuple(
+            Op(OpId(i), f"op{i}", (VersionId(i - 1),) if i else (), (VersionId(i),), times[i], 0, 0, "")
+            for i in range(n)
+        ),
+        versions=tuple(
+            StorageVersion(
+                VersionId(i),
+                OpId(i),
+                StorageId(i),
+                None,
+                (OpId(i + 1),) if i + 1 < n else (),
+                (SavedTensorId(i),),
+            )
+            for i in range(n)
+        ),
+        storages=tuple(
+            Storage(StorageId(i), size, Moment(min(i + 2, n)), (VersionId(i),))
+            for i, size in enumerate(nbytes)
+        ),
+        saved_tensors=tuple(
+            SavedTensor(SavedTensorId(i), VersionId(i), i + 1, (StepId(n - 1 - i),), Moment(2 * n - i))
+            for i in range(n)
+        ),
+        steps=tuple(
+            BackwardStep(
+                StepId(j), f"step{j}", (SavedTensorId(n - 1 - j),), (SavedTensorId(n - 1 - j),), 1.0, 0, 0
+            )
+            for j in range(n)
+        ),
+        static_bytes=static_bytes,
+        closing_bytes=0,
+    )

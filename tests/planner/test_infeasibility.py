@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from graphs import chain
 
 from autoac.planner import Constraints, InfeasibleBudget, plan
 from autoac.planner.infeasibility import Blame, PinnedBytes, blame_in_words, find_blame
-from autoac.planner.problem.graph import chain
 
 
 def blame(constraints: Constraints, budget: int) -> Blame:

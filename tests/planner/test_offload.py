@@ -10,6 +10,7 @@ import graphs
 import pytest
 import step_by_hand
 from fuzzers.random_moves import first_use
+from graphs import chain
 from memory.test_moves import random_link, timed_step
 
 from autoac.planner import (
@@ -30,7 +31,7 @@ from autoac.planner.memory.clocks import timing
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.offload import OffloadPlan, plan_offload
 from autoac.planner.plan import step_time_us
-from autoac.planner.problem.graph import Moment, OpId, SaveSet, StepId, chain
+from autoac.planner.problem.graph import Moment, OpId, SaveSet, StepId
 from autoac.planner.problem.moves import Link, Move, movable, with_moves
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 

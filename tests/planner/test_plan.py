@@ -15,6 +15,7 @@ import graphs
 import numpy as np
 import oracles
 import pytest
+from graphs import chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +39,7 @@ from autoac.planner import (
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import fits, peak_bytes, peak_of, simulate
 from autoac.planner.plan import plan_of
-from autoac.planner.problem.graph import OpId, chain
+from autoac.planner.problem.graph import OpId
 from autoac.planner.problem.save_sets import recomputed_by_backward
 from autoac.planner.solver import search as search_module
 from autoac.planner.solver.efforts import Round

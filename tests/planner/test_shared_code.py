@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from graphs import chain
+
 from autoac.planner import plan
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.plan import DEFAULT_GAP
-from autoac.planner.problem.graph import Graph, OpId, chain
+from autoac.planner.problem.graph import Graph, OpId
 from autoac.planner.shared_code import MOST_VARIANTS, shared_calls, with_few_variants
 from autoac.planner.solver.highs import Stopped
 

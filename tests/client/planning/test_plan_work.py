@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ac_client.planning import plan_batch
 from ac_client.planning.plan_batch import WORK_LIMIT, plan  # before a fixture takes its place
+from autoac.planner import bounds, build
 from autoac.planner.errors import SolverOutOfTime
 from autoac.planner.plan import DEFAULT_WORK_LIMIT
-from autoac.planner.problem.graph import chain
 from autoac.planner.solver.time_limit import Allowance
+from autoac.profiler import profile
+from benchmarks.models.modules import Transformer
 
 
 def test_step_waits_for_less_work_than_a_plan_that_is_asked_for(
@@ -23,7 +26,8 @@ def test_step_waits_for_less_work_than_a_plan_that_is_asked_for(
         original(self, work_limit, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Allowance, "__init__", record)
-    plan(chain(1, 8, 1, 8, 0), budget_bytes=10)
+    graph = build(profile(Transformer(), torch.ones(2, 8, 32)))
+    plan(graph, budget_bytes=bounds(graph).ceiling - 1)
     assert limits[0] == WORK_LIMIT < DEFAULT_WORK_LIMIT
 
 
@@ -39,5 +43,5 @@ def test_budget_that_little_work_does_not_reach_is_planned_with_more(
         return "a plan"
 
     monkeypatch.setattr(plan_batch, "plan_profile", planned)
-    assert plan(chain(1, 8, 1, 8, 0), budget_bytes=10) == "a plan"  # type: ignore[arg-type]
+    assert plan(object(), budget_bytes=10) == "a plan"  # type: ignore[arg-type, comparison-overlap]
     assert limits == [WORK_LIMIT, None]

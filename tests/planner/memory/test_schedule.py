@@ -8,6 +8,7 @@ from dataclasses import replace
 import graphs
 import oracles
 import pytest
+from graphs import chain
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from autoac.planner.formats.profile import Ragged
 from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.memory.schedule import Backward, Compute, Free, OptimizerStep, Recompute, recompute_us
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.graph import Graph, SaveSet, chain
+from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.problem.save_sets import (
     recomputed_by_backward,
     without_cost_free_recomputes,

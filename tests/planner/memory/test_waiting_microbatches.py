@@ -10,6 +10,7 @@ import graphs
 import oracles
 import pytest
 from fuzzers.random_moves import ANY, random_moves
+from graphs import chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory.test_moves import timed_step
@@ -20,7 +21,7 @@ from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.memory.schedule import Backward, Compute, Free, Recompute, recompute_us, schedule
 from autoac.planner.memory.simulate import peak_bytes, waiting_bytes
 from autoac.planner.offload import plan_offload
-from autoac.planner.problem.graph import SaveSet, chain
+from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.moves import Link, with_moves
 
 seeds = st.integers(0, 2**32 - 1)

@@ -9,6 +9,7 @@ import random
 import graphs
 import oracles
 import pytest
+from graphs import chain
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -37,7 +38,7 @@ from autoac.planner.infeasibility import peak_found
 from autoac.planner.memory.schedule import Compute, recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.apply_constraints import with_forward_limit
-from autoac.planner.problem.graph import SaveSet, chain
+from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.solver.arrays import as_arrays
 from autoac.planner.solver.moments import ConstrainedMoment, DuringBurst, DuringForward, DuringStep

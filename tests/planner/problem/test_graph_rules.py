@@ -10,11 +10,12 @@ from typing import Any
 import graphs
 import pytest
 from graph_rules import broken_graph_rules
+from graphs import chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoac.planner import build
-from autoac.planner.problem.graph import Graph, Moment, OpId, VersionId, chain
+from autoac.planner.problem.graph import Graph, Moment, OpId, VersionId
 
 seeds = st.integers(0, 2**32 - 1)
 few = settings(max_examples=60, derandomize=True, deadline=None)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import oracles
 import pytest
 from graph_rules import broken_graph_rules
+from graphs import chain
 
 from autoac.planner.errors import InfeasibleBudget
 from autoac.planner.memory.schedule import Recompute, recompute_us, schedule
@@ -24,7 +25,6 @@ from autoac.planner.problem.graph import (
     StorageId,
     StorageVersion,
     VersionId,
-    chain,
 )
 from autoac.planner.problem.use_groups import joined, later_runs, with_use_groups
 from autoac.planner.report.summary import explain

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from graphs import chain
+
 from autoac.planner import Plan, Profile, explain, plan
-from autoac.planner.problem.graph import Graph, chain
+from autoac.planner.problem.graph import Graph
 from autoac.planner.report.loss_advice import (
     Loss,
     find_loss,

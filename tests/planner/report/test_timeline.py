@@ -8,13 +8,14 @@ from dataclasses import replace
 import drawings
 import graphs
 import pytest
+from graphs import chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoac.planner import Plan, as_planned, build, picture, plan, simulate
 from autoac.planner.memory.lifetimes import lives
 from autoac.planner.memory.simulate import extra_bytes
-from autoac.planner.problem.graph import OpId, SaveSet, chain
+from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.report.timeline import (
     FETCH,
     RECOMPUTE,

@@ -8,12 +8,13 @@ import block_bounds
 import graphs
 import oracles
 import pytest
+from graphs import chain
 
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.minimum_peak import find_minimum_peak
 from autoac.planner.problem.build import build
-from autoac.planner.problem.graph import Graph, chain
+from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.chain import blocks
 from autoac.planner.solver.chain.blockwise import Blockwise
 from autoac.planner.solver.highs import Stopped

@@ -10,10 +10,11 @@ import graphs
 import numpy as np
 import oracles
 import pytest
+from graphs import chain
 
 from autoac.planner import Graph, InfeasibleBudget, Stopped, build, find_minimum_peak, plan
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.graph import OpId, chain
+from autoac.planner.problem.graph import OpId
 from autoac.planner.problem.use_groups import with_use_groups
 from autoac.planner.solver.arrays import as_arrays
 from autoac.planner.solver.highs import solve

@@ -10,10 +10,10 @@ from typing import Any
 import graphs
 import oracles
 import pytest
+from graphs import chain
 
 from autoac.planner import Graph, build
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.graph import chain
 from autoac.planner.solver import search
 from autoac.planner.solver.constrained_moments import CELLS, FIRST_STRETCHES, first_moments
 from autoac.planner.solver.efforts import (

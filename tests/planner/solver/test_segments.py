@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import graphs
+from graphs import chain
 
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build
-from autoac.planner.problem.graph import Graph, SaveSet, chain
+from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.solver.arrays import as_arrays
 from autoac.planner.solver.recompute_windows import find_windows
 from autoac.planner.solver.start.segments import Segments
