@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
-
-from benchmarks.models.gpt2 import gpt2
 
 
 def _quantized(x: Tensor, scale: Tensor) -> Tensor:
@@ -73,10 +70,8 @@ class Fp8Linear(nn.Module):
 def to_fp8(model: nn.Module, *, scaling: bool = True) -> nn.Module:
     """Replace the linear layers of `model`, and return it."""
     for name, child in list(model.named_children()):
-        if isinstance(child, nn.Linear) and name != "lm_head":
+        if isinstance(child, nn.Linear):
             setattr(model, name, Fp8Linear(child.weight, child.bias, scaling=scaling))
-        elif isinstance(child, Conv1D):
-            setattr(model, name, Fp8Linear(child.weight.t(), child.bias, scaling=scaling))
         else:
             to_fp8(child, scaling=scaling)
     return model
@@ -104,10 +99,3 @@ def hand_written(*, scaling: bool = True) -> nn.Module:
     """Return residual blocks with delayed scaling."""
     torch.manual_seed(0)
     return to_fp8(nn.Sequential(*[Residual(128) for _ in range(3)]), scaling=scaling)
-
-
-def of_transformers(*, scaling: bool = True) -> nn.Module:
-    """Return a GPT-2 with dropout and delayed scaling."""
-    torch.manual_seed(0)
-    model = gpt2(layers=3, width=128, heads=4, vocabulary=256, positions=64)
-    return to_fp8(model, scaling=scaling)

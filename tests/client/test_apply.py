@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -14,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from awkward_modules import ConvNet
 from stepping import binding_budget, gradients, scalar, seeded
 from torch import nn
 from torch.autograd import forward_ad
@@ -24,7 +21,6 @@ from autoac.planner import plan
 from autoac.planner.errors import MOST_HOLDINGS, MalformedPolicy
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
-from benchmarks.models.gpt2 import gpt2
 from benchmarks.models.modules import Transformer
 
 BATCH = torch.randn(4, 64, 64)
@@ -71,71 +67,6 @@ def test_gradients_are_those_of_the_plain_model(budget_gb: float) -> None:
     assert report.predicted_peak_bytes < report.save_all_peak_bytes
     assert report.steps == 2  # the first one was observed
     assert report.predicted_peak_bytes <= report.budget_bytes
-
-
-def test_measured_peak_is_within_the_budget(budget_gb: float) -> None:
-    model = ac_client.apply(new_model(), budget_gb)
-
-    def step() -> None:
-        out = list(model(BATCH).values())
-        torch.autograd.backward(out, [torch.ones_like(t) for t in out])
-        model.zero_grad()
-
-    step()
-    with ac_client.applied(model).measure():
-        step()
-    report = ac_client.applied(model).report()
-    assert report.measured_peak_bytes <= report.budget_bytes
-    assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=0.01)
-    assert "measured" in str(report)
-
-
-def test_forward_that_does_not_train_uses_nothing_up(budget_gb: float) -> None:
-    model = ac_client.apply(new_model(), budget_gb)
-    with torch.no_grad():
-        model(BATCH)
-    model.eval()
-    model(BATCH)
-    assert ac_client.applied(model).policy is None
-    model.train()
-    gradients(model, BATCH)
-    assert ac_client.applied(model).policy is not None
-
-
-def test_profiling_does_not_change_the_first_step() -> None:
-    torch.manual_seed(0)
-    plain = ConvNet()
-    planned = copy.deepcopy(plain)
-    fired: list[str] = []
-    for parameter in planned.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: fired.append("hook"))
-    ac_client.apply(planned, 1.0)
-    x = torch.randn(4, 3, 8, 8)
-    outcomes = []
-    for model in (plain, planned):
-        torch.manual_seed(3)
-        model(x).sum().backward()
-        outcomes.append((torch.get_rng_state(), [b.clone() for b in model.buffers()]))
-    assert torch.equal(outcomes[0][0], outcomes[1][0])
-    assert_equal(outcomes[0][1], outcomes[1][1])
-    assert_equal([p.grad for p in plain.parameters()], [p.grad for p in planned.parameters()])
-    assert len(fired) == len(list(planned.parameters())), "each hook fired once, in the real backward"
-
-
-def test_accumulated_gradients_equal_the_plain_models(budget_gb: float) -> None:
-    plain, planned = new_model(), ac_client.apply(new_model(), budget_gb)
-    for model in (plain, planned):
-        torch.manual_seed(1)
-        for _ in range(3):
-            scalar(model(BATCH)).backward()
-    assert_equal([p.grad for p in planned.parameters()], [p.grad for p in plain.parameters()])
-
-
-def test_budget_above_what_the_step_needs_costs_nothing() -> None:
-    model = ac_client.apply(new_model(), 10.0)
-    gradients(model, BATCH)
-    report = ac_client.applied(model).report()
-    assert (report.recomputed, report.recompute_us) == (0, 0)
 
 
 def test_same_policy_from_a_file_in_a_fresh_model(budget_gb: float, tmp_path: Path) -> None:
@@ -196,13 +127,6 @@ def test_model_that_checkpoints_itself_is_refused_if_it_is_not_taken_over() -> N
     wrapped = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
     with pytest.raises(ac_client.CheckpointingActive):
         ac_client.apply(wrapped, 1.0, take_over_checkpoints=False)
-
-
-def test_switch_of_transformers_is_recognized() -> None:
-    model = gpt2(layers=1, width=8, heads=2, vocabulary=16)
-    model.activation_checkpointing_enable()
-    with pytest.raises(ac_client.CheckpointingActive, match=r"activation_checkpointing_disable\(\)"):
-        ac_client.apply(model, 1.0, take_over_checkpoints=False)
 
 
 def test_weights_of_functional_call_need_no_gradient(budget_gb: float) -> None:
@@ -358,31 +282,6 @@ def test_remove_leaves_the_model_as_it_was(budget_gb: float) -> None:
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_exception_in_forward_leaves_nothing_behind(budget_gb: float) -> None:
-    model = ac_client.apply(new_model(), budget_gb)
-    want = gradients(model, BATCH)
-    with pytest.raises(RuntimeError):
-        model(torch.randn(4, 64, 63))
-    assert torch._C._len_torch_dispatch_stack() == 0
-    assert_equal(gradients(model, BATCH), want)
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_forward_that_raises_while_it_is_observed_is_observed_with_the_next_batch(
-    error: type[BaseException],
-) -> None:
-    model = ac_client.apply(new_model(), 1.0)
-
-    def spoil(*_: Any) -> None:
-        raise error("a bad batch")
-
-    with pytest.raises(error, match="a bad batch"), model.register_forward_pre_hook(spoil):
-        model(BATCH)
-    assert_equal(gradients(model, BATCH), gradients(new_model(), BATCH))
-    assert torch._C._len_torch_dispatch_stack() == 0
-    assert ac_client.applied(model).policy is not None
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_code_after_an_interrupted_forward_is_not_part_of_it(
     strict: bool, budget_gb: float, caplog: pytest.LogCaptureFixture
@@ -483,61 +382,6 @@ def test_strict_raises_where_the_ops_differ(budget_gb: float) -> None:
     with pytest.raises(ac_client.LeftThePath, match=r"found aten.mul.Tensor"):
         model(BATCH, scale={"by": torch.ones(64)})
     gradients(model, BATCH)
-
-
-def test_service_that_is_away_is_warned_of_once_and_planned_around(
-    budget_gb: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = ac_client.apply(new_model(), budget_gb, service="http://127.0.0.1:9")
-    with caplog.at_level(logging.WARNING):
-        gradients(model, BATCH)
-        gradients(model, BATCH)
-    assert sum("planning in-process" in message for message in caplog.messages) == 1
-    assert ac_client.applied(model).plan is not None
-
-
-def test_planning_waits_until_torchs_profiler_is_done(
-    budget_gb: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = ac_client.apply(new_model(), budget_gb)
-    with torch.profiler.profile(), caplog.at_level(logging.WARNING):
-        gradients(model, BATCH)
-        gradients(model, BATCH)
-    assert ac_client.applied(model).policy is None
-    assert sum("without a plan until" in message for message in caplog.messages) == 1
-    gradients(model, BATCH)
-    assert ac_client.applied(model).policy is not None
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])  # noqa: S301
-def test_copy_of_a_planned_model_is_a_plain_model(
-    budget_gb: float, copied: Callable[[nn.Module], nn.Module]
-) -> None:
-    model = ac_client.apply(new_model(), budget_gb)
-    want = gradients(model, BATCH)
-    twin = copied(model)
-    with pytest.raises(ac_client.NotApplied):
-        ac_client.applied(twin)
-    assert_equal(gradients(twin, BATCH), want)
-    assert model.state_dict().keys() == twin.state_dict().keys() == new_model().state_dict().keys()
-
-
-@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_optimizer_state_is_in_the_budget_before_its_first_step(make_optimizer: Any) -> None:
-    model = new_model()
-    optimizer = make_optimizer(model.parameters(), lr=0.1)
-    parameters = sum(p.numel() * 4 for p in model.parameters())
-    ac_client.apply(model, 10.0, optimizer=optimizer)
-    gradients(model, BATCH)
-    counted = ac_client.applied(model).policy.predicted.static_bytes
-    optimizer.step()
-    expected = sum(
-        t.untyped_storage().nbytes()
-        for state in optimizer.state.values()
-        for t in state.values()
-        if torch.is_tensor(t)
-    )
-    assert counted == parameters + BATCH.nbytes + expected
 
 
 def test_gradients_that_stay_between_microbatches_are_planned_for(budget_gb: float) -> None:

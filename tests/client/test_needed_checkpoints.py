@@ -25,6 +25,10 @@ def in_torch(function: Any, x: Tensor) -> Tensor:
     return torchs.checkpoint(function, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+def reentrant(function: Any, x: Tensor) -> Tensor:
+    return torchs.checkpoint(function, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
 def ours(function: Any, x: Tensor) -> Tensor:
     return ac_client.checkpoint(function, x)
 
@@ -122,12 +126,12 @@ def gradients(model: nn.Module, steps: int = 3) -> list[Tensor]:
     found = []
     for step in range(steps):
         model.zero_grad()
-        model(batch(step)).backward()
+        model(batch(step).requires_grad_()).backward()
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return found
 
 
-@pytest.mark.parametrize("call", [in_torch, ours], ids=["torchs", "ours"])
+@pytest.mark.parametrize("call", [in_torch, reentrant, ours], ids=["torchs", "reentrant", "ours"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_needed_checkpoints_are_left_to_torch_with_a_warning(
     kind: type[Net], call: Call, caplog: pytest.LogCaptureFixture

@@ -179,15 +179,6 @@ def test_plan_decides_in_place_of_a_checkpoint(call: Callable[[Any, Tensor], Ten
     assert same(gradients, trained(seeded(Net, PLAIN.get(call, plainly))))
 
 
-@pytest.mark.parametrize("call", TAKEN, ids=lambda call: call.__name__)
-def test_generous_plan_recomputes_nothing(call: Callable[[Any, Tensor], Tensor]) -> None:
-    model = ac_client.apply(seeded(Net, call), 1.0)
-    trained(model, 1)
-    calls = model.calls
-    assert same(trained(model), trained(seeded(Net, PLAIN.get(call, plainly))))
-    assert model.calls == calls + 2 * len(model.blocks)
-
-
 @pytest.mark.parametrize("call", [in_torch, reentrant, ours, selective], ids=lambda call: call.__name__)
 def test_tightest_plan_is_no_larger_than_the_checkpoint(call: Callable[[Any, Tensor], Tensor]) -> None:
     model, x = seeded(Net, call), batch()

@@ -2,20 +2,16 @@
 
     make bench-collectives
 
-First, each collective of torch.distributed in a small network: in an autograd.Function and outside of one,
-under every way to recompute. Each plan recomputes all that it may, so no clock decides what is tested. Then a
-mixture of experts whose ranks exchange tokens, under plans for random op times and budgets, other plans on
-each rank. Losses and gradients must equal the plain ones bit for bit, and backward must communicate as often
-as the plain backward.
+Each collective of torch.distributed runs in a small network, in an autograd.Function and outside of one,
+under every way to recompute. Each plan recomputes all that it may, so no clock decides what is tested. Losses
+and gradients must equal the plain ones bit for bit, and backward must communicate as often as the plain one.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
+import json
 import tempfile
-import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-import torch.nn.functional as F
+from ranks import outputs_of_ranks
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.multiprocessing.spawn import spawn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import ac_client
 from ac_client import Constraints, checkpoint, save_recompute_policy
-from autoac.planner import Policy, build, plan, simulate
-from autoac.planner.errors import InfeasibleBudget, SolverOutOfTime
-from autoac.profiler import profile
 
 ROWS = WIDTH = 8  # ROWS is a multiple of each number of ranks
 STEPS = 3  # an observed one, a planned one, one without the mode in modules that save everything
@@ -449,150 +441,30 @@ def differences(collective: Callable[[Tensor], Tensor], ways: Sequence[str] = tu
     return found
 
 
-# --- expert parallelism -------------------------------------------------------------------------------------
-
-EXPERTS, MODEL_WIDTH, TOKENS = 4, 16, 32
-
-
-class Exchange(torch.autograd.Function):
-    """Send rows to their ranks and receive those of this rank; backward sends the gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        ctx.splits = sent, received
-        out = x.new_empty(sum(received), x.shape[1])
-        dist.all_to_all_single(out, x.contiguous(), received, sent)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        sent, received = ctx.splits
-        out = grads[0].new_empty(sum(sent), grads[0].shape[1])
-        dist.all_to_all_single(out, grads[0].contiguous(), sent, received)
-        return out, None, None
-
-
-class Experts(nn.Module):
-    """A mixture of experts, of which each rank has some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_local = EXPERTS // _size()
-        self.router = nn.Linear(MODEL_WIDTH, EXPERTS, bias=False)
-        self.norm = nn.LayerNorm(MODEL_WIDTH)
-        self.up = nn.Parameter(torch.randn(self.n_local, MODEL_WIDTH, 2 * MODEL_WIDTH) * 0.2)
-        self.down = nn.Parameter(torch.randn(self.n_local, 2 * MODEL_WIDTH, MODEL_WIDTH) * 0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x` plus what the expert of each token adds."""
-        h = self.norm(x)
-        weight, expert = self.router(h).softmax(-1).max(-1)
-        order = expert.argsort(stable=True)
-        sent = torch.bincount(expert, minlength=EXPERTS)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        to_each = sent.view(_size(), -1).sum(1).tolist()
-        from_each = received.view(_size(), -1).sum(1).tolist()
-        tokens = Exchange.apply(h[order], to_each, from_each)
-        made = []
-        for i, part in enumerate(tokens.split(received.tolist())):
-            expert_of_part = i % self.n_local
-            made.append(F.silu(part @ self.up[expert_of_part]) @ self.down[expert_of_part])
-        back = Exchange.apply(torch.cat(made), from_each, to_each)
-        out: Tensor = x + torch.zeros_like(h).index_copy(0, order, back) * weight[:, None]
-        return out
-
-
-class ExpertModel(nn.Module):
-    """Two mixtures of experts with dense layers between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(dist.get_rank())
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(MODEL_WIDTH, MODEL_WIDTH), nn.GELU(), Experts()) for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the loss."""
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-def random_policy(found: Any, chance: random.Random) -> Policy:
-    """Return a policy for the profile `found` with random op times, within a random budget."""
-    times = tuple(chance.uniform(0.1, 100.0) for _ in found.ops.runtime_us)
-    drawn = found.model_copy(update={"ops": found.ops.model_copy(update={"runtime_us": times})})
-    graph = build(drawn)
-    most = simulate(graph, graph.everything).peak.live_bytes
-    budget = int(graph.static_bytes + chance.uniform(0.3, 1.0) * (most - graph.static_bytes))
-    try:
-        return plan(drawn, budget_bytes=budget).policy()
-    except (InfeasibleBudget, SolverOutOfTime) as error:
-        return plan(drawn, budget_bytes=error.smallest_found).policy()
-
-
-def tried_experts(seed: int, repetitions: int) -> tuple[list[str], int]:
-    """Return the differences of `repetitions` plans, and how many ops these recompute in all."""
-    chance = random.Random(seed * 1000 + dist.get_rank())
-    x = torch.randn(TOKENS, MODEL_WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
-    plain = train(ExpertModel(), x, None)
-    found = profile(ExpertModel(), x)
-    wrong, recomputed = [], 0
-    for repetition in range(repetitions):
-        model = ExpertModel()
-        policy = random_policy(found, chance)
-        ac_client.apply(model, policy=policy, strict=True)
-        recomputed += policy.recomputed
-        if differs := difference(plain, train(model, x, None)):
-            wrong.append(f"experts, repetition {repetition}: {differs}")
-    return wrong, recomputed
-
-
-# --- ranks --------------------------------------------------------------------------------------------------
-
-
-def _study(rank: int, world: int, store: str, seed: int, repetitions: int) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    begun = time.monotonic()
-    wrong = []
-    n_cases = 0
-    for collective in COLLECTIVES:
-        found = differences(collective)
-        n_cases += len(found)
-        wrong += [f"{where}: {differs}" for where, differs in found.items() if differs]
-    of_experts, recomputed = tried_experts(seed, repetitions)
-    wrong += of_experts
-    for differs in wrong:
-        print(f"rank {rank} of {world}: {differs}", flush=True)
-    total = torch.tensor(len(wrong))
-    dist.all_reduce(total)
-    if rank == 0:
-        seconds = time.monotonic() - begun
-        print(
-            f"{world} ranks: {len(COLLECTIVES)} collectives in {n_cases} cases, and {repetitions} plans of "
-            f"experts ({recomputed} ops recomputed on rank 0): {int(total)} differences, {seconds:.0f} s",
-            flush=True,
-        )
-    dist.destroy_process_group()
-    if total:
-        raise SystemExit(1)
+SCRIPT = """
+import json
+from fuzzers.collectives import COLLECTIVES, differences
+found = {}
+for collective in COLLECTIVES:
+    found |= differences(collective)
+wrong = [f"{where}: {differs}" for where, differs in found.items() if differs]
+print(json.dumps([len(found), wrong]))
+"""
 
 
 def main() -> None:
     """Run the study on two and on four ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--repetitions", type=int, default=500, help="plans of the experts (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    failures = 0
     for world in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            store = str(Path(folder) / "store")
-            spawn(_study, (world, store, options.seed, options.repetitions), nprocs=world)
+            outs = outputs_of_ranks(SCRIPT, Path(folder) / "store", world, timeout=3600)
+        for rank, (cases, wrong) in enumerate(map(json.loads, outs)):
+            print(f"rank {rank} of {world}: {cases} cases", *wrong, sep="\n")
+            failures += len(wrong)
+    raise SystemExit(bool(failures))
 
 
 if __name__ == "__main__":

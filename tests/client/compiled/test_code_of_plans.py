@@ -16,12 +16,6 @@ from torch.nn import functional
 
 import ac_client
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
 BACKEND = "aot_eager"
 TIGHT_GB = 1.2e6 / 2**30
 
@@ -165,19 +159,6 @@ def test_apply_keeps_the_code_of_other_models() -> None:
     for (model, call), gradients in zip(bystanders, want, strict=True):
         assert all(map(torch.equal, outcome(model, call, x), gradients))
     assert counters["stats"]["unique_graphs"] == 1
-
-
-def test_planned_and_unplanned_model_of_one_class_take_turns() -> None:
-    torch.compiler.reset()
-    x = torch.ones(512, 32)
-    model, planned = Net(plain), ac_client.apply(Net(plain), TIGHT_GB)
-    calls = [torch.compile(each, backend=BACKEND) for each in (model, planned)]
-    for _ in range(2):
-        want, got = outcome(model, calls[0], x), outcome(planned, calls[1], x)
-        assert all(map(torch.equal, got, want))
-    report = ac_client.applied(planned).report()
-    assert report.recomputed > 0
-    assert not report.off_path
 
 
 def holding_its_inputs(graph: Any, _inputs: Any) -> Any:

@@ -23,13 +23,6 @@ from autoac.planner.shared_code import MOST_VARIANTS
 from autoac.profiler import DATASHEETS, profile
 from autoac.tape.capture.allocations import AllocationRecord
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.compiler.disable:UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
 BACKEND = "aot_eager"
 
 
@@ -109,20 +102,6 @@ def test_peak_is_exact_and_gradients_are_the_same(compiled: Callable[[Net], None
         assert predicted.peak_bytes <= budget
         assert measured_peak(model) + predicted.static_bytes == predicted.peak_bytes
     assert kinds == {False, True}  # ops of both kinds are recomputed
-
-
-@pytest.mark.parametrize("compiled", [in_place, wrapped])
-def test_blocks_may_be_compiled_after_apply(compiled: Callable[[Net], None]) -> None:
-    plain = Net()
-    compiled(plain)
-    want = outcome(plain)
-    model = ac_client.apply(Net(), 0.75 / 1024)
-    compiled(model)
-    assert all(map(torch.equal, outcome(model), want))
-    report = ac_client.applied(model).report()
-    assert report.recomputed > 0
-    assert not report.off_path
-    assert measured_peak(model) <= report.predicted_peak_bytes
 
 
 def test_blocks_that_share_code_are_compiled_a_few_times() -> None:

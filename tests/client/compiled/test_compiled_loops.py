@@ -23,12 +23,6 @@ from autoac.profiler import observe, profile
 from autoac.profiler.steps.training_loop import Loop as LoopForm
 from autoac.tape.runtime.moves.host_memory import host_memory
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
 BACKEND = "aot_eager"
 TIGHT_GB = 0.8 / 1024
 

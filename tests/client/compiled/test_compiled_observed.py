@@ -20,13 +20,6 @@ from autoac.planner import find_minimum_peak, plan
 from autoac.profiler import profile
 from benchmarks.observed_profile import A_CPU, IN_BACKWARD, IN_KERNELS, differing
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.compiler.disable:UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
 BATCH = torch.randn(256, 32, generator=torch.Generator().manual_seed(1))
 ticks: list[int] = []
 
@@ -54,21 +47,6 @@ class Net(nn.Module):
             if self.breaks:
                 tick()
         return torch.tanh(self.statistics(x)).exp().square().mean()
-
-
-class Images(nn.Module):
-    """Convolutions, which Inductor runs on channels-last tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
-        self.norm, self.head = nn.BatchNorm2d(16), nn.Linear(16, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.norm(self.first(x)))
-        x = functional.dropout(torch.relu(self.second(x)), 0.2)
-        return self.head(x.mean((2, 3))).square().mean()
 
 
 def whole(model: nn.Module, backend: Any = "aot_eager") -> nn.Module:
@@ -145,15 +123,6 @@ def test_nothing_is_compiled_before_the_plan(kind: str) -> None:
     assert len(compiled) == n
 
 
-def test_forward_runs_once_in_each_step() -> None:
-    budget = budgets(lambda: KINDS["breaks"]("aot_eager"), 0.4)
-    model = ac_client.apply(KINDS["breaks"]("aot_eager"), budget)
-    for _ in range(3):
-        ticks.clear()
-        outcome(model)
-        assert len(ticks) == 3
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_profile_is_that_of_a_fake_step(kind: str) -> None:
     fake = profile(KINDS[kind]("aot_eager"), BATCH, on=A_CPU)
@@ -187,19 +156,6 @@ def test_inductors_random_numbers_are_the_same_in_backward_and_leave_the_generat
     assert torch.equal(model.scale.grad, out.detach())
     assert 0.3 < (out != 0).float().mean() < 0.7
     assert torch.equal(drawn, step(plain)[1])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_graph_of_an_observed_step_may_be_retained(kind: str) -> None:
-    def gradients(model: nn.Module) -> list[Tensor]:
-        torch.manual_seed(2)
-        loss = model(BATCH)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    model = ac_client.apply(KINDS[kind]("aot_eager"), 1.0)
-    assert all(map(torch.equal, gradients(model), gradients(KINDS[kind]("aot_eager"))))
 
 
 def test_batch_norm_whose_statistics_the_backend_does_not_write_itself_runs_again() -> None:

@@ -12,8 +12,6 @@ import torch
 from blocks import Block
 from stepping import allocated_peak
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -22,12 +20,6 @@ from autoac.planner import find_minimum_peak, plan
 from autoac.profiler import profile
 from autoac.profiler.joint_graph.joint_graph import JointGraph, simplify
 from benchmarks.models.gpt2 import gpt2
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
 
 BACKEND = "aot_eager"
 
@@ -118,26 +110,6 @@ def test_predicted_peak_is_the_allocators_at_several_budgets(
         assert predicted.peak_bytes <= budget
         peaks.add(measured_peak(model, compiled, batch) + predicted.static_bytes - predicted.peak_bytes)
     assert peaks == {0}
-
-
-def test_a_planned_step_compiles_forward_and_backward_once() -> None:
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    compiled = []
-
-    def compile_half(module: Any, _inputs: Any) -> Any:
-        compiled.append(module)
-        return make_boxed_func(module.forward)
-
-    model, batch = net(), rows()
-    call = ac_client.apply(
-        torch.compile(model, backend=aot_autograd(fw_compiler=compile_half)), 0.6 * 1.1 / 1024
-    )
-    for _ in range(2):
-        outcome(model, call, batch)
-    assert ac_client.applied(model).report().recomputed > 0
-    assert len(compiled) == 2
 
 
 class Scaled(nn.Module):
@@ -273,22 +245,6 @@ def test_removed_plan_leaves_the_compiled_model_as_it_was() -> None:
     assert not model._forward_hooks
     model.load_state_dict(net().state_dict())
     assert all(map(torch.equal, outcome(model, compiled, batch), want))
-
-
-def test_planned_graph_is_compiled_once() -> None:
-    compiled = []
-
-    def forward(module: Any, inputs: Any) -> Any:
-        compiled.append(module)
-        return boxed_nop(module, inputs)
-
-    model = net()
-    call: Any = torch.compile(model, backend=aot_autograd(fw_compiler=forward, bw_compiler=boxed_nop))
-    ac_client.apply(model, 0.0006)
-    for _ in range(2):
-        outcome(model, call, rows())
-    assert ac_client.applied(model).report().recomputed > 0
-    assert len(compiled) == 1
 
 
 class Checkpointed(Net):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,13 +12,6 @@ from autoac.planner import Profile
 from autoac.profiler import profile
 from benchmarks.compiled_peaks import compare
 from benchmarks.models.tiny import ZOO
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
 
 (DENSENET,) = (entry for entry in ZOO if entry.name == "DenseNet")
 

@@ -17,12 +17,6 @@ from benchmarks.inductor_peaks import train
 from benchmarks.models.batches import Batch
 from benchmarks.models.tiny import ZooModel
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
 
 class Chain(nn.Module):
     """Equal layers, each with several ops that Inductor fuses. Equal layers share their kernels."""

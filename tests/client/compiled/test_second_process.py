@@ -18,12 +18,6 @@ from ac_client.measure.forked_call import run_in_child
 from ac_client.planning import plan_batch
 from autoac.tape.capture.allocations import AllocationRecord
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
-
 TIGHT, LOOSE = 460_000, 590_000
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -264,34 +263,6 @@ def test_reporters_and_history_receive_the_metrics(tmp_path: Path) -> None:
     (evaluated,) = (entry for entry in trainer.state.log_history if "eval_loss" in entry)
     assert not any(name.startswith("autoac") for name in evaluated)
     json.dumps(trainer.state.log_history)
-
-
-def test_policy_is_carried_out(tmp_path: Path) -> None:
-    found = AutoACCallback(BUDGET_GB)
-    trainer = trained(tmp_path, [found, keep := KeepPolicy(found)], max_steps=2)
-    (tmp_path / "policy.json").write_text(keep.policy.to_json())
-    given = AutoACCallback(policy=tmp_path / "policy.json")
-    again = trained(tmp_path, [given], max_steps=2)
-    assert given.report is not None
-    assert given.report.recomputed == found.report.recomputed
-    assert_same(weights(again.model), weights(trainer.model))
-
-
-class KeepPolicy(TrainerCallback):
-    def __init__(self, callback: AutoACCallback) -> None:
-        self.callback = callback
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.policy = self.callback.applied.policy
-
-
-def test_service_makes_the_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with socket.socket() as taken:  # bound, and nobody listens
-        taken.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        trained(tmp_path, [AutoACCallback(BUDGET_GB, service=url)], max_steps=1)
-    assert "planning in-process, because" in caplog.text
-    assert url in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")

@@ -125,23 +125,6 @@ def test_page_needs_a_plan_and_its_bytes(budget: int, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_measuring_changes_no_gradient(budget: int) -> None:
-    plain, model = new_model(), ac_client.apply(new_model(), budget / GIB)
-    for one in (plain, model):
-        torch.manual_seed(1)
-        out = list(one(BATCH).values())
-        torch.autograd.backward(out, [torch.ones_like(t) for t in out])
-    model.zero_grad()
-    with ac_client.applied(model).measure():
-        torch.manual_seed(1)
-        out = list(model(BATCH).values())
-        torch.autograd.backward(out, [torch.ones_like(t) for t in out])
-    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-        assert a.grad is not None
-        assert b.grad is not None
-        assert torch.equal(a.grad, b.grad)
-
-
 def test_first_plan_on_a_cpu_says_once_that_nothing_compares(
     budget: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -76,12 +76,6 @@ class Streamed(Net):
         return super().layer(i, x + (x @ self.shared).sin().chunk(8, 1)[0])
 
 
-class Swapped(Streamed):
-    def layer(self, i: int, x: Tensor) -> Tensor:
-        self.shared.data = self.streamed[i].clone()
-        return Net.layer(self, i, x + (x @ self.shared).sin().chunk(8, 1)[0])
-
-
 def step(model: nn.Module, number: int) -> list[Tensor]:
     model.zero_grad()
     torch.manual_seed(number)
@@ -133,21 +127,6 @@ def test_checkpoints_that_are_left_alone_stay_so_in_the_observed_step(call: Call
     assert model.forwards == 1
     assert model.calls > LAYERS
     assert same(model, seeded(Net, plainly))
-
-
-@pytest.mark.parametrize("kind", [Streamed, Swapped], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("call", [in_torch, reentrant, ours], ids=lambda call: call.__name__)
-def test_needed_checkpoints_are_found_in_a_step_with_the_right_numbers(
-    kind: type[Streamed], call: Call, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = observed(seeded(kind, call))
-    assert same(model, seeded(kind, in_torch), 1)
-    assert ac_client.applied(model).policy is None
-    assert same(model, seeded(kind, in_torch), 1)
-    assert ac_client.applied(model).policy is not None
-    assert same(model, seeded(kind, in_torch))
-    assert model.forwards == 6
-    assert caplog.text.count("memory that they share") == 1
 
 
 def peak_of_first_step(model: nn.Module) -> int:

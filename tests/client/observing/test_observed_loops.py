@@ -202,42 +202,6 @@ def test_training_whose_first_step_is_observed_equals_plain_training(
     assert ac_client.applied(planned.model).policy is not None
 
 
-@pytest.mark.parametrize(
-    "loop", [plain_loop, loss_outside, two_forwards, two_backwards], ids=lambda loop: loop.__name__
-)
-def test_planned_step_after_an_observed_one_peaks_where_predicted(
-    loop: Callable[[Training, int], None],
-) -> None:
-    planned, limit = training(), (2 if loop is two_forwards else 1) * budget()
-    ac_client.apply(planned.model, budget_gb=limit, group=None)
-    loop(planned, 4)
-    handle = ac_client.applied(planned.model)
-    with handle.measure():
-        loop(planned, 1)
-    report = handle.report()
-    assert report.recomputed > 0
-    assert report.measured_peak_bytes is not None
-    assert report.predicted_peak_bytes is not None
-    # Autograd holds the output until the node of the loss has run; a plan counts it until the end.
-    unused = report.predicted_peak_bytes - report.measured_peak_bytes
-    assert unused in range(256 * WIDTH * 4 + 1)
-    assert report.predicted_peak_bytes <= limit * GIB
-
-
-def test_retained_graph_is_planned_for_from_the_second_step_on(caplog: pytest.LogCaptureFixture) -> None:
-    planned, limit = training(), 1.1 * budget()
-    ac_client.apply(planned.model, budget_gb=limit, group=None)
-    handle = ac_client.applied(planned.model)
-    two_backwards(planned, 1)
-    with handle.measure():
-        two_backwards(planned, 1)
-    report = handle.report()
-    assert report.recomputed > 0
-    assert report.measured_peak_bytes is not None
-    assert report.measured_peak_bytes <= limit * GIB
-    assert not any("retain_graph=True" in record.getMessage() for record in caplog.records)
-
-
 def test_retained_graph_that_fits_no_plan_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     planned = training()
     ac_client.apply(planned.model, budget_gb=0.875 * budget(), group=None)
@@ -250,34 +214,6 @@ def test_retained_graph_that_fits_no_plan_is_warned_of(caplog: pytest.LogCapture
     assert planned.model.calls == 4
 
 
-def test_training_with_checkpoints_whose_first_step_is_observed_equals_plain_training(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    plain, planned = training(checkpoints=True), training(checkpoints=True)
-    torch.manual_seed(1)
-    plain_loop(plain, 3)
-    ac_client.apply(planned.model, budget_gb=budget(), group=None)
-    torch.manual_seed(1)
-    plain_loop(planned, 3)
-    assert all(map(torch.equal, planned.losses, plain.losses))
-    assert planned.model.calls == plain.model.calls
-    assert ac_client.applied(planned.model).policy is not None
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-
-
-def test_budget_that_no_plan_keeps_is_refused_in_the_second_forward() -> None:
-    planned = training()
-    ac_client.apply(planned.model, budget_gb=1e-6, group=None)
-    planned.loss(torch.randn(256, WIDTH)).backward()
-    planned.step()
-    assert ac_client.applied(planned.model).policy is None
-    with pytest.raises(InfeasibleBudget, match="needs at least"):
-        planned.loss(torch.randn(256, WIDTH))
-    with pytest.raises(ac_client.NotApplied):
-        ac_client.applied(planned.model)
-    plain_loop(planned, 2)  # plain again
-
-
 def test_observed_step_over_the_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     for limit, said in ((1 / 1024, 1), (budget(), 0)):
         planned = training()
@@ -287,17 +223,6 @@ def test_observed_step_over_the_budget_is_said_once(caplog: pytest.LogCaptureFix
         messages = [record.getMessage() for record in caplog.records]
         assert sum("MiB over the budget of 1.00 MiB" in message for message in messages) == said
         caplog.clear()
-
-
-def test_policy_is_there_after_the_observed_step() -> None:
-    planned = training()
-    ac_client.apply(planned.model, budget_gb=budget(), group=None)
-    handle = ac_client.applied(planned.model)
-    loss = planned.loss(torch.randn(256, WIDTH))
-    assert handle.policy is None
-    loss.backward()
-    assert handle.policy is not None
-    assert handle.report().recomputed == handle.policy.recomputed > 0
 
 
 def test_step_that_torchs_profiler_does_not_watch_is_the_observed_one() -> None:

@@ -94,22 +94,6 @@ def test_short_last_batch_is_not_planned(budget_gb: float, monkeypatch: pytest.M
     assert ac_client.applied(planned).policy is policy
 
 
-def test_evaluation_and_other_modules_in_between_do_not_disturb(budget_gb: float) -> None:
-    plain, planned = new_model(), ac_client.apply(new_model(), budget_gb)
-    at, other = ac_client.applied(planned), nn.Linear(WIDTH, 1)
-    for of in (LARGE, SMALL, LARGE):
-        assert_as_plain(planned, plain, of)
-        ran = at.policy
-        planned.eval()
-        planned(batch((7, 50))).values()
-        planned.train()
-        with torch.no_grad():
-            planned(batch((8, 60)))
-        other(batch(LARGE)).sum().backward()
-        assert at.policy is ran
-    assert at.report().buckets == 1
-
-
 def test_backwards_in_another_order_than_forwards_have_each_its_own_policy(budget_gb: float) -> None:
     got = []
     for model in (new_model(), ac_client.apply(new_model(), budget_gb)):

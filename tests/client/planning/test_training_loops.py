@@ -236,15 +236,6 @@ def test_graph_that_the_name_of_the_loss_keeps_is_counted(caplog: pytest.LogCapt
     )
 
 
-def test_forwards_in_flight_that_fit_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    model = ac_client.apply(WithLoss(), 1.0)
-    for n in (1, 3, 3):
-        several(n)(model)
-        model.zero_grad()
-    assert not warnings(caplog)
-    assert len(ac_client.applied(model).policy.forwards) == 1
-
-
 def test_budget_that_the_loop_cannot_keep_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     budget = budget_for(WithLoss(), 0.5)
     model = ac_client.apply(WithLoss(), budget / GIB)
@@ -845,26 +836,6 @@ def test_peaks_of_dropped_outputs_follow_from_one_profile(loss: Any, retains: bo
     assert held.output_nbytes({1}) == 4 * ROWS * 1024
     assert held.with_dropped_outputs({1}).storages == dropped.storages != held.storages
     assert dropped.with_dropped_outputs(()).storages == held.storages
-
-
-def test_outputs_that_the_loop_drops_are_not_planned_as_held(caplog: pytest.LogCaptureFixture) -> None:
-    budget = budget_for(Head(), 0.97)
-    model = ac_client.apply(Head(), budget / GIB)
-    drops(model)
-    report = measured(model, drops)
-    assert report.recomputed == 0
-    assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
-    assert not warnings(caplog)
-    model.zero_grad()
-    holds(model)
-    assert "outputs of 512.00 KiB are held" in warnings(caplog)[0]
-    for step in (holds, drops, holds):
-        model.zero_grad()
-        step(model)
-        report = measured(model, step)
-        assert report.measured_peak_bytes <= budget
-    assert len(warnings(caplog)) == 1
-    assert_gradients_of_the_plain_model(model, Head(), drops)
 
 
 def test_outputs_that_only_the_loss_saves_are_free_when_backward_reaches_the_model(

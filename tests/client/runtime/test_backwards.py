@@ -18,20 +18,6 @@ def chain(x: Tensor) -> Tensor:
     return (y.sin() * y.tanh()).exp()
 
 
-def test_backward_twice_with_retain_graph() -> None:
-    x = torch.randn(5, requires_grad=True)
-    (want,) = torch.autograd.grad(chain(x).sum(), x)
-    log = EventLog()
-    with save_recompute_policy("recompute_all", log=log):
-        z = chain(x)
-    (first,) = torch.autograd.grad(z.sum(), x, retain_graph=True)
-    replayed = len(log.events)
-    (second,) = torch.autograd.grad(z.sum(), x)
-    assert torch.equal(first, want)
-    assert torch.equal(second, want)
-    assert len(log.events) > replayed, "each pass makes its values afresh"
-
-
 def test_two_losses_over_one_graph() -> None:
     def losses(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x.exp().sin()
@@ -68,20 +54,6 @@ def test_two_losses_share_tensors_that_the_first_pass_recomputed() -> None:
     assert torch.equal(w.grad, want)
 
 
-def test_double_backward() -> None:
-    x = torch.randn(5, requires_grad=True, dtype=torch.double)
-
-    def second(z: Tensor) -> Tensor:
-        (g,) = torch.autograd.grad(z.sum(), x, create_graph=True)
-        (gg,) = torch.autograd.grad(g.pow(2).sum(), x)
-        return gg
-
-    want = second(chain(x))
-    with save_recompute_policy("recompute_all"):
-        z = chain(x)
-    assert torch.equal(second(z), want)
-
-
 def test_gradcheck() -> None:
     def planned(x: Tensor) -> Tensor:
         with save_recompute_policy("recompute_all"):
@@ -90,49 +62,6 @@ def test_gradcheck() -> None:
     x = torch.randn(3, requires_grad=True, dtype=torch.double)
     assert torch.autograd.gradcheck(planned, (x,))
     assert torch.autograd.gradgradcheck(planned, (x,))
-
-
-def test_grad_inside_forward() -> None:
-    def model(x: Tensor) -> Tensor:
-        y = chain(x)
-        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return (g * y).sum()
-
-    x = torch.randn(5, requires_grad=True)
-    model(x).backward()
-    want, x.grad = x.grad, None
-    with save_recompute_policy("recompute_all"):
-        loss = model(x)
-    loss.backward()
-    assert torch.equal(x.grad, want)
-
-
-def test_partial_backward_then_the_rest() -> None:
-    x = torch.randn(5, requires_grad=True)
-    w = torch.randn(5, requires_grad=True)
-
-    def loss() -> Tensor:
-        return (chain(x) * w.exp()).sum()
-
-    loss().backward()
-    want = x.grad, w.grad
-    x.grad = w.grad = None
-    with save_recompute_policy("recompute_all"):
-        planned = loss()
-    planned.backward(inputs=[w], retain_graph=True)
-    assert x.grad is None
-    planned.backward(inputs=[x])
-    assert torch.equal(x.grad, want[0])
-    assert torch.equal(w.grad, want[1])
-
-
-def test_backward_twice_without_retain_graph_raises_the_error_of_torch() -> None:
-    x = torch.randn(5, requires_grad=True)
-    with save_recompute_policy("recompute_all"):
-        loss = chain(x).sum()
-    loss.backward()
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
 
 
 def test_reading_a_saved_tensor_outside_of_backward_consumes_no_use() -> None:
@@ -145,31 +74,6 @@ def test_reading_a_saved_tensor_outside_of_backward_consumes_no_use() -> None:
         assert torch.equal(y.grad_fn._saved_self, want)
     y.sum().backward()
     assert torch.equal(x.grad, want.cos() * want)
-
-
-def test_custom_function_may_unpack_twice() -> None:
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
-            y = x.exp()
-            ctx.save_for_backward(y)
-            return y.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-            (a,) = ctx.saved_tensors
-            total = a.sum()
-            del a
-            (b,) = ctx.saved_tensors
-            return gradient * b * total / total
-
-    x = torch.randn(5, requires_grad=True)
-    with save_recompute_policy("recompute_all"):
-        z = Twice.apply(x.sin().cos())
-    z.sum().backward()
-    want, x.grad = x.grad, None
-    Twice.apply(x.sin().cos()).sum().backward()
-    assert torch.equal(x.grad, want)
 
 
 def test_backward_on_another_thread() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import needs_compiled_plans
 from torch import Tensor, nn
 
 import ac_client
@@ -23,7 +22,6 @@ pytestmark = [
 
 BACKEND = "aot_eager"
 BUDGET_GB = 1.0
-TIGHT_GB = 0.0012  # 1.23 MiB, where the step below takes 1.55
 
 
 @pytest.fixture(autouse=True)
@@ -33,71 +31,16 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def new_model() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
 
 
 def batch() -> Tensor:
     return torch.randn(64, 8, 32, generator=torch.Generator().manual_seed(1))
 
 
-def gradients(model: nn.Module, call: Callable[[Tensor], Tensor] | None = None) -> list[Tensor | None]:
-    model.zero_grad()
-    (call or model)(batch()).square().mean().backward()
-    return [p.grad for p in model.parameters()]
-
-
-def equal(got: list[Tensor | None], want: list[Tensor | None]) -> bool:
-    return all(g is not None and w is not None and torch.equal(g, w) for g, w in zip(got, want, strict=True))
-
-
-@needs_compiled_plans
-@pytest.mark.parametrize("budget_gb", [BUDGET_GB, TIGHT_GB])
-@pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_blocks_compiled_before_apply_stay_whole_and_give_the_same_gradients(
-    budget_gb: float, fullgraph: bool, in_place: bool
-) -> None:
-    def make() -> tuple[Net, Any]:
-        from torch._dynamo.testing import CompileCounterWithBackend
-
-        model, counter = Net(), CompileCounterWithBackend(BACKEND)
-        if in_place:
-            model.blocks[1].compile(backend=counter, fullgraph=fullgraph)
-        else:
-            model.blocks[1] = torch.compile(model.blocks[1], backend=counter, fullgraph=fullgraph)
-        return model, counter
-
-    plain, plain_counter = make()
-    want = gradients(plain)
-    model, counter = make()
-    ac_client.apply(model, budget_gb)
-    for _ in range(3):
-        assert equal(gradients(model), want)
-    assert counter.op_count == plain_counter.op_count * counter.frame_count / plain_counter.frame_count
-    assert (ac_client.applied(model).report().recomputed > 0) == (budget_gb == TIGHT_GB)
-
-
 def test_evaluation_may_be_compiled() -> None:
-    model = ac_client.apply(Net(), BUDGET_GB).eval()
+    model = ac_client.apply(new_model(), BUDGET_GB).eval()
     want = model(batch())
     assert torch.allclose(torch.compile(model, backend=BACKEND)(batch()), want)
     exported = torch.export.export(model, (batch(),))
@@ -107,7 +50,7 @@ def test_evaluation_may_be_compiled() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 @pytest.mark.parametrize("trace", [torch.export.export, torch.jit.trace])
 def test_tracing_a_planned_model_in_training_is_rejected(trace: Callable[..., Any]) -> None:
-    model = ac_client.apply(Net(), BUDGET_GB)
+    model = ac_client.apply(new_model(), BUDGET_GB)
     with pytest.raises(CannotProfile, match=r"remove\(\) first"):
         trace(model, (batch(),))
 

@@ -34,7 +34,7 @@ class Compiled:
         return self._compiler(graph)
 
 
-@pytest.fixture(params=["eager", "aot_eager"])
+@pytest.fixture(params=["aot_eager"])
 def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
     torch._dynamo.reset()
     counters.clear()

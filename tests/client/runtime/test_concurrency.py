@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from awkward_modules import ConvNet
 from stepping import nothing_left, recomputed
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -156,21 +155,6 @@ def test_first_steps_on_several_threads_are_observed_one_at_a_time(
         assert ac_client.applied(model).report().steps > 0
 
 
-def test_backward_on_one_thread_while_forward_runs_on_another() -> None:
-    x = torch.randn(64, requires_grad=True)
-    with save_recompute_policy("recompute_all"):
-        first = chain(x)
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(is_plain(first, x)))
-    with save_recompute_policy("recompute_all"):
-        second = chain(x)
-        thread.start()
-        thread.join()
-        second = second * 1
-    assert found == [True]
-    assert is_plain(second, x)
-
-
 def test_uses_are_counted_correctly_while_other_threads_run_backward() -> None:
     x = torch.ones(2, requires_grad=True)
     want = (x.detach().sin().exp() * 2).cos() * 2
@@ -202,23 +186,6 @@ def test_uses_are_counted_correctly_while_other_threads_run_backward() -> None:
         sys.setswitchinterval(interval)
     assert not wrong
     assert (value.uses, value.node.used_outs) == before
-
-
-def test_several_planned_models_alive_at_once(policy: Policy) -> None:
-    torch.manual_seed(0)
-    models = [Deep() for _ in range(3)]
-    x = torch.ones(4, 8)
-    want = [gradients_of(m, x) for m in models]
-    for m in models:
-        ac_client.apply(m, policy=policy)
-    outs = []
-    for m in models:
-        torch.manual_seed(1)
-        outs.append(m(x))
-    for m, out, expected in reversed(list(zip(models, outs, want, strict=True))):
-        found = torch.autograd.grad(out.sum(), list(m.parameters()))
-        assert all(map(torch.equal, found, expected))
-        assert ac_client.applied(m).report().off_path == ""
 
 
 def suspended(x: Tensor, policy: str, log: EventLog | None = None) -> Iterator[Tensor]:
@@ -263,24 +230,6 @@ def test_generator_that_suspends_inside_a_region(between: str, leaves_first: str
     assert active.region is None
     assert all(is_plain(z, x) for z in outs)
     assert recomputed(log)
-
-
-def test_coroutines_that_interleave() -> None:
-    x = torch.randn(4, requires_grad=True)
-
-    async def forward(ticks: int) -> Tensor:
-        with save_recompute_policy("recompute_all"):
-            y = x.sin()
-            for _ in range(ticks):
-                await asyncio.sleep(0)
-            return (y.exp() * x).cos()
-
-    async def every() -> list[Tensor]:
-        return await asyncio.gather(*(forward(i % 3) for i in range(6)))
-
-    outs = asyncio.run(every())
-    assert active.region is None
-    assert all(is_plain(z, x) for z in outs)
 
 
 def test_leaving_a_region_on_another_thread_is_an_error_and_heals() -> None:
@@ -405,21 +354,6 @@ def test_copy_of_a_planned_model_is_plain_and_may_be_planned(
     ac_client.apply(twin, policy=policy)
     assert all(map(torch.equal, gradients_of(twin, x), want))
     assert ac_client.applied(twin).report().recomputed > 0
-
-
-def test_state_dict_is_that_of_the_plain_model_before_and_after_planning() -> None:
-    torch.manual_seed(0)
-    plain = ConvNet()
-    planned = ac_client.apply(copy.deepcopy(plain), 1.0)
-    x = torch.randn(4, 3, 8, 8)
-    for _ in range(2):
-        ours, theirs = planned.state_dict(), plain.state_dict()
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-        for model in (plain, planned):
-            torch.manual_seed(1)
-            model(x).sum().backward()
-    plain.load_state_dict(planned.state_dict())
 
 
 def test_region_entered_by_hand_and_never_left_ends_with_its_object() -> None:

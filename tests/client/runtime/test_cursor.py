@@ -255,29 +255,6 @@ def test_strict_cursor_raises_with_the_expected_and_the_found_op() -> None:
         walk(Cursor(ROUTE, strict=True), "relu")
 
 
-def test_module_without_ops_inside_a_planned_layer_stays_on_the_path() -> None:
-    """As an Identity where the other layers have a ReLU."""
-    route = Route(
-        {"layers.0.act/aten.relu.default#0": "save", "layers.1.conv/aten.mm.default#0": "recompute"}
-    )
-    cursor = Cursor(route, strict=True)
-    for path, op in (("layers.0", ""), ("layers.0.act", "aten.relu.default")):
-        cursor.enter(path)
-        if op:
-            assert cursor.next_decision(op) == "save"
-    cursor.leave("layers.0.act")
-    cursor.leave("layers.0")
-    cursor.enter("layers.1")
-    cursor.enter("layers.1.conv")
-    assert cursor.next_decision("aten.mm.default") == "recompute"
-    cursor.leave("layers.1.conv")
-    cursor.enter("layers.1.act")
-    cursor.leave("layers.1.act")
-    cursor.leave("layers.1")
-    cursor.finish()
-    assert cursor.off_path is None
-
-
 @pytest.mark.parametrize("planned_native", [True, False])
 @pytest.mark.parametrize("runs_native", [True, False])
 def test_kernels_of_batch_norm_share_a_key(planned_native: bool, runs_native: bool) -> None:

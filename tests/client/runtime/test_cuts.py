@@ -127,40 +127,6 @@ def test_what_only_the_comparison_of_contents_holds_is_not_live() -> None:
     assert seen == [0, *[weight.nbytes] * 4]
 
 
-def test_hidden_states_that_the_caller_keeps_are_not_held_twice() -> None:
-    layers = nn.ModuleList(Layer("residual") for _ in range(8))
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    kept = [x]
-    with save_recompute_policy("recompute_all", cuts=Cuts()):
-        for layer in layers:
-            kept.append(layer(kept[-1]))
-    torch.stack(kept).sum().backward()
-    observed = x.grad
-    x.grad = None
-    plain = [x]
-    for layer in layers:
-        plain.append(layer(plain[-1]))
-    torch.stack(plain).sum().backward()
-    assert same(observed, x.grad)
-
-
-def test_a_gradient_inside_of_forward_is_that_of_the_plain_step() -> None:
-    layers = nn.Sequential(*(Layer("residual") for _ in range(4)))
-
-    def forces(cuts: Cuts | None) -> Tensor:
-        x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).requires_grad_()
-        if cuts is None:
-            (force,) = torch.autograd.grad(layers(x).sum(), x, create_graph=True)
-        else:
-            with save_recompute_policy("recompute_all", cuts=cuts):
-                (force,) = torch.autograd.grad(layers(x).sum(), x, create_graph=True)
-        force.square().sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    assert torch.equal(forces(None), forces(Cuts()))
-
-
 def test_a_write_after_forward_to_what_a_cut_holds_is_an_error() -> None:
     layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6))
     x = torch.randn(ROWS, WIDTH, requires_grad=True)

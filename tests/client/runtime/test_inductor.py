@@ -11,7 +11,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -167,35 +166,6 @@ def test_first_compilation_inside_a_region_is_an_error(
     compiled(torch.ones(2, 2))
     with pytest.raises(RuntimeError, match="run the step again"):
         region.__exit__(None, None, None)
-
-
-def chain(x: Tensor) -> Tensor:
-    for _ in range(2):
-        x = x.sin().exp().sin().tanh()
-    return x
-
-
-@pytest.mark.parametrize("policy", ["recompute_all", [torch.ops.aten.tanh]], ids=["all", "every 4th saved"])
-def test_compiled_autograd(policy: Any) -> None:
-    x = torch.randn(8, requires_grad=True)
-
-    def run(policy: Any, log: EventLog | None = None, *, compiled: bool = True) -> Tensor:
-        with save_recompute_policy(policy, log=log) if policy else nullcontext():
-            loss = chain(x).sum()
-        with compiled_autograd._enable(torch.compile(backend="inductor")) if compiled else nullcontext():
-            loss.backward()
-        assert x.grad is not None
-        gradient, x.grad = x.grad, None
-        return gradient
-
-    want, engine = run(None), EventLog()
-    run(policy, engine, compiled=False)
-    for _ in range(3):  # the first sees each key as a constant, the second as a symbol
-        log = EventLog()
-        with replays() as made_again:
-            assert torch.equal(run(policy, log), want)
-        assert log.events == engine.events, "lazily, once each, in the same order"
-        assert made_again.alive == 0
 
 
 def test_compiled_autograd_of_a_planned_model() -> None:

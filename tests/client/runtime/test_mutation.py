@@ -9,6 +9,7 @@ import pytest
 import torch
 from stepping import assert_same, nothing_left, step
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
@@ -193,7 +194,11 @@ BODIES = [
     aliases_its_input,
     forward_mode,
 ]
-POLICIES = {"recompute all": "recompute_all", "save some": [torch.ops.aten.sin, torch.ops.aten.mul]}
+POLICIES = {
+    "recompute all": "recompute_all",
+    "must recompute": CheckpointPolicy.MUST_RECOMPUTE,
+    "save some": [torch.ops.aten.sin, torch.ops.aten.mul],
+}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -247,8 +252,6 @@ def test_running_statistics_are_updated_once_in_every_norm(norm: str) -> None:
 
 
 def test_op_that_moves_a_storage_is_saved_although_the_policy_insists() -> None:
-    from torch.utils.checkpoint import CheckpointPolicy
-
     log = EventLog()
     x = torch.randn(4, requires_grad=True)
     with save_recompute_policy(CheckpointPolicy.MUST_RECOMPUTE, log=log):

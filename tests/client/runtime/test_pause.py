@@ -14,36 +14,10 @@ from torch import Tensor, nn
 import ac_client
 from ac_client import StaleError
 from autoac.planner import plan
-from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.build import build
 from autoac.profiler import profile
 from autoac.tape.runtime import policy_context
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.region import Region
-
-
-class Block(nn.Module):
-    """Run ten ops, of which two write to tensors that were just made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = nn.functional.dropout((x @ self.weight).tanh(), 0.1) + x
-        return x
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().sum()
 
 
 def gradients(model: nn.Module, x: Tensor, steps: int) -> list[Tensor]:
@@ -54,35 +28,6 @@ def gradients(model: nn.Module, x: Tensor, steps: int) -> list[Tensor]:
         model(x).backward()
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return found
-
-
-def test_fully_saved_blocks_run_without_the_mode_from_the_second_step_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    x = torch.randn(32, 8)
-    torch.manual_seed(0)
-    found = profile(Stack(), x)
-    graph = build(found)
-    policy = plan(found, budget_bytes=peak_bytes(graph, graph.everything) - 2000).policy()
-    recomputed = {key.split("/")[0] for key, decision in policy.decisions.items() if decision == "recompute"}
-    assert recomputed
-    assert len(recomputed) < 4
-    model = ac_client.apply(Stack(), policy=policy)
-    seen: list[str] = []
-    dispatch = Region.__torch_dispatch__
-
-    def watching(self: Region, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        seen.append(str(func))
-        return dispatch(self, func, types, args, kwargs)
-
-    monkeypatch.setattr(Region, "__torch_dispatch__", watching)
-    first = gradients(model, x, 1)
-    in_first = len(seen)
-    second = gradients(model, x, 2)
-    assert len(seen) - 2 * in_first < -20  # the mode did not see the ops of the other blocks
-    plain = gradients(Stack(), x, 2)
-    assert all(map(torch.equal, first + second, plain[: len(first)] + plain))
-    assert ac_client.applied(model).report().off_path == ""
 
 
 def in_a_pause(write: Any) -> tuple[list[Tensor], list[Tensor]]:

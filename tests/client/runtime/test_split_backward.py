@@ -212,21 +212,6 @@ def test_second_part_that_unpacks_everything_again_is_a_separate_pass() -> None:
     assert len(recomputed(log)) <= 2 * 16
 
 
-def test_whole_backward_in_a_block_works_as_outside() -> None:
-    model, x = model_and_input("attention")
-    want = plainly(model, x)
-    plain, split = EventLog(), EventLog()
-    with replays() as outside:
-        forward(model, x, plain).sum().backward()
-    assert_equal(gradients(model, x), want)
-    with replays() as inside, split_backward():
-        forward(model, x, split).sum().backward()
-        assert inside.alive == 0
-    assert_equal(gradients(model, x), want)
-    assert plain.events == split.events
-    assert outside.most == inside.most
-
-
 def test_second_whole_backward_in_a_block_is_a_separate_pass() -> None:
     model, x = model_and_input("attention")
     want = plainly(model, x)

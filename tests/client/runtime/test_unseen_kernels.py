@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,29 +121,19 @@ def test_budgets_have_the_plain_gradients(kind: str, share: float) -> None:
         assert kind == "swiglu over saved, read before", "its backward writes over what a plan may save"
 
 
+def in_one_checkpoint(net: nn.Module, x: Tensor, log: EventLog | None = None) -> Tensor:
+    y: Tensor = ac_client.checkpoint(net, x, use_reentrant=False)
+    return y
+
+
+@pytest.mark.parametrize("way", [in_checkpoints, in_one_checkpoint, in_a_region])
 @pytest.mark.parametrize("kind", KINDS)
-def test_checkpoint_per_block_has_the_plain_gradients(kind: str) -> None:
+def test_way_to_recompute_has_the_plain_gradients(kind: str, way: Callable[..., Tensor]) -> None:
     log = EventLog()
-    assert_plain(kind, network(kind), partial(in_checkpoints, log=log))
-    recomputed = [name for event, name in log.events if event == "recompute"]
-    assert len(recomputed) >= 2 * STEPS, "the visible layers are recomputed"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_checkpoint_of_the_model_has_the_plain_gradients(kind: str) -> None:
-    def run(net: nn.Module, x: Tensor) -> Tensor:
-        y: Tensor = ac_client.checkpoint(net, x, use_reentrant=False)
-        return y
-
-    assert_plain(kind, network(kind), run)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_region_that_recomputes_all_has_the_plain_gradients(kind: str) -> None:
-    log = EventLog()
-    assert_plain(kind, network(kind), partial(in_a_region, log=log))
-    recomputed = [name for event, name in log.events if event == "recompute"]
-    assert len(recomputed) >= 2 * STEPS, "the visible layers are recomputed"
+    assert_plain(kind, network(kind), partial(way, log=log))
+    if way is not in_one_checkpoint:
+        recomputed = [name for event, name in log.events if event == "recompute"]
+        assert len(recomputed) >= 2 * STEPS, "the visible layers are recomputed"
 
 
 @pytest.mark.parametrize("kind", ["rms norm", "swiglu", "swiglu over saved", "rope unmarked", "attention"])

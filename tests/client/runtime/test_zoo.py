@@ -103,7 +103,7 @@ def coin(seed: int) -> Callable[..., bool]:
 
 REGIONS: dict[str, Callable[[], Any]] = {
     "recompute all": lambda: "recompute_all",
-    **{f"coin {seed}": functools.partial(coin, seed) for seed in range(3)},
+    **{f"coin {seed}": functools.partial(coin, seed) for seed in range(1)},
 }
 
 
@@ -127,7 +127,7 @@ def test_plan_changes_no_bit_and_its_peak_is_predicted(subject: Subject) -> None
     assert_predicted(outcome, subject.graph, subject.save_set)
 
 
-@pytest.mark.parametrize("probability", [0.0, 0.2, 0.5, 0.8])
+@pytest.mark.parametrize("probability", [0.0, 0.5])
 def test_any_save_set_changes_no_bit_and_its_peak_is_predicted(subject: Subject, probability: float) -> None:
     chance = random.Random(1)
     drawn = frozenset(OpId(op.id) for op in subject.graph.ops if chance.random() < probability)
