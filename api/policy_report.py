@@ -61,4 +61,4 @@ def _read(data: Mapping[str, Any]) -> tuple[Plan | Policy, Policy]:
 
 
 REPORTS: dict[str, Callable[[bytes], bytes]] = {"draw": draw, "compare": compare}
-"""What a child process reports, by its verb."""
+"""The functions that a child process makes reports with, by the verb that names them."""

@@ -43,14 +43,14 @@ class Gated(InProcess):
     plan: Any = plan_with_host
     gate: Event = field(default_factory=Event)
 
-    async def answer(self, kind: Kind, body: bytes, told: OnJobProgress, *, solves: int = 1) -> str:
+    async def answer(self, kind: Kind, body: bytes, progress: OnJobProgress, *, solves: int = 1) -> str:
         seconds = 0.0
         while not self.gate.is_set():
             numbers = {"incumbent": 2500.0, "bound": 1200.0, "gap": 0.5, "seconds": seconds}
-            told(numbers | ({"point": 3, "points": 15} if kind is Kind.FRONTIER else {}))
+            progress(numbers | ({"point": 3, "points": 15} if kind is Kind.FRONTIER else {}))
             await anyio.sleep(0.05)
             seconds += 0.05
-        return await to_thread.run_sync(self.solve, kind, body, told)
+        return await to_thread.run_sync(self.solve, kind, body, progress)
 
 
 @dataclass
