@@ -76,7 +76,8 @@ def _as_call(interpreted: BoxedCall, call: _Run) -> BoxedCall:
     def run(args: list[Any]) -> Any:
         before, _running.call = _running.call, call
         try:
-            return interpreted(args)
+            with private_compiler.without_analysis_of_first_call():
+                return interpreted(args)
         finally:
             _running.call = before
 

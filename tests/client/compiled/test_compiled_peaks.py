@@ -121,10 +121,9 @@ def test_number_takes_the_memory_that_it_takes_without_a_profile() -> None:
     batch = {"x": torch.randn(64, requires_grad=True)}
     want = profile(Scaled(), **batch).ops.workspace_nbytes
     compiled: Any = torch.compile(Scaled(), backend=BACKEND)
-    profile(compiled, **batch)  # torch's analysis of what a first call runs makes one more number
-    found = profile(compiled, **batch).ops.workspace_nbytes
+    found = [profile(compiled, **batch).ops.workspace_nbytes for _ in range(2)]
     assert want[0] > 0
-    assert found == want
+    assert found == [want, want]
 
 
 class Masked(nn.Module):
