@@ -84,12 +84,6 @@ def test_rows_are_within_the_budget_and_have_the_peaks_of_their_size(found: Fit)
     assert found.peak_bytes(found.all_saved + 1) > found.budget_bytes
 
 
-def test_sizes_within_are_those_that_need_no_recompute(found: Fit) -> None:
-    within = found.sizes_within(found.budget_bytes)
-    assert (within[0], within[-1]) == (1, found.all_saved)
-    assert not found.sizes_within(1)
-
-
 def test_sizes_are_multiples_and_end_at_the_largest_to_consider() -> None:
     found = ac_client.fit(layers, 600 * MIB_IN_GB, on="h100", multiple=2, most=9)
     assert all(row.size % 2 == 0 for row in found.rows)
@@ -200,11 +194,6 @@ def test_the_fastest_size_of_this_machine_is_measured_in_turns() -> None:
     assert set(found.equals) < set(timed)
     assert set(timed) <= set(found.profiled)
     assert found.split is None or found.split.share < 1
-
-
-def test_a_fake_fit_measures_nothing(found: Fit) -> None:
-    assert not any(row.measured for row in found.rows)
-    assert found.equals == ()
 
 
 def test_times_in_turns_put_the_model_back() -> None:

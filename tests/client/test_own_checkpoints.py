@@ -29,7 +29,6 @@ from autoac.tape.checkpoints.own_checkpoints import checkpoints_are_plain, plain
 from autoac.tape.errors import CannotProfile
 from autoac.tape.torch_facts import private
 from autoac.tape.unseen.ambient_state import AmbientState
-from benchmarks.models.gpt2 import gpt2
 
 by_name = torchs.checkpoint  # as libraries import it
 NAMES = private.checkpoint_names()
@@ -214,28 +213,6 @@ def test_checkpoints_set_on_modules_are_taken_over(change: Callable[[nn.Module],
     assert profile(change(blocks()), batch()).saved == profile(blocks(), batch()).saved
     policy = tightest(change(blocks()))
     assert same(gradients(ac_client.apply(change(blocks()), policy=policy)), gradients(blocks()))
-
-
-def test_switch_of_transformers_is_taken_over() -> None:
-    def model(checkpointing: bool) -> nn.Module:
-        seed(0)
-        made = gpt2(layers=2, width=16, heads=2, vocabulary=32)
-        if checkpointing:
-            made.activation_checkpointing_enable()
-        return made.train()
-
-    ids = torch.arange(24).view(2, 12)
-
-    def gradients(model: nn.Module) -> list[Tensor | None]:
-        seed(1)
-        model(ids, labels=ids).loss.backward()
-        return [p.grad for p in model.parameters()]
-
-    found = timed_by_flops(profile(model(True), ids, labels=ids))
-    policy = plan(found, budget_bytes=find_minimum_peak(found, gap=0.2).found, gap=0.5).policy()
-    planned = ac_client.apply(model(True), policy=policy, strict=True)
-    assert same(gradients(planned), gradients(model(False)))
-    assert ac_client.applied(planned).report().recomputed > 0
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import ac_client
-from autoac.planner import Profile, find_minimum_peak
+from autoac.planner import Profile
 from autoac.profiler import profile
-from autoac.tape.capture.allocations import AllocationRecord
 from benchmarks.inductor_peaks import train
 from benchmarks.models.batches import Batch
 from benchmarks.models.tiny import ZooModel
@@ -91,56 +88,3 @@ def held_at_cosine(found: Profile) -> int:
     """Return the most bytes of gradients and temporaries where backward computes the cosine."""
     names = [found.nodes[name].rpartition("/")[2] for name in found.backward.name]
     return found.backward.peak_nbytes[names.index("aten.cos.default")]
-
-
-class Layer(nn.Module):
-    """Ops that Inductor fuses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).sin().exp()
-
-
-class Layers(nn.Module):
-    """Equal layers between eager ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.enter = nn.Linear(32, 32)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.enter(x)).exp()
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-def test_layers_compiled_one_by_one_share_a_budget_with_eager_ops() -> None:
-    x = batch()["x"]
-    reference = Layers().double()
-    reference(x.double()).backward()
-    model = Layers()
-    for layer in model.layers:
-        layer.compile()
-    budget = int(1.02 * find_minimum_peak(profile(model, x), time_limit_s=10).found)
-    ac_client.apply(model, budget / 2**30)
-    model(x).backward()
-    model.zero_grad()
-    with AllocationRecord(torch.device("cpu")) as record:
-        model(x).backward()
-    report, policy = ac_client.applied(model).report(), ac_client.applied(model).policy
-    assert policy is not None
-    recomputed = {key.partition("/")[0] for key, what in policy.decisions.items() if what != "save"}
-    assert {".", "layers.1"} <= recomputed  # in eager and in compiled parts
-    assert not report.off_path
-    measured = policy.predicted.static_bytes + max(accumulate(change.nbytes for change in record.changes))
-    assert measured == policy.predicted.peak_bytes <= budget  # the peak is in eager ops
-    for got, want in zip(model.parameters(), reference.parameters(), strict=True):
-        assert got.grad is not None
-        assert want.grad is not None
-        assert torch.allclose(got.grad.double(), want.grad, rtol=1e-4, atol=1e-7)

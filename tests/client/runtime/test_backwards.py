@@ -18,23 +18,6 @@ def chain(x: Tensor) -> Tensor:
     return (y.sin() * y.tanh()).exp()
 
 
-def test_two_losses_over_one_graph() -> None:
-    def losses(x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x.exp().sin()
-        return (y * y).sum(), y.tanh().sum()
-
-    x = torch.randn(5, requires_grad=True)
-    a, b = losses(x)
-    a.backward(retain_graph=True)
-    b.backward()
-    want, x.grad = x.grad, None
-    with save_recompute_policy("recompute_all"):
-        a, b = losses(x)
-    a.backward(retain_graph=True)
-    b.backward()
-    assert torch.equal(x.grad, want)
-
-
 def test_two_losses_share_tensors_that_the_first_pass_recomputed() -> None:
     x = torch.randn(5, requires_grad=True)
     w = torch.randn(5, requires_grad=True)
@@ -87,17 +70,6 @@ def test_backward_on_another_thread() -> None:
     assert torch.equal(x.grad, want)
 
 
-def test_several_regions_alive_at_once() -> None:
-    x = torch.randn(5, requires_grad=True)
-    (want,) = torch.autograd.grad(chain(chain(x).sin()).sum(), x)
-    with save_recompute_policy("recompute_all"):
-        y = chain(x)
-    with save_recompute_policy("recompute_all"):
-        z = chain(y.sin())
-    z.sum().backward()
-    assert torch.equal(x.grad, want)
-
-
 @pytest.mark.parametrize("written", ["parameter", "input", "view of input", "saved value"])
 def test_write_after_forward_is_an_error_as_in_autograd(written: str) -> None:
     parameter = torch.nn.Parameter(torch.randn(5, 5))
@@ -112,24 +84,3 @@ def test_write_after_forward_is_an_error_as_in_autograd(written: str) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
         z.sum().backward()
     assert isinstance(raised.value, StaleError)
-
-
-def test_writes_inside_the_region_are_allowed() -> None:
-    def model(x: Tensor) -> Tensor:
-        y = x.exp()
-        a = y + 1
-        with torch.no_grad():
-            given.mul_(3)
-        b = (a * given).sin()
-        y = y.clone().mul_(2)
-        return b * y
-
-    given = torch.ones(5)
-    x = torch.randn(5, requires_grad=True)
-    model(x).sum().backward()
-    want, x.grad = x.grad, None
-    given.fill_(1)
-    with save_recompute_policy("recompute_all"):
-        z = model(x)
-    z.sum().backward()
-    assert torch.equal(x.grad, want)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import io
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import nothing_left, recomputed
+from stepping import recomputed
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -284,22 +283,6 @@ def test_entering_one_policy_object_twice_is_an_error() -> None:
         one.__enter__()
     with one:
         assert active.region is not None
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
-def test_interrupted_region_frees_everything(error: type[BaseException]) -> None:
-    x = torch.randn(4, requires_grad=True)
-
-    def interrupted() -> None:
-        with save_recompute_policy("recompute_all"):
-            chain(x)
-            raise error
-
-    with pytest.raises(error):
-        interrupted()
-    with nothing_left(), pytest.raises(error):
-        interrupted()
-    assert active.region is None
 
 
 @pytest.mark.parametrize("next_call", ["training", "evaluation", "remove"])

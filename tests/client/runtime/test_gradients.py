@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from awkward_modules import ConvNet, InPlace, OneBuffer, Views
-from stepping import assert_same, recomputed, step
+from stepping import assert_same, step
 from torch import nn
 
 from autoac.tape.runtime.policy_context import save_recompute_policy
-from autoac.tape.runtime.replay import EventLog
 from autoac.tape.unseen.global_flags import current_flags
 from benchmarks.models.modules import Recurrent, Routed, Transformer
 
@@ -153,25 +152,6 @@ def test_replay_uses_the_global_flags_of_forward(
     assert torch.equal(got, want)
     assert current_flags() == before
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def test_ops_shaped_by_a_mask_or_an_index_are_recomputed() -> None:
-    index = torch.tensor([2, 0, 0])
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        y, mask = x.exp(), x > 0
-        return y[index].sin().sum() + y[mask].sin().sum() + y.masked_select(mask).sin().sum()
-
-    x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
-    (want,) = torch.autograd.grad(model(x), x)
-    log = EventLog()
-    with save_recompute_policy("recompute_all", log=log):
-        y = model(x)
-    assert torch.equal(torch.autograd.grad(y, x)[0], want)
-    again = recomputed(log)
-    assert again.count("aten.index.Tensor") == 2
-    assert again.count("aten.masked_select.default") == 1
-    assert "aten.gt.Scalar" not in again
 
 
 flips = iter(range(100))
