@@ -55,7 +55,7 @@ PARTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "neighborhoods": lambda: without_effort("neighborhood"),
     "filling": replaced(search, "filled", lambda _graph, save_set, _budget: save_set),
 }
-SWITCHES = {"merging": "merge_followers", "repeated blocks": "repeat_in_blocks", "use groups": "use_groups"}
+SWITCHES = {"merging": "merge_followers", "use groups": "use_groups"}
 
 
 def planned(profile: Profile, budget: int, work_limit: float, part: str = "") -> tuple[Plan | None, float]:

@@ -13,18 +13,14 @@ from autoac.planner.solver.moments import (
     DuringBurst,
     DuringForward,
     DuringStep,
-    position_in_step,
 )
 from autoac.planner.solver.recompute_windows import NEVER, Windows, first_runs
-from autoac.planner.solver.repeated_blocks import RepeatedBlocks
 
 # How many moments are added at a time. A moment adds states, and a state adds a column for nearly every op.
 # So fewer moments are added in larger graphs: a pair is for the largest graphs and for small ones.
 FIRST_STRETCHES = (8, 40)  # stretches of backward with a moment each: three or so in a block of a dozen
-MOST_ALIKE = (4, 40)  # moments of blocks built alike at a time
 CELLS = 200_000  # moments times ops, about
-MOST_OF_ONE = 6  # moments of one save set, without those of blocks built alike
-NEARLY = 0.02  # a block built alike counts as too large from this share of the budget below it
+MOST_OF_ONE = 6  # moments of one save set
 
 
 def first_moments(
@@ -39,7 +35,8 @@ def first_moments(
     """
     graph = windows.graph
     moments: set[ConstrainedMoment] = set()
-    parts = _affordable(windows, FIRST_STRETCHES) if stretches is None else stretches
+    few, many = FIRST_STRETCHES
+    parts = min(many, max(few, CELLS // max(1, len(graph.ops)))) if stretches is None else stretches
     width = max(1, math.ceil(len(graph.steps) / parts))
     for save_set in save_sets:
         forward: tuple[int, int] | None = None
@@ -61,7 +58,7 @@ def first_moments(
 
 
 def moments_over_budget(
-    windows: Windows, budget: int, save_set: SaveSet, timeline: Timeline, blocks: RepeatedBlocks | None = None
+    windows: Windows, budget: int, save_set: SaveSet, timeline: Timeline
 ) -> list[ConstrainedMoment]:
     """Return the moments at which `save_set` exceeds the budget, worst first, but only a few of them.
 
@@ -73,7 +70,6 @@ def moments_over_budget(
         budget: bytes.
         save_set: the ops that are saved.
         timeline: the simulator's, under `save_set`.
-        blocks: if given, the same moments of blocks built alike follow, where they are nearly as full.
     """
     graph, n = windows.graph, len(windows.graph.ops)
     start = first_runs(windows, save_set)
@@ -96,20 +92,4 @@ def moments_over_budget(
                 moments[DuringBurst(start[op], op)] = None
             case _ if at >= n:
                 moments[DuringStep(at - n)] = None
-    worst_first = list(moments)[:MOST_OF_ONE]
-    if blocks is None:
-        return worst_first
-    nearly = budget - NEARLY * (budget - graph.static_bytes)
-    nbytes: dict[ConstrainedMoment, int] = {}
-    for moment in worst_first:
-        for other in blocks.counterparts(moment):
-            there = worst.get(position_in_step(windows, other))
-            if there is not None and there.live_bytes > nearly:
-                nbytes[other] = there.live_bytes
-    fullest = sorted(nbytes, key=lambda other: -nbytes[other])
-    return list(dict.fromkeys([*worst_first, *fullest[: _affordable(windows, MOST_ALIKE)]]))
-
-
-def _affordable(windows: Windows, limits: tuple[int, int]) -> int:
-    few, many = limits
-    return min(many, max(few, CELLS // max(1, len(windows.graph.ops))))
+    return list(moments)[:MOST_OF_ONE]

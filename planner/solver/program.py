@@ -248,7 +248,7 @@ def _add_in_place_rows(variables: Variables, table: RowTable) -> None:
 
 
 def _add_use_group_rows(variables: Variables, table: RowTable) -> None:
-    """(17) A saved op does not run again for any use group. Outputs are kept only once they exist.
+    """(16) A saved op does not run again for any use group. Outputs are kept only once they exist.
 
     A run without unpacks of its own runs for a reader, and not to be kept.
     """

@@ -197,7 +197,7 @@ class Search:
             candidate: a save set.
             objective: its cost by the program. Without a budget, a moment with more bytes is too large.
         """
-        graph, windows, blocks = self.problem.graph, self.problem.windows, self.problem.blocks
+        graph, windows = self.problem.graph, self.problem.windows
         tidy = without_cost_free_recomputes(graph, candidate)
         tidy_peak = peak_bytes(graph, tidy)
         if self.budget is not None and tidy_peak <= self.budget:
@@ -208,9 +208,9 @@ class Search:
         if self.budget is None:
             self.best.take(tidy_peak, tidy)
             self.best.take(peak, candidate)
-            over = moments_over_budget(windows, math.ceil(objective), candidate, timeline, blocks)
+            over = moments_over_budget(windows, math.ceil(objective), candidate, timeline)
             return [moment for moment in over if moment not in self.moments]
         if peak <= self.budget:
             self.best.take(recompute_us(graph, candidate), candidate)
             return []
-        return moments_over_budget(windows, self.budget, candidate, timeline, blocks)
+        return moments_over_budget(windows, self.budget, candidate, timeline)

@@ -35,9 +35,8 @@ class Options:
     dense_share: float = 1 / 6  # (2) this share of backward, before an op is first needed, has all states
     sparse_stride: int = 4  # (2) of the earlier states, one in this many; 1: all
     fix_by_price: bool = True  # (15) columns that the relaxation's prices rule out are fixed in advance
-    use_groups: bool = True  # (17) an op whose uses lie far apart may run again for each group of them
+    use_groups: bool = True  # (16) an op whose uses lie far apart may run again for each group of them
     blockwise: bool = True  # chain/: blocks are planned one after another; slow where no two are alike
-    repeat_in_blocks: bool = True  # (16) a moment that lacks a row in one block gets it in all alike
 
 
 def options_for(subject: Profile | Graph, options: Options | None) -> Options:

@@ -163,7 +163,6 @@ def test_time_of_a_recompute_may_differ_from_the_run_time(seed: int) -> None:
         Options(dense_share=0.0),
         Options(sparse_stride=1),
         Options(fix_by_price=False),
-        Options(repeat_in_blocks=False),
         Options(
             merge_followers=False,
             lazy_rows=True,
@@ -171,7 +170,6 @@ def test_time_of_a_recompute_may_differ_from_the_run_time(seed: int) -> None:
             dense_share=1.0,
             sparse_stride=1,
             fix_by_price=False,
-            repeat_in_blocks=False,
         ),
     ],
     ids=[
@@ -181,7 +179,6 @@ def test_time_of_a_recompute_may_differ_from_the_run_time(seed: int) -> None:
         "coarse near the need",
         "fine far from it",
         "no prices",
-        "each block for itself",
         "all switched",
     ],
 )

@@ -54,7 +54,7 @@ class MemoryConstraints:
             for row in self.graph.runs
             for versions in zip(*(self.graph.ops[run].writes for run in row), strict=True)
         }
-        self._kept_runs: dict[int, int] = {}  # codes of (17), by run
+        self._kept_runs: dict[int, int] = {}  # codes of (16), by run
         self._waiting: LinearSum | None = None  # bytes of one waiting microbatch
 
     def add_row(
@@ -239,7 +239,7 @@ class MemoryConstraints:
         self._add_pending_bytes(pending, np.flatnonzero(within & waits), begun, ended, total)
 
     def _add_kept_bytes(self, pending: Ints, step: int, total: LinearSum) -> Ints:
-        """(17) Add the bytes of versions that are kept for their use group, up to its last unpack.
+        """(16) Add the bytes of versions that are kept for their use group, up to its last unpack.
 
         Return the rows of `pending` that have such versions, for the case that they are kept, not recomputed.
         """
@@ -253,7 +253,7 @@ class MemoryConstraints:
         return waiting
 
     def _passed_on(self, rest: Bools, recomputed: Codes, pending: Ints, step: int) -> Ints:
-        """(17) Return rows, as of `pending`, of what is kept for a later use group before it counts there."""
+        """(16) Return rows, as of `pending`, of what is kept for a later use group before it counts there."""
         arrays, s_of_op, x = self.arrays, self.variables.s_of_op, self.variables.x
         begun = arrays.extra_from <= self.n_ops + step
         early = (arrays.kept_from >= 0) & (arrays.nbytes > 0) & (arrays.row[arrays.op] >= 0) & ~begun
@@ -277,7 +277,7 @@ class MemoryConstraints:
         return np.array(rows, np.int64).reshape(-1, 8)
 
     def _kept(self, version: int) -> int:
-        """(17) Return the code of "the outputs of the run are kept, and its op is not saved"."""
+        """(16) Return the code of "the outputs of the run are kept, and its op is not saved"."""
         run = OpId(int(self.arrays.op[version]))
         if run not in self._kept_runs:
             s = self.variables.s_of_op[[run, self._first_run[run]]].tolist()

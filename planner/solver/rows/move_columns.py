@@ -8,15 +8,15 @@ column `absent_m` is the number of such bytes at moment `m`. The row (13) of `m`
 bytes, and all moved bytes once for each microbatch that waits: its copies are over when its forward ends.
 These rows limit it:
 
-    (18)  absent_m <= bytes of the moved ops that may be on the host at m
-    (19)  absent_m <= bytes of those made before a      + out * (time from a to m + stalls)
-    (20)  absent_m <= bytes of those first used after b + in  * (time from m to b + stalls + recompute)
-    (21)  the bytes of all moved ops fit into the host's memory, as often as microbatches are in flight
+    (17)  absent_m <= bytes of the moved ops that may be on the host at m
+    (18)  absent_m <= bytes of those made before a      + out * (time from a to m + stalls)
+    (19)  absent_m <= bytes of those first used after b + in  * (time from m to b + stalls + recompute)
+    (20)  the bytes of all moved ops fit into the host's memory, as often as microbatches are in flight
 
 `out` and `in` are the bytes that the link moves in a microsecond, to the host and back. What was made after a
 time `a` can have left the device only between `a` and `m`, and what is used before a time `b` must come back
 between `m` and `b`. Both hold for all times; there are rows for a few (`CUTS`). Times are those of the plain
-step, which stalls (compute waits for copies) and recomputes lengthen. With `m` in backward, the time in (19)
+step, which stalls (compute waits for copies) and recomputes lengthen. With `m` in backward, the time in (18)
 ends where forward does: there, compute waits for all copies to the host.
 
 No row says when a single copy runs. So every schedule of copies satisfies the rows, and the optimum of the
@@ -93,7 +93,7 @@ class MoveColumns:
         return frozenset(op for op, o in zip(self.ops, values[self.o - 1], strict=True) if o > 0.5)
 
     def add_rows(self, table: RowTable, costs_us: Floats) -> None:
-        """Add rows (18) to (21), and the one that defines the recompute time.
+        """Add rows (17) to (20), and the one that defines the recompute time.
 
         Args:
             table: of the program.

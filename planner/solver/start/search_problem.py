@@ -14,7 +14,6 @@ from autoac.planner.solver.arrays import GraphArrays, as_arrays
 from autoac.planner.solver.bounds import Bounds, bounds_of
 from autoac.planner.solver.chain.blockwise import Blockwise
 from autoac.planner.solver.recompute_windows import Windows, find_windows
-from autoac.planner.solver.repeated_blocks import RepeatedBlocks
 from autoac.planner.solver.start.segments import Segments
 from autoac.planner.solver.variables import Options
 
@@ -78,11 +77,6 @@ class SearchProblem:
     def bounds(self) -> Bounds:
         """Return the range in which a budget is worth planning for."""
         return bounds_of(self.windows)
-
-    @cached_property
-    def blocks(self) -> RepeatedBlocks | None:
-        """Return which ops and steps repeat in the graph; None if `options.repeat_in_blocks` is off."""
-        return RepeatedBlocks(self.windows) if self.options.repeat_in_blocks else None
 
     @cached_property
     def segments(self) -> Segments:
