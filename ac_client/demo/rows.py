@@ -14,7 +14,7 @@ Each step has a digest of its loss and gradients, and the n-th step the same see
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -28,7 +28,6 @@ from ac_client.demo import setting as demo_setting
 from ac_client.demo.setting import Setting
 from ac_client.measure.memory_timeline import AllocatorTimeline, LiveBytes
 from autoac.planner import Policy, Profile
-from autoac.planner.report.timeline import thin_out
 
 FIRST_STEPS = 2
 MEMORY_STEPS = 2  # a warm-up step and the measured one
@@ -147,3 +146,16 @@ def since(events: Iterable[LiveBytes], start: LiveBytes, points: int) -> list[tu
     changes = [start, *(event for event in events if event.time_ns >= start.time_ns)]
     chosen = thin_out([change.live_bytes for change in changes], points)
     return [(round((changes[i].time_ns - start.time_ns) / 1e6, 3), changes[i].live_bytes) for i in chosen]
+
+
+def thin_out(levels: Sequence[int], most: int) -> list[int]:
+    """Return the positions of about `most` levels: the first, and the highest and last of each stretch."""
+    if len(levels) <= most:
+        return list(range(len(levels)))
+    positions = [0]
+    stretch = max(1, 2 * len(levels) // most)
+    for begin in range(0, len(levels), stretch):
+        end = min(begin + stretch, len(levels))
+        highest = max(range(begin, end), key=lambda i: levels[i])
+        positions += [highest, end - 1]
+    return sorted(set(positions))

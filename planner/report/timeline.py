@@ -324,16 +324,3 @@ def _plain(value: Any) -> Any:
 def _position(table: dict[str, int], text: str) -> int:
     """Return the position of `text` in `table`, where it is added if it is new."""
     return table.setdefault(text, len(table))
-
-
-def thin_out(levels: Sequence[int], most: int) -> list[int]:
-    """Return the positions of about `most` levels: the first, and the highest and last of each stretch."""
-    if len(levels) <= most:
-        return list(range(len(levels)))
-    positions = [0]
-    stretch = max(1, 2 * len(levels) // most)
-    for begin in range(0, len(levels), stretch):
-        end = min(begin + stretch, len(levels))
-        highest = max(range(begin, end), key=lambda i: levels[i])
-        positions += [highest, end - 1]
-    return sorted(set(positions))

@@ -21,7 +21,6 @@ from autoac.planner.report.timeline import (
     RECOMPUTE,
     Picture,
     Track,
-    thin_out,
 )
 
 seeds = st.integers(0, 2**32 - 1)
@@ -166,13 +165,3 @@ def test_backward_step_is_in_the_module_of_its_forward_op() -> None:
     assert ("SoftmaxBackward0", "transformer.h.1.attn") in where
     assert ("AddmmBackward0", "transformer.h.1.mlp.c_fc") in where
     assert ("TanhBackward0", "transformer.h.2.mlp.act") in where
-
-
-def test_thinning_keeps_the_highest_and_the_last() -> None:
-    levels = [1, 5, 2, 9, 3, 4, 0, 7, 6, 2]
-    kept = thin_out(levels, 4)
-    assert kept[0] == 0
-    assert kept[-1] == len(levels) - 1
-    assert max(levels[i] for i in kept) == 9
-    assert len(kept) < len(levels)
-    assert thin_out(levels, 10) == list(range(10))
