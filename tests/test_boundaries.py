@@ -1,4 +1,4 @@
-"""Check the house rules that a reader relies on: where imports point, and that names are unique.
+"""Check the house rules that a reader relies on: imports, unique names, sizes.
 
 Imports point one way, `ac_client -> profiler -> tape -> planner <- api`, and inside each package from the
 parts named below to the parts named above. `TABLE` is the whole list; a new arrow is a decision and gets a
@@ -152,6 +152,17 @@ def arrows_of_table() -> dict[str, set[str]]:
 
 ARROWS = arrows_of_table()
 
+# Lines of code (`code_lines`) that a folder may have: what goes in, something goes out for.
+# The second figure holds until the step is the unit of planning.
+BUDGETS = {
+    "planner": (8_400, 0),  # goal: 8,200
+    "tape": (8_150, 0),  # goal: 7,300, and 200 until the step is the unit
+    "profiler": (3_900, 200),
+    "api": (4_200, 0),
+    "ac_client": (7_000, 1_700),
+    "tests": (36_500, 0),  # goal: 33,000
+}
+
 MOST_FILES = 16  # in one folder
 MOST_PARAMETERS = 10
 MANY_PARAMETERS = 7
@@ -274,6 +285,13 @@ def test_blank_lines_comments_and_docstrings_are_no_lines_of_code() -> None:
     head = ["'The docstring.'", "", "# why", "x = (1,  # one", "    2)"]
     body = ["def f():", "    'No.'", "    return 'yes'", ""]
     assert code_lines("\n".join(head + body)) == 4
+
+
+@pytest.mark.parametrize("folder", BUDGETS)
+def test_no_folder_has_more_lines_of_code_than_its_budget(folder: str) -> None:
+    """If it has, take a concept out. To raise a budget is a decision."""
+    lines = sum(code_lines((ROOT / path).read_text()) for path in product_files(folder))
+    assert lines <= sum(BUDGETS[folder])
 
 
 def test_functions_do_not_import_our_modules() -> None:
