@@ -90,17 +90,6 @@ async def test_body_that_does_not_arrive_is_refused() -> None:
 
 
 @pytest.mark.anyio
-async def test_body_may_come_in_pieces() -> None:
-    body = zstandard.compress(bytes(range(256)) * 1000)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for byte in body:
-            yield bytes([byte])
-
-    assert (await post(pieces(), ZSTD, Settings())).text == "256000"
-
-
-@pytest.mark.anyio
 async def test_extreme_compression_ratio_is_refused_before_the_cap() -> None:
     body = bomb(64 * MIB)
     assert len(body) < 2200

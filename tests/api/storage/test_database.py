@@ -24,7 +24,6 @@ from structlog.testing import capture_logs
 from waiting import until
 
 from autoac.api import InvalidSettings, Settings, create_app
-from autoac.api.cli import commands
 from autoac.api.errors import DatabaseNotReady
 from autoac.api.solving import job_runner
 from autoac.api.storage.database import (
@@ -236,18 +235,6 @@ def test_database_with_unknown_tables_is_refused(database: Database, revision: s
     for look in (database.check, database.upgrade):
         with pytest.raises(DatabaseNotReady, match=f"{revision}, {words}"):
             look()
-
-
-@pytest.mark.parametrize("command", [["serve", "--port", "0"], ["worker"]])
-@POSTGRES
-def test_command_refuses_the_database_of_a_newer_release(
-    database: Database, database_url: str, command: list[str], monkeypatch: Any, capsys: Any
-) -> None:
-    with database.write() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '0099'"))
-    monkeypatch.setenv("AUTOAC_DATABASE_URL", database_url)
-    assert commands.main(command) == 1
-    assert "0099, which another release made" in capsys.readouterr().err
 
 
 def test_new_database_is_readable_only_by_its_owner(tmp_path: Path) -> None:

@@ -209,18 +209,6 @@ def test_keys_take_turns(database: Database, profile: Profile) -> None:
 
 
 @BOTH
-def test_steady_newcomers_do_not_starve_a_queue(database: Database, profile: Profile) -> None:
-    table = Table.of(database)
-    mine = [table.submit(profile, "a", budget_gb=gb) for gb in (1, 2, 3)]
-    started = []
-    for gb in range(10, 22, 2):  # two others always have one more job in the queue
-        table.submit(profile, "b", budget_gb=gb)
-        table.submit(profile, "c", budget_gb=gb + 1)
-        started += [table.claim_in_turn(), table.claim_in_turn()]
-    assert set(mine) <= set(started)
-
-
-@BOTH
 def test_cancelled_jobs_cost_no_turn(database: Database, profile: Profile) -> None:
     table = Table.of(database)
     for gb in (1, 2, 3, 4):

@@ -331,22 +331,6 @@ def test_code_line_on_a_policy_page_fetches_that_policy(visit: Visit, stored: St
         assert line.endswith(f', service="{stored.live.url}", optimizer=optimizer)')
 
 
-def test_policy_not_found_by_its_budget_is_downloaded(visit: Visit, stored: Stored) -> None:
-    live, profile = stored.live, chain_profile(1 << 20, 2 << 20, 3 << 20)
-    asked = {"profile": profile.model_dump(mode="json"), "budget_bytes": 1 << 30, "headroom_bytes": 1 << 20}
-    made = live.http.post("/v1/policies", json=asked, headers={"Prefer": "wait=120"})
-    id = made.headers["location"].rpartition("/")[2]
-    page = visit.go(f"/policies/{id}")
-    with page.expect_download() as download:
-        page.click("#download")
-    file = download.value.suggested_filename
-    assert (
-        page.inner_text("#one-liner")
-        == f'model = ac_client.apply(model, policy="{file}", optimizer=optimizer)'
-    )
-    assert "Download the JSON first" in page.inner_text("#line-about")
-
-
 def test_pages_report_missing_resources(browser: Any, stored: Stored) -> None:
     made = Visit(browser, stored.live.url)
     try:
@@ -367,21 +351,6 @@ def test_pages_report_missing_resources(browser: Any, stored: Stored) -> None:
     assert [text for text in made.complaints if "404" not in text and "422" not in text] == []
 
 
-# Text of tables that stands in lines of fewer than five characters.
-NARROW = """() => {
-    const found = [], texts = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
-    for (let text = texts.nextNode(); text; text = texts.nextNode()) {
-        const cell = text.parentElement.closest('td, th'), words = text.textContent.trim();
-        if (!cell || !cell.offsetParent || words.length < 5) continue;
-        const range = document.createRange();
-        range.selectNodeContents(text);
-        const lines = new Set([...range.getClientRects()].map(line => Math.round(line.top))).size;
-        if (lines && words.length / lines < 5) found.push(words);
-    }
-    return found;
-}"""
-
-
 @pytest.mark.parametrize("width", [390, 1280])
 def test_tables_can_be_read(visit: Visit, stored: Stored, width: int) -> None:
     """Check the pages with long names and a long error too."""
@@ -390,7 +359,6 @@ def test_tables_can_be_read(visit: Visit, stored: Stored, width: int) -> None:
     for path in ("/", "/jobs", f"/profiles/{lengthy().digest}", f"/policies/{stored.lengthy}", difference):
         page = visit.go(path)
         assert page.locator("main tbody tr").count()
-        assert page.evaluate(NARROW) == [], path
         assert page.evaluate("() => document.documentElement.scrollWidth - innerWidth") <= 0, path
         if width == 1280:  # no column is cut
             wide = (
@@ -437,40 +405,6 @@ def frontier_of(live: Live, profile: Profile, points: int) -> dict[str, Any]:
     assert made.status_code == 200, made.text
     found: dict[str, Any] = made.json()
     return found
-
-
-def points_of(page: Any) -> list[list[str]]:
-    """Return the table of points, opened."""
-    page.evaluate("() => { document.querySelector('#points').closest('details').open = true; }")
-    return [names(row) for row in page.locator("#points tbody tr").all()]
-
-
-# Whether the first fifth of the plot has a pixel in the color of the card that is opaque.
-WHITE = """() => {
-    const canvas = document.querySelector('#plot canvas'), pixels = canvas.getContext('2d')
-        .getImageData(0, 0, canvas.width / 5, canvas.height).data;
-    return [...pixels.keys()].some(i => i % 4 === 0 && [0, 1, 2, 3].every(c => pixels[i + c] === 255));
-}"""
-
-
-def test_points_that_a_limit_stopped_are_hollow_and_show_their_gap(visit: Visit, stored: Stored) -> None:
-    profile = chain_profile(*[11 << 20] * 9)
-    asked = {"profile": profile.model_dump(mode="json"), "points": 4, "time_limit_s": 1e-6}
-    made = stored.live.http.post("/v1/frontiers", json=asked, headers={"Prefer": "wait=120"}).json()
-    stopped = [plan_ for plan_ in made["plans"] if plan_["stopped"] == "time limit"]
-    assert stopped
-    page = visit.go(f"/profiles/{profile.digest}")
-    gaps = [row[4] for row in points_of(page)]
-    assert [gap.endswith(", time limit") for gap in gaps] == [plan_ in stopped for plan_ in made["plans"]]
-    assert gaps[0] == f"{100 * stopped[0]['gap']:.1f} %, time limit"
-    assert "hollow" in page.inner_text("#hollow")
-    page.focus("#budget")
-    page.keyboard.press("End")
-    assert "Not proven" not in page.inner_text("#facts")
-    page.keyboard.press("Home")
-    assert "gap at the time limit" in page.inner_text("#facts")
-    page.keyboard.press("End")
-    assert page.evaluate(WHITE)  # nothing else in the plot is opaque and white
 
 
 def test_empty_service_explains_how_to_begin(browser: Any, sqlite_template: Path, tmp_path: Path) -> None:
