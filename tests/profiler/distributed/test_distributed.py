@@ -22,9 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import bounds, build, plan
-from autoac.planner.units import GIB
 from autoac.profiler import DATASHEETS, CannotProfile, ShardsInUse, observe, profile
-from autoac.tape.distributed.ddp import buckets_of
 from autoac.tape.torch_facts.rng import generators_restored
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -111,25 +109,6 @@ def test_buckets_count_for_a_model_inside_its_wrapper() -> None:
     assert found[0] == sum(p.nbytes for p in model.parameters())
 
 
-def test_what_a_wrapper_does_after_its_model_is_no_departure() -> None:
-    """With find_unused_parameters it copies the outputs, which the loss outside then reads."""
-
-    def train(budget_gb: float) -> nn.Module:
-        planned = DistributedDataParallel(seeded(ConvNet), find_unused_parameters=True)
-        ac_client.apply(planned, budget_gb)
-        for _ in range(3):
-            scores = planned(batch().repeat(64, 1, 1, 1))
-            nn.functional.cross_entropy(scores, torch.zeros(1024).long()).backward()
-        return planned
-
-    with pytest.raises(ac_client.InfeasibleBudget) as raised:
-        train(1e-6)
-    assert raised.value.smallest_found is not None
-    report = ac_client.applied(train(1.02 * raised.value.smallest_found / GIB)).report()
-    assert report.recomputed
-    assert report.off_path == ""
-
-
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -164,25 +143,6 @@ def test_profile_leaves_a_sharded_model_unchanged() -> None:
         assert isinstance(b.grad, DTensor)
         assert a.grad is not None
         assert torch.equal(a.grad, b.grad.to_local())
-
-
-def test_step_that_raises_leaves_a_sharded_model_unchanged() -> None:
-    class Breaks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ZeroDivisionError
-
-    model, x = sharded(), torch.ones(1, 4)
-    handle = model[1].register_forward_hook(lambda _module, _args, out: Breaks.apply(out))
-    with pytest.raises(ZeroDivisionError):
-        profile(model, x, loss=torch.sum)
-    handle.remove()
-    assert all(p.grad is None for p in model.parameters())
-    assert torch.equal(model(x), layers()(x))
 
 
 class KeepsLoss(nn.Module):
@@ -293,14 +253,6 @@ def test_sharded_model_is_profiled_on_any_mesh_and_trains_on(setting: str) -> No
         assert torch.equal(a.grad, b.grad.to_local())
 
 
-def test_part_of_a_sharded_model_is_profiled_by_itself() -> None:
-    model, x = sharded(), torch.ones(1, 4)
-    model(x).sum().backward()
-    gradients = [p.grad for p in model.parameters()]
-    assert profile(model[0], x, loss=torch.sum).keys()[:1] == ["./aten.addmm.default#0"]
-    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
-
-
 def test_gradients_that_are_not_reduced_forbid_a_profile() -> None:
     model, x = sharded(), torch.ones(1, 4)
     model.set_requires_gradient_sync(False)
@@ -344,12 +296,3 @@ assert all(map(torch.equal, train(False), train(True)))
 
 def test_ranks_that_profile_together_train_as_ranks_that_do_not(tmp_path: Path) -> None:
     outputs_of_ranks(RANK, tmp_path / "store")  # fails if the script of a rank does
-
-
-def test_buckets_count_for_a_module_around_the_wrapped_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrapped = DistributedDataParallel(seeded(ConvNet))
-    around = nn.Sequential(wrapped.module)
-    assert buckets_of(around, None).nbytes == 0
-    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", wrapped)  # as in its forward
-    assert buckets_of(around, None).nbytes == sum(p.nbytes for p in wrapped.parameters())
-    assert buckets_of(nn.Linear(2, 2), None).nbytes == 0

@@ -24,7 +24,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ac_client import fit
 from ac_client.cli.main import main
 from autoac.planner import Profile, bounds, build
 from autoac.profiler import DATASHEETS, CannotFake, CannotProfile, fake_ranks, observe, profile
@@ -178,20 +177,6 @@ def test_gradients_that_exist_before_a_step_of_a_fake_rank_are_left_to_the_plan(
         model, ids = sharded(), torch.ones(4, 32, dtype=torch.long)
         with pytest.raises(CannotProfile, match=r"Constraints\(gradients='present'\)"):
             observe(model, (ids,), {}, on=DATASHEETS["h100"], accumulates=True)
-
-
-def test_more_ranks_leave_room_for_a_larger_batch() -> None:
-    def largest(ranks: int) -> int:
-        def sized(batch: int) -> tuple[nn.Module, Tensor]:
-            model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
-            for layer in model:
-                fully_shard(layer)
-            return fully_shard(model), torch.empty(batch * 256, 1024)
-
-        with fake_ranks(ranks):
-            return fit(sized, 0.15, on="h100").largest
-
-    assert largest(1) < largest(RANKS)
 
 
 SCRIPT = """

@@ -51,37 +51,6 @@ def through_data(batch: Any) -> Tensor:
     return batch["x"] + batch["y"]
 
 
-class Layer:
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.steps: list[Tensor] = []
-
-
-class Cache:
-    """Objects inside objects, like transformers' caches of keys and values, and PyG's batches."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.layers = [Layer()]
-        self.of = Pair(x, y)
-        self.itself = self
-
-    def __getitem__(self, name: str) -> Tensor:
-        value: Tensor = getattr(self.of, name)
-        return value
-
-
-def grows(batch: Any) -> Tensor:
-    layer = batch.layers[0]
-    if layer.keys is None:
-        layer.keys = batch["x"]
-    layer.keys = torch.cat([layer.keys, batch["y"]])
-    batch.layers.append(Layer())
-    layer.steps.append(layer.keys.sum())
-    batch.of.x = batch.of.x + len(batch.layers) + len(layer.steps)
-    batch.itself.seen = True
-    return layer.keys[:8] + batch.itself.of.x
-
-
 X, Y = torch.linspace(-1, 2, 32).view(8, 4), torch.linspace(3, -2, 32).view(8, 4)
 
 BATCHES: list[tuple[Callable[[Any], Tensor], Any]] = [
@@ -89,7 +58,6 @@ BATCHES: list[tuple[Callable[[Any], Tensor], Any]] = [
     (through_data, {"x": X, "y": Y}),
     (pops, UserDict({"x": X, "y": Y})),
     (sets, Bag(X, Y)),
-    (grows, Cache(X, Y)),
 ]
 
 
@@ -105,14 +73,7 @@ class Model(nn.Module):
 
 
 def contents(batch: Any) -> dict[str, Tensor]:
-    """Return the tensors of a batch by name, with nested ones, and its other contents in the names."""
-    if isinstance(batch, Cache):
-        named = {" ".join(vars(batch)): batch.of.x, f"{len(batch.layers)} layers": batch.of.y}
-        for i, layer in enumerate(batch.layers):
-            named |= {f"steps {i}.{j}": value for j, value in enumerate(layer.steps)}
-            if layer.keys is not None:
-                named[f"keys {i}"] = layer.keys
-        return named
+    """Return the tensors of a batch by name."""
     return dict(batch) if isinstance(batch, (dict, UserDict)) else dict(vars(batch))
 
 

@@ -32,16 +32,6 @@ def test_measured_datasheet_has_the_rates_that_kernels_reached(monkeypatch: pyte
     assert sheet.allocator_rounding == 1
 
 
-def test_measured_rates_of_this_cpu_are_plausible() -> None:
-    sheet, h100 = datasheet_of_this_cpu(), DATASHEETS["h100"]
-    assert 1e8 < sheet.flops_per_s[torch.float32] < h100.other_flops_per_s
-    assert 1e7 < sheet.bytes_per_s < h100.bytes_per_s
-    assert 0 < sheet.launch_us < 1e5
-    assert sheet.memory_bytes > 2**28
-    assert sheet.device_type == "cpu"
-    assert sheet.name
-
-
 def test_ops_of_a_fake_step_have_measured_times() -> None:
     model, x = Transformer(layers=2), torch.randn(2, 8, 32)
     here = profile(model, x)
