@@ -55,19 +55,6 @@ def test_model_compiled_as_a_whole_shares_no_code() -> None:
     assert shared_calls(replace(graph, ops=tuple(ops))) == []
 
 
-def test_many_variants_become_few_within_the_budget() -> None:
-    graph = blocks(8)
-    rows = [0b000, 0b001, 0b011, 0b111, 0b110, 0b100, 0b010, 0b101]
-    dropped = {OpId(4 * b + j + 1) for b, row in enumerate(rows) for j in range(3) if row >> j & 1}
-    many = graph.everything - dropped
-    budget = peak_bytes(graph, many)
-    few = with_few_variants(graph, many, budget)
-    assert variants(graph, many) == 8
-    assert variants(graph, few) <= MOST_VARIANTS
-    assert peak_bytes(graph, few) <= budget
-    assert graph.must_save <= few
-
-
 def test_save_set_stays_if_no_pair_of_variants_fits() -> None:
     graph = blocks(6)
     many = graph.everything - {OpId(i) for i in (1, 6, 7, 11, 13, 14, 21)}

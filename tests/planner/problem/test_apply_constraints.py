@@ -40,10 +40,6 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.apply_constraints import with_forward_limit
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
-from autoac.planner.solver.arrays import as_arrays
-from autoac.planner.solver.moments import ConstrainedMoment, DuringBurst, DuringForward, DuringStep
-from autoac.planner.solver.program import assignment, build_program
-from autoac.planner.solver.recompute_windows import find_windows
 
 seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=60, derandomize=True, deadline=None)
@@ -81,20 +77,6 @@ def fastest(graph: Graph, rules: Constraints, budget: int) -> float | None:
 # --- the forward budget ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@settings(max_examples=120, derandomize=True, deadline=None)
-@given(seeds)
-def test_plan_with_a_forward_budget_is_the_fastest_within_both_budgets(seed: int) -> None:
-    rng = random.Random(seed)
-    graph = build(graphs.random_profile(rng, 7))
-    table = peaks_and_time_of_each(graph)
-    budget = rng.choice(sorted({max(peak, 1) for peak, _, _ in table.values()}))
-    forward = rng.choice(sorted({max(f, 1) for _, f, _ in table.values()}))
-    fitting = [us for peak, f, us in table.values() if peak <= budget and f <= forward]
-    found = fastest(graph, Constraints(forward_budget_bytes=forward), budget)
-    assert found == (pytest.approx(min(fitting)) if fitting else None)
-
-
 @laws
 @given(seeds, st.integers(0, 30), st.integers(0, 30))
 def test_reserved_bytes_in_forward_are_equivalent_to_a_forward_limit(
@@ -119,13 +101,6 @@ def test_plan_reports_its_peak_without_the_reserved_bytes() -> None:
     assert forward_peak(graph, made.save_set) <= 17
     assert made.peak == peak_bytes(graph, made.save_set) <= 18
     assert "must leave free" not in explain(made)
-
-
-def test_forward_budget_above_the_budget_changes_nothing() -> None:
-    graph = chain(1, 8, 1, 8, 0)
-    loose = plan(graph, budget_bytes=10, constraints=Constraints(forward_budget_bytes=1000))
-    assert loose.save_set == plan(graph, budget_bytes=10).save_set
-    assert with_forward_limit(graph, 10, 10) is graph
 
 
 def test_headroom_is_subtracted_from_both_budgets() -> None:
@@ -170,33 +145,6 @@ def profile_with_modules(seed: int) -> tuple[Profile, random.Random]:
 
 def budgets_of(graph: Graph) -> list[int]:
     return sorted({max(peak, 1) for peak, _ in oracles.peaks_and_times(graph).values()})
-
-
-@pytest.mark.slow
-@settings(max_examples=120, derandomize=True, deadline=None)
-@given(seeds)
-def test_plan_with_pins_is_the_fastest_that_obeys_them(seed: int) -> None:
-    profile, rng = profile_with_modules(seed)
-    graph = build(profile)
-    keys = keys_of(profile)
-    pinned = rng.sample(range(len(keys)), min(len(keys), rng.choice((1, 2, 3))))
-    save = [op for op in pinned if rng.random() < 0.5]
-    recompute = [op for op in pinned if op not in save]
-    rules = Constraints(pin_save=[keys[op] for op in save], pin_recompute=[keys[op] for op in recompute])
-    budget = rng.choice(budgets_of(graph))
-    obeying = {
-        s: figures
-        for s, figures in peaks_and_time_of_each(graph).items()
-        if set(save) <= s and not set(recompute) & s
-    }
-    try:
-        constrained(profile, rules)
-    except ConflictingPins:
-        assert not obeying
-        return
-    fitting = [us for peak, _, us in obeying.values() if peak <= budget]
-    found = fastest(constrained(profile, rules), Constraints(), budget)
-    assert found == (pytest.approx(min(fitting)) if fitting else None)
 
 
 def random_constraints(profile: Profile, rng: random.Random, most_forward: int) -> Constraints:
@@ -250,31 +198,6 @@ def test_plan_with_waiting_microbatches_is_the_fastest_under_all_constraints_tog
     assert made.peak <= budget
     assert made.profile is profile
     assert made.constraints == rules
-
-
-@laws
-@given(seeds)
-def test_save_sets_that_obey_constraints_satisfy_every_row(seed: int) -> None:
-    # Therefore the solver's bound holds for every plan under the constraints.
-    profile, rng = profile_with_modules(seed)
-    try:
-        graph = constrained(profile, random_constraints(profile, rng, 40))
-    except ConflictingPins:
-        return
-    graph = with_forward_limit(graph, 20, rng.randint(1, 25))
-    must_recompute = {op.id for op in graph.ops if op.must_recompute}
-    f = find_windows(graph)
-    points: list[ConstrainedMoment] = [DuringForward(op.id) for op in graph.ops]
-    points += [DuringStep(step.id) for step in graph.steps]
-    points += [DuringBurst(t, op.id) for t in range(1, f.n_states + 1) for op in graph.ops]
-    built = build_program(as_arrays(f), None, points)
-    rows = built.program.rows
-    for save_set in oracles.every_save_set(graph):
-        if not must_recompute & with_forced_saves(graph, save_set):
-            values = assignment(f, built, save_set)
-            assert (rows.activity(values) <= rows.upper + 1e-9).all()
-            assert built.peak_column is not None
-            assert values[built.peak_column] * built.cost_scale <= peak_bytes(graph, save_set) + 1e-6
 
 
 @laws

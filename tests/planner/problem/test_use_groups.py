@@ -13,7 +13,6 @@ from graphs import chain
 from autoac.planner.errors import InfeasibleBudget
 from autoac.planner.memory.schedule import Recompute, recompute_us, schedule
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.minimum_peak import find_minimum_peak
 from autoac.planner.plan import plan
 from autoac.planner.problem.distant_uses import distant_uses
 from autoac.planner.problem.graph import (
@@ -113,16 +112,6 @@ def narrow_in_the_middle(n: int) -> Graph:
     return replace(base, ops=ops, steps=tuple(steps))
 
 
-def test_search_with_use_groups_has_a_unit_of_work_at_least() -> None:
-    graph = narrow_in_the_middle(30)  # the search without them takes a hundredth of it
-    budget = peak_bytes(graph, graph.everything) - 2
-    made = plan(graph, budget_bytes=budget)
-    assert (made.recompute_us, made.stopped) == (
-        2 * 1.0 + 1.0,
-        Stopped.OPTIMAL,
-    )  # op 1 twice, and the last op
-
-
 @pytest.mark.parametrize("work", [0.005, 0.0116, 0.02, 0.05, 0.1, 0.3])
 def test_plan_is_optimal_only_if_the_search_with_use_groups_was_not_cut_short(work: float) -> None:
     graph = narrow_in_the_middle(30)
@@ -144,23 +133,6 @@ def test_plan_recomputes_a_skip_connection_twice_where_once_does_not_fit() -> No
     assert made.peak <= budget
     assert [graph.ops[2].name, made.graph.ops[2].name] == ["op2", "op1@2"]
     assert made.recompute_us == 2 * 1.0 + 1.0  # op 1 twice, and the last op
-
-
-@pytest.mark.parametrize("n", [12, 20])
-def test_plan_with_use_groups_is_never_slower(n: int) -> None:
-    graph = skip(n)
-    for budget in range(2 * n, 2 * n + 10, 3):
-        once = plan(graph, budget_bytes=budget, options=Options(use_groups=False), gap=0.0)
-        assert plan(graph, budget_bytes=budget, gap=0.0).recompute_us <= once.recompute_us
-
-
-def test_plan_without_work_solves_nothing_for_use_groups_either() -> None:
-    graph = skip(20)
-    assert distant_uses(graph)
-    start = find_minimum_peak(graph, work_limit=0.1)
-    made = plan(graph, budget_bytes=start.found + 2, work_limit=0, start=[start.save_set])
-    assert made.peak <= start.found + 2
-    assert made.solver_s == 0
 
 
 def test_dear_ops_may_have_groups_where_a_backward_inside_of_forward_lies_between_its_uses() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawings import HOSTILE, hostile, moving, small, timeline_of
+from drawings import moving, small, timeline_of
 from serving import in_chromium
 
 from autoac.planner import Picture, picture
@@ -71,12 +71,6 @@ def test_page_opens_at_the_peak_with_what_is_live_there(opened: Opened, small_pi
     assert "+1.00 % compared with predicted" in opened.text("facts")
 
 
-def test_live_table_by_op_names_ops_and_reasons(opened: Opened) -> None:
-    opened.page.select_option('[data-part="live-by"]', "op")
-    assert "transformer.h.1.attn/" in opened.text("live")
-    assert "saved" in opened.text("live")
-
-
 def test_the_cursor_shows_the_module_under_it_and_a_click_stays(opened: Opened) -> None:
     before = opened.text("readout")
     area = opened.page.locator(".u-over").bounding_box()
@@ -134,17 +128,6 @@ def test_keys_move_over_the_step_and_values_are_announced(opened: Opened) -> Non
     assert "GiB" in spoken or "MiB" in spoken
 
 
-def test_every_control_has_a_name_and_zooming_keeps_the_moment(opened: Opened) -> None:
-    unnamed = opened.page.evaluate(
-        "() => [...document.querySelectorAll('button, select')]"
-        ".filter(e => !e.ariaLabel && !e.textContent.trim() && !e.labels.length).length"
-    )
-    assert unnamed == 0
-    at_peak = opened.press("p", "+", "+", "+")
-    assert opened.press("ArrowRight", "ArrowLeft") == at_peak
-    assert opened.press("0") == at_peak
-
-
 def test_the_numbers_are_there_as_a_table(opened: Opened, small_picture: Picture) -> None:
     opened.page.click("summary")
     opened.page.wait_for_selector('[data-part="runs"] tbody tr')  # drawn a task after the click
@@ -152,11 +135,6 @@ def test_the_numbers_are_there_as_a_table(opened: Opened, small_picture: Picture
     assert "forward, transformer.h.0" in table
     assert "backward, transformer.h.2" in table
     assert format_bytes(max(small_picture.tracks[0].live_bytes)) in table
-
-
-def test_layers_open_to_their_modules(opened: Opened) -> None:
-    opened.page.click('[data-part="layers"] button >> nth=1')
-    assert "keeps " in opened.text("layers")
 
 
 # Pixels below the axis that have about this colour, [red, green, blue].
@@ -207,28 +185,3 @@ def test_moves_are_drawn_below_the_axis_and_named_under_the_cursor(
     unmoved = opened.page.locator('[data-part="plot"]').bounding_box()
     assert unmoved["height"] < below["height"]
     assert "host" not in opened.page.inner_text("main")
-
-
-def test_hostile_names_are_shown_and_not_run(browser: Any, tmp_path: Path) -> None:
-    made = Opened(browser, timeline_of(hostile()), tmp_path)
-    try:
-        assert made.page.evaluate("() => window.broken") is None
-        assert made.text("model") == HOSTILE[0]
-        assert made.page.locator("img").count() == 0
-        made.press("Home", "PageDown", "PageDown")
-        assert made.complaints == []
-    finally:
-        made.page.close()
-
-
-def test_a_long_step_is_drawn_whole(browser: Any, tmp_path: Path) -> None:
-    """Draw thousands of events. docs/cli.md notes the time; no test measures it."""
-    picture = timeline_of(small(80))
-    assert len(picture.tracks[0].kind) > 4000
-    made = Opened(browser, picture, tmp_path)
-    try:
-        assert "transformer.h.0" in made.press("Home", "PageDown")
-        assert "optimizer step" in made.press("End")
-        assert made.complaints == []
-    finally:
-        made.page.close()

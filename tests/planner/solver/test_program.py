@@ -86,18 +86,6 @@ def test_every_save_set_with_use_groups_satisfies_every_row() -> None:
     assert count > 10
 
 
-def test_saved_op_counts_until_the_last_run_of_its_readers() -> None:
-    graph = small(337, with_groups=True)
-    windows = find_windows(graph)
-    built = build_program(as_arrays(windows), None, every_moment(windows))
-    assert built.peak_column is not None
-    (row,) = graph.runs
-    for save_set in oracles.every_save_set(graph):
-        if row[0] in save_set:
-            peak = assignment(windows, built, save_set)[built.peak_column] * built.cost_scale
-            assert peak == pytest.approx(peak_bytes(graph, save_set))
-
-
 @pytest.mark.parametrize("seed", [2664, 3709])
 def test_smallest_peak_with_use_groups_is_a_budget_that_is_planned(seed: int) -> None:
     # A run that serves a later run alone would have a smaller peak, and no row describes it.

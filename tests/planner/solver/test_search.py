@@ -17,23 +17,19 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.solver import search
 from autoac.planner.solver.constrained_moments import CELLS, FIRST_STRETCHES, first_moments
 from autoac.planner.solver.efforts import (
-    FAR,
-    ROOT_CHECKS,
     Effort,
     Round,
     full_program,
     lowered_limits,
-    neighborhood,
     rounded,
 )
-from autoac.planner.solver.highs import Outcome, Program, Stopped, check_work
+from autoac.planner.solver.highs import Outcome, Program, Stopped
 from autoac.planner.solver.incumbent import Goal
 from autoac.planner.solver.moments import DuringStep
 from autoac.planner.solver.program import UNDECIDED
 from autoac.planner.solver.recompute_windows import find_windows
 from autoac.planner.solver.search import Search
 from autoac.planner.solver.start.search_problem import SearchProblem
-from autoac.planner.solver.start.segments import Segments
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
 
 ROUNDING = 1 + 1e-6
@@ -147,52 +143,6 @@ def test_relaxations_for_lower_limits_give_a_plan_of_a_long_chain() -> None:
     assert searched.budget is not None
     assert peak_bytes(searched.problem.graph, searched.best.save_set) <= searched.budget
     assert searched.best.cost < 0.8 * before
-
-
-def test_lower_limits_are_tried_only_far_from_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = recurrent_round()
-    monkeypatch.setattr(efforts_module, "build_program", None)
-    now.best.take(now.best.bound / (1 - FAR) - 1e-6, now.problem.graph.everything)
-    assert not list(lowered_limits(now))
-
-
-@pytest.mark.slow
-def test_a_first_plan_takes_only_relaxations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Segments, "within", lambda *_: None)
-    searched = recurrent_search()
-    solve, relaxed = searched.allowance.solve, []
-
-    def recorded(*args: Any, **kwargs: Any) -> Outcome:
-        relaxed.append(kwargs.get("relaxed", False))
-        return solve(*args, **kwargs)
-
-    monkeypatch.setattr(searched.allowance, "solve", recorded)
-    searched.relax()
-    assert searched.best.save_set is not None
-    assert all(relaxed)
-
-
-def test_integers_with_many_open_decisions_need_work_for_the_root_node(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = recurrent_round()
-    n_ops = len(now.built.ops)
-    root = ROOT_CHECKS * check_work(now.relaxed.work)
-    for n_open, work_left, expected in (
-        (n_ops, 0.9 * root, True),
-        (n_ops, 1.1 * root, False),
-        (n_ops // 10, 0.9 * root, False),
-    ):
-        monkeypatch.setattr(Round, "n_open", n_open)
-        now.allowance.work_left = work_left
-        assert now.root_is_too_dear is expected
-    monkeypatch.setattr(Round, "n_open", n_ops)
-    monkeypatch.setattr(now.allowance, "solve", None)
-    assert not list(neighborhood(0.1, 1.0, now))
-    assert not now.allowance.over
-    assert not list(full_program(now))
-    assert now.allowance.stopped is Stopped.WORK_LIMIT
-    assert now.allowance.over
 
 
 def test_decisions_are_rounded_up_if_that_takes_less_memory() -> None:
