@@ -13,8 +13,6 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-NO_CHROMIUM = "Chromium is missing; `make browser` installs it"  # the reason in serving.py
-
 # Threads of two workers and of their children wait for one another spinning: three to ten times the CPU time.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
@@ -23,15 +21,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Without bytecode each worker compiles all tests again, and each child all of our modules.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Name the tests that need a browser in the last line, if they were skipped."""
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    skipped = [] if reporter is None else reporter.stats.get("skipped", [])
-    of_pages = [report for report in skipped if NO_CHROMIUM in str(report.longrepr)]
-    if of_pages:
-        reporter.write_line(f"{len(of_pages)} tests of pages were skipped: {NO_CHROMIUM}")
 
 
 def pytest_collection_finish() -> None:

@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from waiting import until
 
-NO_CHROMIUM = "Chromium is missing; `make browser` installs it"  # tests/conftest.py looks for it
+NO_CHROMIUM = "Chromium is missing; `make browser` installs it"
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

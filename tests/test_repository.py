@@ -63,23 +63,6 @@ def test_links_of_the_package_page_are_absolute(tmp_path):
         assert line in metadata.splitlines()
 
 
-def test_skipped_browser_tests_are_named_at_the_end(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "tests/planner/report/test_browser.py",
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment | {"PATH": str(tmp_path)}, capture_output=True, text=True
-    )
-    line = done.stdout.splitlines()[-1]
-    assert re.fullmatch(r"\d+ tests of pages were skipped.*`make browser`.*", line), done.stdout
-
-
 def test_every_package_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = set(project["tool"]["setuptools"]["packages"])

@@ -41,20 +41,6 @@ def test_a_ratio_is_taken_at_each_peak_of_a_baseline_below_the_ceiling():
     assert report.to_best(MODEL) == [0.5, 1.0]
 
 
-def test_the_verdict_has_a_yes_or_no_for_each_claim():
-    verdict = report.verdict([MODEL], [MODEL])
-    assert "Never beaten: yes; at 2 peaks of baselines ours is slower at 0." in verdict
-    assert "at that peak: 0.71 (at most 0.75: yes)" in verdict
-    assert "2 of 2 plans" in verdict
-
-
-def test_growth_is_ordered_by_layers_and_has_a_power():
-    done = [growing(128, 8.0), MODEL, growing(16, 1.0), growing(32, 2.0)]
-    assert [layers for layers, _ in report.growth(done)] == [16, 32, 128]
-    assert "grows as ops to the power 1.00" in report.growth_section(done)
-    assert report.growth_section([MODEL]) == ""
-
-
 def test_the_page_and_its_plots_are_the_same_for_the_same_numbers(tmp_path):
     written = []
     for folder in ("a", "b"):

@@ -8,14 +8,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from stepping import SeenOps
 from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import bounds, build
 from autoac.profiler import CannotProfile, profile
 from autoac.tape.capture.allocations import AllocationRecord
-from autoac.tape.torch_facts.torch_trace import AllocationEvent, MarkEvent, TorchTrace
+from autoac.tape.torch_facts.torch_trace import AllocationEvent, TorchTrace
 from benchmarks.models.modules import Transformer
 
 CUDA = torch.device("cuda", 0)
@@ -72,13 +71,6 @@ def test_record_has_a_mark_of_each_thread_that_it_covers(gpu: ModuleType) -> Non
     assert numbers == [0, 0, 1, 2, 2]
     assert record.positions == sorted(record.positions)
     assert len(record.positions) == len(record.times_ns) == 3
-
-
-def test_dispatch_modes_do_not_see_the_range_around_a_trace(gpu: ModuleType) -> None:
-    with SeenOps() as watching, TorchTrace(CUDA) as recording:
-        recording.mark("here")
-    assert watching.ops == []
-    assert [entry.name for entry in recording.events() if isinstance(entry, MarkEvent)] == ["here"]
 
 
 class Forking(nn.Module):

@@ -90,7 +90,6 @@ def claim(gpu: ModuleType) -> Any:
 @pytest.mark.parametrize("cudnn", [CUDNN_OF_WHEELS, 0])
 def test_calls_run_the_same_ops(claim: Any, cudnn: int) -> None:
     device = claim((9, 0), cudnn)
-    assert len(CALLS) == 45
     assert not differing(CALLS, device)
 
 

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 import ac_client
 from autoac.planner import bounds, build
-from autoac.planner.units import GIB
 from benchmarks.models.modules import Transformer
 from benchmarks.models.samples import SAMPLES, TINY, Attention
 from benchmarks.sample_training import Case
 from benchmarks.sample_training import train as planned_training
 from standin.tasks import TASKS, LanguageModel, bounds_of, task_of
-from standin.training import Task, Training, step, train
+from standin.training import Task, Training, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # of an LSTM
 
@@ -124,39 +123,6 @@ def test_attention_without_dropout_is_recomputed(gpu: ModuleType, dtype: torch.d
     for _ in range(3):
         model(x.cuda().to(dtype)).sum().backward()
     assert ac_client.applied(model).report().recomputed > 0
-
-
-def test_measured_step_has_the_predicted_peak_and_a_page(gpu: ModuleType) -> None:
-    task, known = task_of("GPT-2"), bounds_of("GPT-2")
-    model, optimizer, batch = task.made()
-    ac_client.apply(model, (known.floor + known.ceiling) / 2 / GIB, optimizer=optimizer)
-    at, done = ac_client.applied(model), Training(None)
-    for _ in range(2):
-        step(task, model, optimizer, batch, done)
-        optimizer.zero_grad()
-    with at.measure():
-        step(task, model, optimizer, batch, done)
-    report = at.report()
-    assert report.measured_peak_bytes == report.predicted_peak_bytes
-    assert report.corrections == 0
-
-
-def test_checkpoint_lowers_the_peak_and_keeps_the_gradients(gpu: ModuleType) -> None:
-    model, _, batch = task_of("cuda:1").made()
-    peaks, gradients = [], []
-    for around in (lambda block, x: block(x), ac_client.checkpoint):
-        torch.cuda.manual_seed_all(0)
-        model.zero_grad()
-        gpu.reset_peak(1)
-        x = model.embedding(batch["ids"])
-        for block in model.blocks.blocks:
-            x = around(block, x)
-        x.square().mean().backward()
-        del x
-        peaks.append(gpu.peak(1))
-        gradients.append([p.grad.cpu() for p in model.blocks.blocks.parameters()])
-    assert peaks[1] < peaks[0]
-    assert all(map(torch.equal, *gradients))
 
 
 def test_optimizer_that_steps_all_parameters_at_once_has_the_predicted_peak(gpu: ModuleType) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import ac_client
-from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import bounds, build
 from autoac.planner.units import GIB
 from autoac.profiler import DATASHEETS, observe
@@ -120,15 +119,6 @@ def test_attention_runs_the_kernel_that_was_predicted_and_is_recomputed(
     assert at.report().recomputed > 0
     at.remove()
     assert_as_plain(plain, again, planned)
-
-
-def test_record_of_a_step_is_that_of_the_allocator(gpu: Any) -> None:
-    case = Case(SAMPLES[0], "fp32", TINY, CUDA)
-    model, _, batch = case.made()
-    with AllocatorTimeline(CUDA) as timeline:
-        model(**batch).backward()
-    assert timeline.events[-1].live_bytes == torch.cuda.memory_allocated(CUDA)
-    assert max(event.live_bytes for event in timeline.events) == timeline.peak_bytes
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import ModuleType
 
 import pytest
@@ -88,40 +87,3 @@ def test_random_program_on_several_streams_has_the_plain_results_and_the_predict
     found = compare(seed, planned=seed % 5 == 0, take_races=gpu.take_races)
     assert not found.skipped
     assert not found.mismatches
-
-
-def residuals_on_side(x: Tensor, w: Tensor, held: list[Tensor] | None) -> Tensor:
-    """Add to `x` twice on another stream, and read it on the current one; keep gradients in `held`."""
-    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    x = x * w
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        y = x + (x * w).sin()
-        if held is not None:
-            y.register_hook(held.append)
-        y = y + (y * w).sin()
-        if held is not None:
-            y.register_hook(held.append)
-    x.record_stream(side)
-    w.record_stream(side)
-    z = x.tanh()
-    main.wait_stream(side)
-    y.record_stream(main)
-    return ((y + z) * w).sum()
-
-
-@pytest.mark.parametrize(
-    ("policy", "holds", "expected"), [(None, False, 1), (None, True, 0), ("recompute_all", False, 0)]
-)
-def test_race_of_the_engine_is_gone_if_gradients_are_held(
-    gpu: ModuleType, policy: str | None, holds: bool, expected: int
-) -> None:
-    """See NOTE [ The engine's own race ] in streams.h: a plan does not add to it."""
-    x, w = (torch.linspace(0.1, 1, 4, device="cuda").requires_grad_() for _ in range(2))
-    held: list[Tensor] | None = [] if holds else None
-    with save_recompute_policy(policy) if policy else nullcontext():
-        loss = residuals_on_side(x, w, held)
-    loss.backward()
-    races = gpu.take_races()
-    assert len(races) == expected
-    assert all("aten::add on" in race and "aten::tanh_backward" in race for race in races)

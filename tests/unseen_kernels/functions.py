@@ -156,16 +156,6 @@ class RopeUnmarked(Rope):
         return x.view(x.shape)
 
 
-class RopeSame(Rope):
-    """Turn the input in place without a word, and return it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        _turn(x, cosines, sines, 1.0)
-        ctx.save_for_backward(cosines, sines)
-        return x
-
-
 class CrossEntropy(Function):
     """Make the gradient in forward, in a new tensor."""
 
@@ -197,24 +187,6 @@ class CrossEntropyOverLogits(CrossEntropy):
         return losses.mean()
 
 
-class LinearCrossEntropy(Function):
-    """Multiply by the head in forward, and make the gradients of input and head there, as Liger does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-        logits = x @ head.t()
-        rows, columns = logits.shape
-        losses = torch.empty(rows, dtype=logits.dtype, device=logits.device)
-        launch("cross_entropy", logits.dtype, losses, logits, logits, targets, rows, columns)
-        ctx.save_for_backward(logits @ head, logits.t() @ x)
-        return losses.mean()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        dx, dhead = ctx.saved_tensors
-        return dx * dy, dhead * dy, None
-
-
 class Attention(Function):
     """Save what the kernel wrote, the output and the logarithms of the sums; the latter is an output too."""
 
@@ -235,45 +207,6 @@ class Attention(Function):
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         launch("attention_backward", q.dtype, dq, dk, dv, dy.contiguous(), y, lse, q, k, v, *q.shape)
         return dq, dk, dv
-
-
-class Linear4Bit(Function):
-    """Multiply by a weight that is unpacked from 4 bits, in forward and again in backward."""
-
-    @staticmethod
-    def unpacked(packed: Tensor, scales: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        weight = torch.empty(2 * len(packed) // columns, columns, dtype=dtype, device=packed.device)
-        launch("dequantize", dtype, weight, packed, scales, weight.numel(), weight.numel() // len(scales))
-        return weight
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-        ctx.save_for_backward(packed, scales)
-        ctx.columns, ctx.dtype = x.shape[-1], x.dtype
-        return x @ Linear4Bit.unpacked(packed, scales, x.shape[-1], x.dtype).t()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        packed, scales = ctx.saved_tensors
-        return dy @ Linear4Bit.unpacked(packed, scales, ctx.columns, ctx.dtype), None, None
-
-
-class TorchNoise(Function):
-    """Draw from PyTorch's generator, and multiply by an unseen kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        mask = torch.rand_like(x) + 0.5
-        y = x * mask
-        launch("affine_window", y.dtype, y, 1, y.numel(), 0, 1, 2.0, 0.0)
-        ctx.save_for_backward(mask)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (mask,) = ctx.saved_tensors
-        dx: Tensor = 2.0 * dy * mask
-        return dx
 
 
 class OwnNoise(Function):

@@ -262,18 +262,6 @@ void attention_backward(int64_t code, void* dq, void* dk, void* dv, void* dy, vo
   });
 }
 
-// Weights of 4 bits, two in a byte, with a float for each group of `group` weights.
-void dequantize(int64_t code, void* y, void* packed, void* scales, int64_t n, int64_t group) {
-  with_type(code, [&](auto t) {
-    using T = decltype(t);
-    using S = sum_of<T>;
-    for (int64_t i = 0; i < n; i++) {
-      int value = (static_cast<uint8_t*>(packed)[i / 2] >> (4 * (i % 2))) & 15;
-      static_cast<T*>(y)[i] = T(S(value - 8) * S(static_cast<float*>(scales)[i / group]));
-    }
-  });
-}
-
 void seed_noise(int64_t seed) { generator = static_cast<uint64_t>(seed) * 2 + 1; }
 
 // y = x * a number in [0.5, 1.5) from a generator that PyTorch does not know.

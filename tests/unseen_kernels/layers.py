@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from unseen_kernels import functions
 from unseen_kernels.library import launch
@@ -40,9 +39,6 @@ class Unseen(nn.Module):
         if kind.startswith("swiglu"):
             self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
             self.down = nn.Linear(2 * WIDTH, WIDTH)
-        if kind == "linear 4 bit":
-            self.register_buffer("packed", torch.randint(0, 256, (WIDTH * WIDTH // 2,), dtype=torch.uint8))
-            self.register_buffer("scales", torch.rand(WIDTH) * 0.1)
         if kind == "attention":
             self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         if kind.startswith("rope"):
@@ -74,12 +70,6 @@ def _over_output(layer: Unseen, x: Tensor) -> Tensor:
     return h * h
 
 
-def _negated(layer: Unseen, x: Tensor) -> Tensor:
-    h = layer.linear(x) * 0.5
-    affine(h, -1.0)
-    return h.exp()
-
-
 def _permuted(layer: Unseen, x: Tensor) -> Tensor:
     h = layer.linear(x) + 1.0
     launch("reverse", h.dtype, h, h.numel())
@@ -107,12 +97,6 @@ def _offset_view(layer: Unseen, x: Tensor) -> Tensor:
     return h * h
 
 
-def _transposed_view(layer: Unseen, x: Tensor) -> Tensor:
-    h = layer.linear(x).mul(0.8)
-    affine(h.t()[::2], 1.3)
-    return F.gelu(h)
-
-
 def _base_of_view(layer: Unseen, x: Tensor) -> Tensor:
     h = layer.linear(x).tanh()
     left = h[:, : WIDTH // 2]
@@ -125,13 +109,6 @@ def _partial(layer: Unseen, x: Tensor) -> Tensor:
     y = torch.empty_like(h)
     y[1:] = h.detach()[1:] * 0.5
     launch("scale", h.dtype, y, h, WIDTH, 2.0)  # the first row
-    return h * y
-
-
-def _zeros(layer: Unseen, x: Tensor) -> Tensor:
-    h = layer.linear(x)
-    y = torch.zeros_like(h)
-    launch("scale", h.dtype, y, h.contiguous(), h.numel(), 0.7)
     return h * y
 
 
@@ -236,24 +213,15 @@ def _cross_entropy(function: type[functions.CrossEntropy]) -> Layer:
     return run
 
 
-def _linear_cross_entropy(layer: Unseen, x: Tensor) -> Tensor:
-    targets = torch.arange(len(x), device=x.device) % WIDTH
-    head = layer.linear.weight.to(x.dtype)
-    return x + functions.LinearCrossEntropy.apply(x * 1.0, head, targets)
-
-
 OUTSIDE: dict[str, Layer] = {
     "fills empty": _empty,
     "over an output": _over_output,
-    "negates in place": _negated,
     "permutes in place": _permuted,
     "over a saved value": _saved_value,
     "after the last read": _after_last_read,
     "offset window": _offset_view,
-    "transposed window": _transposed_view,
     "base of a view": _base_of_view,
     "part of a buffer": _partial,
-    "over zeros": _zeros,
     "between visible writes": _between_writes,
     "written twice": _twice_written,
     "bool mask": _mask,
@@ -263,9 +231,6 @@ OUTSIDE: dict[str, Layer] = {
 }
 FUNCTIONS: dict[str, Layer] = {
     "scale": lambda layer, x: functions.Scale.apply(layer.linear(x), 0.7).sin(),
-    "scale twice": lambda layer, x: functions.Scale.apply(
-        functions.Scale.apply(layer.linear(x), 0.7).tanh(), 1.3
-    ).sin(),
     "setup_context": lambda layer, x: functions.SquareWithSetup.apply(layer.linear(x)).sin(),
     "rms norm": lambda layer, x: functions.RMSNorm.apply(layer.linear(x), layer.weight),
     "rms norm in attributes": lambda layer, x: functions.RMSNormInAttributes.apply(
@@ -276,15 +241,9 @@ FUNCTIONS: dict[str, Layer] = {
     "swiglu over saved, read before": _swiglu_over_saved_read_before,
     "rope": _rope(functions.Rope),
     "rope unmarked": _rope(functions.RopeUnmarked),
-    "rope same": _rope(functions.RopeSame),
     "cross entropy": _cross_entropy(functions.CrossEntropy),
     "cross entropy over logits": _cross_entropy(functions.CrossEntropyOverLogits),
-    "linear cross entropy": _linear_cross_entropy,
     "attention": _attention,
-    "linear 4 bit": lambda layer, x: functions.Linear4Bit.apply(
-        layer.linear(x), layer.packed, layer.scales
-    ).sin(),
-    "torch noise": lambda layer, x: functions.TorchNoise.apply(layer.linear(x)).sin(),
     "own noise": lambda layer, x: functions.OwnNoise.apply(layer.linear(x)).sin(),
     "nested": lambda layer, x: functions.Outer.apply(layer.linear(x)).sin(),
     "several outputs": _split,

@@ -58,11 +58,6 @@ def test_a_recompute_costs_time_and_its_peak_is_counted():
     assert judge(CHAIN.to_json(), AGAIN) == {"peak_bytes": 130, "us": 16, "again_us": 1}
 
 
-def test_the_recurrence_of_checkmate_gives_the_same_where_both_apply():
-    assert judge(under_checkmate(), SAVE_ALL) == {"peak_bytes": 135, "us": 15, "again_us": 0}
-    assert judge(under_checkmate(), AGAIN) == {"peak_bytes": 130, "us": 16, "again_us": 1}
-
-
 def test_the_recurrence_holds_until_the_end_of_a_stage_a_value_that_no_op_reads_in_it():
     """The last stage begins with values 0, 1 and 2, runs op 0 again, and counts value 0 twice."""
     events = [*(("compute", op) for op in (0, 1, 2, 0)), ("free", 1), ("compute", 3)]
