@@ -67,7 +67,7 @@ def main(running: str | None = None) -> None:
     planned = ac_client.applied(model)
     print(planned.report())
     if running and planned.policy is not None:
-        print(f"In a browser: {running}/models/{planned.policy.fingerprint}")
+        print(f"In a browser: {running}/profiles/{planned.policy.profile_digest}")
 
 
 if __name__ == "__main__":
