@@ -61,7 +61,6 @@ class Run:
     wide: bool = True  # the loss is in float32
     holds_logits: bool = False  # during backward
     ends: bool = False  # embeddings and head are units of fully_shard of their own
-    reason: str = ""  # of a large error
 
     @property
     def setup(self) -> str:
@@ -112,19 +111,11 @@ def _percent(reserved: float, active: float) -> tuple[float, float]:
     return reserved / 100 * H100_GIB, active / 100 * H100_GIB
 
 
-OLD_TENSOR_PARALLEL = (
-    "in this run of March 2024 a rank has as many tokens as in the run above, but twice its memory; a likely "
-    "cause that was not tried: collectives of that time held their tensors until the GPU was done"
-)
-COMPILED_LOSS = (
-    "its loss is compiled as well, so the logits are never there in float32; an eager step has them"
-)
-
 RUNS = (
     _8b(PULL.format(699), 49.58594, 41.17145),
     _7b(*_percent(32.64, 23.92), checkpoint="full"),
     _7b(*_percent(62.51, 52.13)),
-    _7b(*_percent(60.97, 50.12), batch=16, checkpoint="full", tensor=2, reason=OLD_TENSOR_PARALLEL),
+    _7b(*_percent(60.97, 50.12), batch=16, checkpoint="full", tensor=2),
     _7b(*_percent(90.14, 76.49), batch=16, tensor=2),
     _8b(PULL.format(822), 49.59),
     _8b(PULL.format(822), 49.41, reshard="always"),
@@ -148,8 +139,8 @@ RUNS = (
     _8b(TABLES, 83.9, length=32768, checkpoint="full", ran=FLOAT8),
     _70b(71.9, FLOAT8),
     _70b(67.6, f"{FLOAT8}, async TP"),
-    _8b(H200, 47.96, batch=2, ranks=32, norm=nn.RMSNorm, ran=f"{FLOAT8}, the loss too", reason=COMPILED_LOSS),
-    _8b(H200, 46.97, batch=2, ranks=64, norm=nn.RMSNorm, ran=f"{FLOAT8}, the loss too", reason=COMPILED_LOSS),
+    _8b(H200, 47.96, batch=2, ranks=32, norm=nn.RMSNorm, ran=f"{FLOAT8}, the loss too"),
+    _8b(H200, 46.97, batch=2, ranks=64, norm=nn.RMSNorm, ran=f"{FLOAT8}, the loss too"),
 )
 
 
@@ -172,7 +163,7 @@ class Prediction:
 
 def predict(run: Run) -> Prediction:
     """Predict a run, once for all that differ in what the prediction leaves out."""
-    eager = replace(run, source="", reserved=0.0, active=None, ran=EAGER, reason="")
+    eager = replace(run, source="", reserved=0.0, active=None, ran=EAGER)
     return Prediction(run, *predicted_peaks(eager))
 
 
@@ -205,38 +196,31 @@ def predicted_peaks(run: Run) -> tuple[float, float]:
 
 
 def summary(words: str, errors: list[tuple[float, Run]]) -> str:
-    """Return the median and the worst of some errors, with the reason of the worst."""
+    """Return the median and the worst of some errors."""
     error, run = max(errors, key=lambda item: abs(item[0]))
     median = statistics.median(abs(error) for error, _ in errors)
-    reason = f": {run.reason}" if run.reason else ""
     return (
         f"- **{words}**: {len(errors)} figures, median error {median:.1%}.\n"
-        f"  The worst is {error:+.1%} ({run.model}, {run.setup}){reason}."
+        f"  The worst is {error:+.1%} ({run.model}, {run.setup})."
     )
 
 
 def page(predictions: list[Prediction]) -> str:
     """Return docs/predictions.md."""
-    head = ["model", "setup", "in use", "predicted", "error", "reserved", "predicted", "error", "source"]
+    head = ["model", "setup", "reserved", "predicted", "error", "source"]
     rows = []
     for p in predictions:
-        run, error = p.run, p.active_error
+        run = p.run
         place = run.source.rsplit("/", 2)
         name = f"#{place[2]}" if place[1] == "pull" else "H200" if run.source == H200 else "table"
-        in_use = (
-            ["", f"{p.active:.2f}", ""]
-            if error is None
-            else [f"{run.active:.2f}", f"{p.active:.2f}", f"{error:+.1%}"]
-        )
         reserved = [f"{run.reserved:.2f}", f"{p.reserved:.2f}", f"{p.reserved_error:+.1%}"]
-        rows.append([run.model, run.setup, *in_use, *reserved, f"[{name}]({run.source})"])
+        rows.append([run.model, run.setup, *reserved, f"[{name}]({run.source})"])
     eager = [p for p in predictions if p.run.ran == EAGER]
     kinds = {
         "Bytes in use": [(p.active_error, p.run) for p in predictions if p.active_error is not None],
         "Reserved, eager runs": [(p.reserved_error, p.run) for p in eager],
         "Reserved, compiled runs": [(p.reserved_error, p.run) for p in predictions if p.run.ran != EAGER],
     }
-    kinds["All figures"] = [item for errors in kinds.values() for item in errors]
     summaries = [summary(words, errors) for words, errors in kinds.items() if errors]
     return TEXT.format(table=markdown_table(head, rows), summaries="\n".join(summaries))
 
@@ -250,9 +234,7 @@ Each row is a run of [torchtitan](https://github.com/pytorch/torchtitan) whose m
 published, in GiB. One rank of it is [profiled on fake tensors](profiling.md#one-rank-of-many): a Llama
 of the same widths (`benchmarks/models/sharded_llama.py`), AdamW, parameters in float32 and products in
 bf16, `fully_shard`, tensor and sequence parallelism, and torch's own checkpoint in the model. Nothing
-is fitted to the figures. Two facts were missing at the first comparison, and are in since: torch before
-June 2025 [kept the root gathered](https://github.com/pytorch/pytorch/pull/154704), and `fully_shard`
-reduces gradients on a stream of its own.
+is fitted to the figures.
 
 *In use* are the bytes that the allocator has handed out (torch's "active"). *Reserved* is what it took
 from the GPU; the prediction replays its rules ([fragmentation](budget.md#fragmentation)) for three
@@ -268,14 +250,13 @@ Where predictions are known to differ:
 
 - The replay gives gradients of sharded parameters a stream of their own. All-gathers have one too,
   whose memory nothing else gets; the replay does not know that, so it reserves less.
-- Runs of March 2024 (#165) used the `fully_shard` and the DTensor of that time, predictions those of
-  the torch that is installed.
+- Runs of March 2024 (#165) used the `fully_shard` and the DTensor of that time. In the two of 4 x TP 2 a
+  rank has as many tokens as with 8 x 2048, but up to twice its memory; a likely cause that was not tried:
+  collectives of that time held their tensors until the GPU was done.
+- The runs on H200s compile the loss too, so their logits are never there in float32.
 
-Figures of the same sources that are not predicted: Llama 3 405B (82.5 and 72.7 GiB), since the
-micro-batches of a pipeline add up unsharded gradients; context parallelism (75.3 to 84.9 GiB);
-DeepSeek-V3 ([#4153](https://github.com/pytorch/torchtitan/pull/4153): 96.596, 126.115 and 128.189 GiB
-in use), since this Llama has no experts; FSDP1; Qwen3 32B
-([#1690](https://github.com/pytorch/torchtitan/pull/1690)).
+Not predicted: pipelines (Llama 3 405B), context parallelism, DeepSeek-V3, FSDP1 and Qwen3 32B of the same
+sources.
 """
 
 
