@@ -99,6 +99,10 @@ class Applied:
         """Plan forwards in `eval()` as training, without an optimizer that steps after one."""
         self._hooks.unplanned.plan_in_eval()
 
+    def plan_for_freed_gradients(self) -> None:
+        """Plan for a library that frees gradients between forward and backward, before a step shows it."""
+        self._planning.planner.frees_gradients = True
+
     def plan_for(self, *args: Any, **kwargs: Any) -> Policy:
         """Plan for one more shape of batch now, from one real step on `model(*args, **kwargs)`.
 

@@ -105,6 +105,8 @@ class AutoACCallback(PlannedTrainings, Callback):
         model = self._to_plan(pl_module)
         saved, self._saved = self._saved, ""
         self._begin(model, [one for one in trainer.optimizers if steps(one, model)], saved)
+        if _frees_gradients(trainer, pl_module):
+            self.applied.plan_for_freed_gradients()
         if isinstance(model, TrainingStepModule):
             self._undo = model.replace_method()
         self._steps_before = trainer.global_step
@@ -220,6 +222,12 @@ def _collect(
     logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]], name: str, /, *args: Any, **kwargs: Any
 ) -> None:
     logged.append((name, args, kwargs))
+
+
+def _frees_gradients(trainer: Trainer, pl_module: LightningModule) -> bool:
+    """Return True if Lightning frees gradients in each step, which it does between forward and backward."""
+    is_own = pl_module.optimizer_zero_grad.__qualname__ != "LightningModule.optimizer_zero_grad"
+    return pl_module.automatic_optimization and trainer.accumulate_grad_batches == 1 and not is_own
 
 
 def _children(module: nn.Module) -> str:

@@ -225,7 +225,10 @@ class PolicyChooser:
     def _note(self, observation: Observation, bucket: PlannedBucket, profile: Profile) -> None:
         """Note what else the observed step has shown, which `bucket` was planned for."""
         buckets, outside = self._store.buckets, observation.step.outside_nbytes(profile)
-        bucket.planned_for = replace(bucket.planned_for, outside_nbytes=outside)
+        freed = self._planner.freed_nbytes(profile)
+        bucket.planned_for = replace(
+            bucket.planned_for, outside_nbytes=outside, frees_gradients=freed > 0, kept_nbytes=freed
+        )
         buckets.forwards = max(buckets.forwards, forwards_of(profile))
 
     def plan_for(self, call: ModelCall) -> Policy:

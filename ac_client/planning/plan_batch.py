@@ -126,6 +126,7 @@ class BatchPlanner:
         lock: held while this model is planned; a forward on another thread waits for the plan.
         name: of the model, in messages.
         called: paths of the modules that were called since the last profile began.
+        frees_gradients: the library frees gradients between forward and backward.
         observation: the step that is observed now, or whose profile is not planned yet.
         needs_checkpoints: the model was found to need its checkpoints: NOTE [ Needed checkpoints ].
         missed: steps without a profile, since another thread called their backward.
@@ -140,6 +141,7 @@ class BatchPlanner:
         self.lock = threading.RLock()
         self.name = name
         self.called: set[str] = set()
+        self.frees_gradients = False
         self.warn_once = WarnOnce(name)
         self._optimizers = optimizers
         self._on_device = on_device
@@ -275,6 +277,8 @@ class BatchPlanner:
         """
         profile = self._completed(observation.step.profile(call.model, self._optimizers.all), call)
         profile = microbatch_of(profile, counted=unreduced_nbytes(call.model))
+        if observation.then is None:
+            profile = profile.with_kept(self.freed_nbytes(profile))
         budget, peak = self.options.budget_bytes, observation.step.peak_nbytes + observation.state_nbytes
         if budget is not None and peak > budget:
             self.warn_once(
@@ -286,6 +290,10 @@ class BatchPlanner:
         if device_of(call.model).type == "cuda":
             torch.cuda.empty_cache()  # its segments would get holes in the first planned steps
         return profile
+
+    def freed_nbytes(self, profile: Profile) -> int:
+        """Return the bytes of gradients that are held in forward alone: the library frees them."""
+        return profile.gradient_nbytes if self.frees_gradients and not profile.static.gradients else 0
 
     def limit_of(self, profile: Profile) -> int:
         """Return the most bytes that a planned peak of this step may have.

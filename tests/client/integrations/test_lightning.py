@@ -166,6 +166,37 @@ def test_weights_and_metrics_equal_those_of_an_unplanned_training(
     assert_untouched(ours)
 
 
+def test_gradients_that_lightning_frees_before_backward_count_in_the_only_plan(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ac_client")
+    callback = AutoACCallback(BUDGET_GB, measure=True)
+    fitted(tmp_path, Lit(), [callback])
+    assert len(plans_in(caplog)) == 1
+    assert callback.report is not None
+    assert callback.report.steps == 3
+    measured, predicted = callback.report.measured_peak_bytes, callback.report.predicted_peak_bytes
+    assert measured == pytest.approx(predicted, rel=0.01)
+
+
+def test_gradients_that_a_module_zeroes_in_place_are_planned_for_in_backward(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Zeroes(Lit):
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+            optimizer.zero_grad(set_to_none=False)
+
+    caplog.set_level(logging.INFO, "ac_client")
+    fitted(tmp_path, Zeroes(), [AutoACCallback(BUDGET_GB)])
+    assert len(plans_in(caplog)) == 2
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def plans_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the logged messages on plans that were made."""
+    return [record.getMessage() for record in caplog.records if ": planning " in record.getMessage()]
+
+
 def test_manual_optimization_plans_the_module_that_is_named(tmp_path: Path) -> None:
     plain_watch, watch = Watch(), Watch()
     callback = AutoACCallback(BUDGET_GB, module="model")
@@ -209,7 +240,7 @@ def test_exception_leaves_nothing_behind(tmp_path: Path) -> None:
         fitted(tmp_path, model, [callback, Raise(at=3)])
     assert callback.report is not None
     assert callback.report.predicted_peak_bytes < callback.report.save_all_peak_bytes
-    assert callback.report.steps == 1  # Lightning frees gradients after forward, so two were observed
+    assert callback.report.steps == 2  # the third was interrupted, and the first observed
     assert_untouched(model)
     assert not torch._C._autograd._profiler_enabled()
     with pytest.raises(ac_client.NotApplied, match="`report` has"):
