@@ -78,6 +78,31 @@ def test_autocast_in_forward_and_around_backward(
     assert_same(plain, planned)
 
 
+class ReadsAutocast(torch.autograd.Function):
+    """Compute by whether autocast is in force, as `torch.amp.custom_fwd` does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * (2 if torch.is_autocast_enabled("cpu") else 3)
+        ctx.save_for_backward(y)
+        return y.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return gradient * y
+
+
+def test_function_that_runs_again_sees_the_autocast_of_forward() -> None:
+    def gradient(policy: str) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 8).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16), save_recompute_policy(policy):
+            y = ReadsAutocast.apply(x.exp()).exp()  # type: ignore[no-untyped-call]
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    assert torch.equal(gradient("recompute_all"), gradient("must_save_all"))
+
+
 def test_replay_uses_the_default_dtype_of_forward() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return (x.exp() * torch.full((4,), 3.0)).sin()
