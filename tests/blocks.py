@@ -1,7 +1,10 @@
-"""A block of a transformer without attention, for tests of compiled models."""
+"""Small models: blocks of a transformer without attention, and chains of layers with dropout."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 
 
@@ -13,3 +16,37 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class BlockNet(nn.Module):
+    """Blocks between other ops, a batch norm, and a loss; `between` is called after each block."""
+
+    def __init__(self, blocks: int = 4, between: Callable[[], None] = int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.statistics, self.between = nn.BatchNorm1d(32), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x)).exp()
+        for block in self.blocks:
+            x = block(x)
+            self.between()
+        return torch.tanh(self.statistics(x)).exp().square().mean()
+
+
+class Layers(nn.Sequential):
+    """Linear layers of one width with dropout."""
+
+    def __init__(self, width: int = 32) -> None:
+        torch.manual_seed(0)
+        layers = [(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+        super().__init__(*(module for layer in layers for module in layer))
+
+
+class WithLoss(Layers):
+    """The same, and its loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()  # type: ignore[no-any-return]

@@ -442,9 +442,9 @@ def attention(tokens: int) -> tuple[nn.Module, torch.Tensor]:
 
 
 def test_the_fastest_length_is_found_although_attention_takes_the_square_of_it() -> None:
-    found = ac_client.fit(attention, 0.5, on="h100", axis="tokens", multiple=256)
+    found = ac_client.fit(attention, 0.5, on="h100", axis="tokens", multiple=512)
     speeds = {}
-    for tokens in range(256, found.all_saved + 1, 256):
+    for tokens in range(512, found.all_saved + 1, 512):
         model, batch = attention(tokens)
         real = profile(model, batch, on=DATASHEETS["h100"])
         speeds[tokens] = tokens / (sum(real.ops.runtime_us) + sum(real.backward.runtime_us)) * 1e6

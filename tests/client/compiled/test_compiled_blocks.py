@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import Block
+from blocks import Block, BlockNet
 from stepping import allocated_peak
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
@@ -26,36 +26,19 @@ from autoac.tape.capture.allocations import AllocationRecord
 BACKEND = "aot_eager"
 
 
-class Net(nn.Module):
-    """Blocks between eager ops."""
-
-    def __init__(self, n: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.enter = nn.Linear(32, 32)
-        self.blocks = nn.ModuleList(Block() for _ in range(n))
-        self.statistics = nn.BatchNorm1d(32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.enter(x)).exp()
-        for block in self.blocks:
-            x = block(x)
-        return torch.tanh(self.statistics(x)).exp().square().mean()
-
-
 BATCH = torch.randn(256, 32, generator=torch.Generator().manual_seed(1))
 
 
-def in_place(model: Net) -> None:
+def in_place(model: BlockNet) -> None:
     for block in model.blocks:
         block.compile(backend=BACKEND)
 
 
-def whole(model: Net) -> None:
+def whole(model: BlockNet) -> None:
     model.compile(backend=BACKEND)
 
 
-def wrapped(model: Net) -> None:
+def wrapped(model: BlockNet) -> None:
     for i, block in enumerate(model.blocks):
         model.blocks[i] = torch.compile(block, backend=BACKEND)
 
@@ -78,18 +61,18 @@ def measured_peak(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("compiled", [in_place, wrapped])
-def test_peak_is_exact_and_gradients_are_the_same(compiled: Callable[[Net], None]) -> None:
-    plain = Net()
+def test_peak_is_exact_and_gradients_are_the_same(compiled: Callable[[BlockNet], None]) -> None:
+    plain = BlockNet()
     compiled(plain)
     want = outcome(plain)
-    other = Net()
+    other = BlockNet()
     compiled(other)
     found = profile(other, BATCH)
     lowest, highest = find_minimum_peak(found, gap=0.3, work_limit=1).found, plan(found, budget_gb=1).peak
     kinds: set[Any] = set()
     for share in (0.75, 0.4, 0.0):
         budget = int(lowest + share * (highest - lowest))
-        model = Net()
+        model = BlockNet()
         compiled(model)
         ac_client.apply(model, budget / 2**30)
         assert all(map(torch.equal, outcome(model), want))
@@ -112,7 +95,7 @@ def test_blocks_that_share_code_are_compiled_a_few_times() -> None:
         return boxed_nop(module, _inputs)
 
     backend = aot_autograd(fw_compiler=forward, bw_compiler=boxed_nop)
-    model = Net(8)
+    model = BlockNet(8)
     for block in model.blocks:
         block.compile(backend=backend)
     ac_client.apply(model, 1.25 / 1024)
@@ -126,7 +109,7 @@ def test_blocks_that_share_code_are_compiled_a_few_times() -> None:
 
 
 def test_removed_plan_leaves_compiled_blocks_as_they_were() -> None:
-    model = Net()
+    model = BlockNet()
     in_place(model)
     before = [block._compiled_call_impl for block in model.blocks]
     ac_client.apply(model, 1.0)
@@ -136,7 +119,7 @@ def test_removed_plan_leaves_compiled_blocks_as_they_were() -> None:
 
 
 def test_compiled_blocks_can_be_profiled_for_an_absent_device() -> None:
-    model = Net()
+    model = BlockNet()
     in_place(model)
     real, fake = profile(model, BATCH), profile(model, BATCH, on=DATASHEETS["h100"])
     assert fake.keys() == real.keys()
@@ -145,11 +128,11 @@ def test_compiled_blocks_can_be_profiled_for_an_absent_device() -> None:
 
 @pytest.mark.parametrize("compiled", [whole, in_place])
 def test_compiled_autograd_gives_the_gradients_of_the_unplanned_model(
-    compiled: Callable[[Net], None],
+    compiled: Callable[[BlockNet], None],
 ) -> None:
     def gradients(planned: bool) -> list[Tensor | None]:
         torch.compiler.reset()
-        model = Net(1)
+        model = BlockNet(1)
         compiled(model)
         if planned:
             ac_client.apply(model, 0.35 / 1024)
@@ -181,7 +164,7 @@ def test_compiled_autograd_around_the_profiled_forward(by_configuration: bool) -
     def gradients(planned: bool) -> list[Tensor]:
         torch.compiler.reset()
         with torch._dynamo.config.patch(compiled_autograd=by_configuration):
-            model = Net(1)
+            model = BlockNet(1)
             whole(model)
             if planned:
                 ac_client.apply(model, 0.35 / 1024)
@@ -251,7 +234,7 @@ def test_blocks_that_share_code_move_nothing_to_the_host() -> None:
     """Each would be compiled for its own moves."""
     link = Link(1e6, 1e6, 0.0, 1 << 40)
     for blocks, moves in ((4, False), (1, True)):
-        model = Net(blocks)
+        model = BlockNet(blocks)
         in_place(model)
         step = profile(model, BATCH)
         budget = (find_minimum_peak(step).found + plan(step, budget_bytes=1 << 40).peak) // 2

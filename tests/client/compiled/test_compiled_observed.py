@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import Block
+from blocks import BlockNet
 from stepping import allocated_peak
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -29,26 +29,6 @@ def tick() -> None:
     ticks.append(1)
 
 
-class Net(nn.Module):
-    """Blocks with dropout between eager ops, a batch norm, and graph breaks if `breaks`."""
-
-    def __init__(self, *, breaks: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.breaks = breaks
-        self.enter = nn.Linear(32, 32)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.statistics = nn.BatchNorm1d(32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.enter(x)).exp()
-        for block in self.blocks:
-            x = block(x)
-            if self.breaks:
-                tick()
-        return torch.tanh(self.statistics(x)).exp().square().mean()
-
-
 def whole(model: nn.Module, backend: Any = "aot_eager") -> nn.Module:
     model.compile(backend=backend)
     return model
@@ -62,9 +42,9 @@ def blocks(model: nn.Module, backend: Any = "aot_eager") -> nn.Module:
 
 
 KINDS: dict[str, Callable[[Any], nn.Module]] = {
-    "whole": lambda backend: whole(Net(), backend),
-    "blocks": lambda backend: blocks(Net(), backend),
-    "breaks": lambda backend: whole(Net(breaks=True), backend),
+    "whole": lambda backend: whole(BlockNet(3), backend),
+    "blocks": lambda backend: blocks(BlockNet(3), backend),
+    "breaks": lambda backend: whole(BlockNet(3, tick), backend),
 }
 
 
@@ -161,6 +141,6 @@ def test_inductors_random_numbers_are_the_same_in_backward_and_leave_the_generat
 def test_batch_norm_whose_statistics_the_backend_does_not_write_itself_runs_again() -> None:
     """AOTAutograd writes them after the graph, which has read the old ones."""
     backend = aot_autograd(fw_compiler=boxed_nop)
-    plain = whole(Net(), backend)
-    model = ac_client.apply(copy.deepcopy(whole(Net(), backend)), 1.0)
+    plain = whole(BlockNet(3), backend)
+    model = ac_client.apply(copy.deepcopy(whole(BlockNet(3), backend)), 1.0)
     assert all(map(torch.equal, outcome(model), outcome(plain)))

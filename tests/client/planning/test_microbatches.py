@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from blocks import WithLoss
 from torch import Tensor, nn
 
 import ac_client
@@ -23,18 +24,6 @@ ORDERS = {
     "one after the other": "F0 F1 F2 F3 B0 B1 B2 B3",
     "the last one first": "F0 F1 F2 B2 B1 B0",
 }
-
-
-class Net(nn.Sequential):
-    """Linear layers with dropout, and a loss."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        layers = [(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
-        super().__init__(*(module for layer in layers for module in layer))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).square().mean()
 
 
 def step(model: nn.Module, order: str, number: int, rows: tuple[int, ...] = ()) -> None:
@@ -56,7 +45,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def planned(order: str, budget_gb: float) -> nn.Module:
-    model = ac_client.apply(Net(), budget_gb)
+    model = ac_client.apply(WithLoss(), budget_gb)
     for number in range(3):
         step(model, order, number)
     return model
@@ -75,9 +64,9 @@ def budgets(order: str, *shares: float) -> Iterator[float]:
 def test_what_waits_is_planned_like_the_microbatch_at_work(name: str) -> None:
     order = ORDERS[name]
     in_flight = order.split().index(next(action for action in order.split() if action[0] == "B"))
-    parameters = sum(p.nbytes for p in Net().parameters())
+    parameters = sum(p.nbytes for p in WithLoss().parameters())
     for budget_gb in budgets(order, 0.0, 0.95):
-        model, plain = planned(order, budget_gb), Net()
+        model, plain = planned(order, budget_gb), WithLoss()
         for number in range(3):
             step(plain, order, number)
             step(model, order, number)
@@ -98,7 +87,7 @@ def test_what_waits_is_planned_like_the_microbatch_at_work(name: str) -> None:
 
 def test_more_in_flight_than_before_are_planned_for(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "ac_client")
-    model, plain = ac_client.apply(Net(), 340_000 / GIB), Net()
+    model, plain = ac_client.apply(WithLoss(), 340_000 / GIB), WithLoss()
     found = []
     for number, order in enumerate(["F0 F1 B0 B1"] * 2 + [ORDERS["one after the other"]] * 3):
         step(model, order, number)
@@ -109,7 +98,7 @@ def test_more_in_flight_than_before_are_planned_for(caplog: pytest.LogCaptureFix
         found.append(policy.predicted.microbatches)
     assert found == [2, 2, 2, 4, 4]
     assert [record.getMessage().partition(": this")[0] for record in caplog.records] == [
-        "Net: 3 forwards wait for one backward, and the plan is for 2"
+        "WithLoss: 3 forwards wait for one backward, and the plan is for 2"
     ]
     with ac_client.applied(model).measure():
         step(model, ORDERS["one after the other"], 5)
@@ -119,7 +108,7 @@ def test_more_in_flight_than_before_are_planned_for(caplog: pytest.LogCaptureFix
 
 
 def test_microbatches_of_other_sizes_wait_with_their_bytes() -> None:
-    model = ac_client.apply(Net(), 340_000 / GIB)
+    model = ac_client.apply(WithLoss(), 340_000 / GIB)
     rows = (ROWS, ROWS // 2, ROWS // 2, ROWS // 4)
     for number in range(3):
         step(model, ORDERS["one after the other"], number, rows)
@@ -135,7 +124,7 @@ def test_microbatches_of_other_sizes_wait_with_their_bytes() -> None:
 
 
 def test_forwards_with_one_backward_are_planned_together() -> None:
-    model, generator = ac_client.apply(Net(), 340_000 / GIB), torch.Generator()
+    model, generator = ac_client.apply(WithLoss(), 340_000 / GIB), torch.Generator()
 
     def pair() -> None:
         model.zero_grad()
@@ -153,7 +142,7 @@ def test_forwards_with_one_backward_are_planned_together() -> None:
 
 
 def test_forwards_that_wait_for_a_backward_of_others_are_saved() -> None:
-    model, plain = ac_client.apply(Net(), 700_000 / GIB), Net()
+    model, plain = ac_client.apply(WithLoss(), 700_000 / GIB), WithLoss()
 
     def pairs(trained: nn.Module, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
@@ -179,7 +168,7 @@ def test_profile_of_a_microbatch_is_one_of_a_step_that_finds_gradients() -> None
     plan = ac_client.applied(planned(ORDERS["1F1B"], 1.0)).plan
     assert plan is not None
     assert plan.profile is not None
-    cut, alone = plan.profile, observe(Net(), (torch.randn(ROWS, WIDTH),), {}, accumulates=True)
+    cut, alone = plan.profile, observe(WithLoss(), (torch.randn(ROWS, WIDTH),), {}, accumulates=True)
     assert microbatch_of(cut) is cut
     assert cut.static == alone.static
     assert cut.saved.value == alone.saved.value

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import Layers, WithLoss
 from torch import Tensor, nn
 
 import ac_client
@@ -36,22 +37,6 @@ ROWS, WIDTH = 128, 32
 Step = Callable[[nn.Module], None]
 
 
-class Net(nn.Sequential):
-    """Linear layers with dropout."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        layers = [(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
-        super().__init__(*(module for layer in layers for module in layer))
-
-
-class WithLoss(Net):
-    """The same, and its loss."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).square().mean()
-
-
 @dataclass
 class Output:
     """As of a language model."""
@@ -60,7 +45,7 @@ class Output:
     logits: Tensor
 
 
-class Head(Net):
+class Head(Layers):
     """Logits that are larger than all else, and a loss of them."""
 
     def __init__(self) -> None:
@@ -187,7 +172,7 @@ def test_forwards_one_after_the_other_are_not_in_flight(caplog: pytest.LogCaptur
     assert not warnings(caplog)
 
 
-class Leaf(Net):
+class Leaf(Layers):
     """Makes a leaf in forward, whose gradient lives as long as the graph, as wav2vec2 does."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -241,7 +226,7 @@ def loss_of(out: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("later", [False, True])
 def test_loss_outside_of_the_model_is_part_of_the_plan(later: bool, caplog: pytest.LogCaptureFixture) -> None:
-    model = Net()
+    model = Layers()
     graph = build(observe(model, batches(), {}, loss=loss_of))
     budget = simulate(graph, graph.everything).peak.live_bytes - ROWS * WIDTH * 4
     ac_client.apply(model, budget / GIB)
@@ -261,7 +246,7 @@ def test_loss_outside_of_the_model_is_part_of_the_plan(later: bool, caplog: pyte
     report = measured(model, with_cross_entropy)
     assert report.predicted_peak_bytes < report.save_all_peak_bytes
     assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
-    assert_gradients_of_the_plain_model(model, Net(), with_cross_entropy)
+    assert_gradients_of_the_plain_model(model, Layers(), with_cross_entropy)
     assert not warnings(caplog)
 
 
@@ -273,7 +258,7 @@ def test_gradient_penalty_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixt
         (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         (out.mean() + gradient.square().mean()).backward()
 
-    model = ac_client.apply(Net(), budget_for(Net(), 1.2) / GIB)
+    model = ac_client.apply(Layers(), budget_for(Layers(), 1.2) / GIB)
     for _ in range(2):
         step(model)
         model.zero_grad()
@@ -283,7 +268,7 @@ def test_gradient_penalty_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixt
     assert "the prediction is stale: a backward with create_graph=True" in str(
         ac_client.applied(model).report()
     )
-    assert_gradients_of_the_plain_model(model, Net(), step)
+    assert_gradients_of_the_plain_model(model, Layers(), step)
 
 
 @pytest.mark.parametrize(("times", "warns"), [(1, False), (6, True)])
@@ -530,7 +515,7 @@ def test_another_dtype_is_planned_for() -> None:
 
 
 def test_two_planned_models_share_the_budget_of_their_device(caplog: pytest.LogCaptureFixture) -> None:
-    models = Net(), WithLoss()
+    models = Layers(), WithLoss()
     x = batches()[0]
 
     def step() -> None:
@@ -559,12 +544,12 @@ def test_two_planned_models_share_the_budget_of_their_device(caplog: pytest.LogC
 
 
 def test_refused_budget_names_the_other_models_on_the_device() -> None:
-    other, model = ac_client.apply(Net(), 1.0), ac_client.apply(WithLoss(), 1e-6)
+    other, model = ac_client.apply(Layers(), 1.0), ac_client.apply(WithLoss(), 1e-6)
     several(1)(model)
     with pytest.raises(InfeasibleBudget) as raised:
         several(1)(model)
     notes = "\n".join(raised.value.__notes__)
-    assert f"Net holds {format_bytes(sum(p.nbytes for p in other.parameters()))}" in notes
+    assert f"Layers holds {format_bytes(sum(p.nbytes for p in other.parameters()))}" in notes
 
 
 def test_planned_model_that_does_not_train_takes_no_room() -> None:
@@ -581,7 +566,7 @@ class Skips(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Net() for _ in range(3)])
+        self.layers = nn.ModuleList([Layers() for _ in range(3)])
         self.runs = [0]
 
     def forward(self, x: Tensor) -> Tensor:
