@@ -20,6 +20,7 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.problem.save_sets import (
     recomputed_by_backward,
+    with_forced_saves,
     without_cost_free_recomputes,
 )
 
@@ -114,6 +115,23 @@ def test_chunks_written_in_place_share_one_storage_if_saved_or_recomputed() -> N
         *forward, "-tanh_ 8", "-loss 0",
         "!x 8", "!sigmoid_ 0", "!tanh_ 0", ".0", ".1", "-tanh_ 8",
     ]  # fmt: skip
+
+
+def test_ops_that_write_to_chunks_of_one_storage_are_saved_together() -> None:
+    graph = build(graphs.chunks())
+    assert with_forced_saves(graph, frozenset({2})) == {1, 2}
+    assert with_forced_saves(graph, frozenset({1})) == {1, 2}
+    assert with_forced_saves(graph, frozenset({3})) == {3}
+
+
+def test_op_that_only_writes_over_saved_versions_is_saved() -> None:
+    tape = graphs.Tape()
+    (x,) = tape.op("x", [], 4)
+    (y,) = tape.op("relu_", [], into=x)
+    tape.step("first", [tape.save(y)])
+    graph = build(tape.profile())
+    assert recompute_us(graph, frozenset({0})) == 0
+    assert recompute_us(graph, frozenset()) == 2
 
 
 def test_rule_c_burst_runs_in_forward_order_from_saved_versions() -> None:
