@@ -209,13 +209,13 @@ def page(predictions: list[Prediction]) -> str:
     """Return docs/predictions.md."""
     head = ["model", "setup", "reserved", "predicted", "error", "source"]
     rows = []
-    for p in predictions:
+    eager = [p for p in predictions if p.run.ran == EAGER]
+    for p in eager:
         run = p.run
         place = run.source.rsplit("/", 2)
-        name = f"#{place[2]}" if place[1] == "pull" else "H200" if run.source == H200 else "table"
+        name = f"#{place[2]}" if place[1] == "pull" else "table"
         reserved = [f"{run.reserved:.2f}", f"{p.reserved:.2f}", f"{p.reserved_error:+.1%}"]
         rows.append([run.model, run.setup, *reserved, f"[{name}]({run.source})"])
-    eager = [p for p in predictions if p.run.ran == EAGER]
     kinds = {
         "Bytes in use": [(p.active_error, p.run) for p in predictions if p.active_error is not None],
         "Reserved, eager runs": [(p.reserved_error, p.run) for p in eager],
@@ -240,7 +240,7 @@ is fitted to the figures.
 from the GPU; the prediction replays its rules ([fragmentation](budget.md#fragmentation)) for three
 steps. "AC ops" is torchtitan's selective checkpoint, which saves attention and every second product;
 "4 x TP 2" shards over 4 times 2 ranks. A compiled run is predicted as if it ran eagerly, and float8 as
-if in bf16.
+if in bf16; the table leaves those out, and the command prints them.
 
 {summaries}
 
