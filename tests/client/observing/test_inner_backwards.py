@@ -54,12 +54,6 @@ class Forces(Energy):
         return forces.pow(2).mean()
 
 
-class ForcesOfDistances(Forces):
-    def energy(self, x: Tensor) -> Tensor:
-        near = torch.exp(-((x[:, :1] - torch.linspace(0, 5, WIDTH, device=x.device)) ** 2))
-        return self.layers[0](near).pow(2).sum()
-
-
 class ForcesAfterDropout(Forces):
     def __init__(self) -> None:
         super().__init__()
@@ -106,20 +100,6 @@ class ForcesUnderAutocast(Forces):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return super().forward(x)
-
-
-class ConvolutionPenalty(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1), nn.SiLU(), nn.GroupNorm(2, 8), nn.Conv2d(8, 1, 3, padding=1)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.view(ROWS, 1, 4, 4).requires_grad_()
-        y = self.body(x)
-        (slope,) = grad(y.sum(), x, create_graph=True)
-        return ((slope.flatten(1).norm(dim=1) - 1) ** 2).mean() + y.mean()
 
 
 class Gate(torch.autograd.Function):
@@ -244,12 +224,10 @@ def train(model: nn.Module, budget: int | None = None, *, measured: bool = True)
 @pytest.mark.parametrize(
     ("make", "share"),
     [
-        (ForcesOfDistances, 0.97),
         (ForcesAfterDropout, 0.85),
         (SeveralBackwards, 0.8),
         (InPlaceWrites, 0.9),
         (ForcesUnderAutocast, 0.9),
-        (ConvolutionPenalty, 0.9),
         (ForcesThroughFunctions, 0.85),
         (Equilibrium, 0.8),
         (EquilibriumAsOutput, 0.8),

@@ -119,16 +119,6 @@ def policy_of_plain_calls() -> Policy:
     return policy
 
 
-@pytest.mark.parametrize("call", [in_torch, reentrant, nested, ours], ids=lambda call: call.__name__)
-def test_checkpoints_that_are_left_alone_stay_so_in_the_observed_step(call: Call) -> None:
-    model = observed(seeded(Net, call), take_over=False)
-    assert same(model, seeded(Net, plainly), 1)
-    assert ac_client.applied(model).policy is not None
-    assert model.forwards == 1
-    assert model.calls > LAYERS
-    assert same(model, seeded(Net, plainly))
-
-
 def peak_of_first_step(model: nn.Module) -> int:
     """Return the peak of a step. If it is observed, it has no record here, and holds the same."""
     with AllocatorTimeline() as timeline:

@@ -92,14 +92,6 @@ def test_later_forwards_are_planned_if_they_run_other_ops_than_the_first(
     assert sum("observing one step" in r.getMessage() for r in caplog.records) == 2
 
 
-def test_forward_that_leaves_a_plan_with_room_for_all_of_it_is_not_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    _, reports = trained("later term", measured=1)
-    assert reports[0].recomputed == 0
-    assert not caplog.records
-
-
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 @pytest.mark.parametrize("kind", ["late term", "term in turns", "term in every third"])
 def test_forwards_that_gain_ops_late_or_in_turns_keep_the_budget(

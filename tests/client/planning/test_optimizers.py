@@ -50,13 +50,6 @@ class WithNumber(Momentum):
         return 1 / self.calls
 
 
-class WithList(Momentum):
-    def rate(self) -> float:
-        self.calls = self.calls or []
-        self.calls.append(1)
-        return 1 / len(self.calls)
-
-
 class WithTensor(Momentum):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters)
@@ -200,7 +193,6 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 KINDS: dict[str, Callable[[nn.Module], Any]] = {
     "number": lambda m: WithNumber(m.parameters()),
-    "list": lambda m: WithList(m.parameters()),
     "tensor": lambda m: WithTensor(m.parameters()),
     "object": lambda m: WithObject(m.parameters()),
     "state in attributes": lambda m: ScheduleFree(m.parameters()),

@@ -178,16 +178,6 @@ def test_prediction_a_little_too_high_is_corrected_without_another_plan(
     assert peaks == {report.predicted_peak_bytes}
 
 
-def test_steps_without_an_optimizer_step_do_not_loosen_a_plan(
-    budget: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = Fake(extra=-100_000)
-    model, _ = planned(budget, fake, monkeypatch, optimizer=False)
-    for _ in range(6):
-        step(model, None, fake, reset=True)
-    assert ac_client.applied(model).report().corrections == 0
-
-
 def test_corrections_are_bounded_and_then_warned_of_once(
     budget: int, bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
