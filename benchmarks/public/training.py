@@ -146,7 +146,7 @@ def measure_case(case: TrainingCase, rounds: int) -> list[TrainingRow]:
 
 
 HEAD = (
-    *("model", "other way", "its peak", "our peak", "error of ours", "gradients"),
+    *("model", "other way", "its peak", "gradients"),
     *("its step / plain", "our step / plain", "ours / its"),
 )
 
@@ -157,8 +157,7 @@ def render(rows: Sequence[TrainingRow]) -> str:
     exact = sum(row.predicted == row.ours for row in done)
     lines = [
         [
-            *(row.case, row.way, format_bytes(row.theirs or 0), format_bytes(row.ours or 0)),
-            f"{(row.ours or 0) / (row.predicted or 1) - 1:+.2%}",
+            *(row.case, row.way, format_bytes(row.theirs or 0)),
             "equal"
             if row.equal and row.theirs_equal
             else "theirs differ"
@@ -171,7 +170,7 @@ def render(rows: Sequence[TrainingRow]) -> str:
         for row in done
     ]
     lines += [
-        [row.case, row.way, "" if row.theirs is None else format_bytes(row.theirs), row.note, *[""] * 5]
+        [row.case, row.way, "" if row.theirs is None else format_bytes(row.theirs), row.note, *[""] * 3]
         for row in rows
         if not row.ours_s
     ]
