@@ -64,8 +64,12 @@ def outputs_of_ranks(
             start.Process(target=_run, args=(script, *map(str, files), {"rank": rank, **given}))
             for rank, files in enumerate(written)
         ]
-        for process in ranks:
-            process.start()
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:  # else each rank would import what was started from the command line
+            for process in ranks:
+                process.start()
+        finally:
+            sys.modules["__main__"] = main
         _wait(ranks, timeout)
         for number, (process, (_, errors)) in enumerate(zip(ranks, written, strict=True)):
             code, ended = process.exitcode, -signal.SIGKILL  # by us
