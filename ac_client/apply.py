@@ -14,18 +14,18 @@ from torch import nn
 from ac_client.applied_model import Applied
 from ac_client.arguments import (
     check_budget,
-    check_constraints,
     check_model,
     check_optimizer,
     check_source,
     check_switches,
     check_unplanned,
     check_verify,
+    checked_constraints,
     with_host_budget,
 )
 from ac_client.files import named
 from ac_client.planning.loaded_policy import other_environment
-from ac_client.planning.options import ApplyOptions, Budget, BudgetOf, HostBudgetGb
+from ac_client.planning.options import ApplyOptions, Budget, HostBudgetGb
 from ac_client.planning.ranks import AUTO, Group
 from autoac.planner import Constraints as Constraints
 from autoac.planner import InvalidBudget, Policy
@@ -51,14 +51,11 @@ def apply(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     policy: Policy | PolicySet | str | os.PathLike[str] | None = None,
     service: str | None = None,
-    headroom_gb: float = 0.0,
-    budget_of: BudgetOf = "allocated",
     host_budget_gb: HostBudgetGb = "auto",
     constraints: Constraints | None = None,
     strict: bool = False,
     group: Group = AUTO,
     verify: int | None = None,
-    take_over_checkpoints: bool = True,
 ) -> Model:
     """Make `model`'s training steps fit in `budget_gb`, at the least extra time, with the same gradients.
 
@@ -73,7 +70,7 @@ def apply(
             torch.compile of the model or of its blocks may also follow.
         budget_gb: the device's peak in GiB over the whole step: parameters, buffers, gradients and
             optimizer state included. Optional if `policy` is given. "device": what this process has and can
-            still get of the model's GPU now, with `budget_of="reserved"`.
+            still get of the model's GPU now, fragments included.
         optimizer: the optimizer that steps the model, or a list of several; their state counts, also before
             their first step.
         policy: the policy to carry out: a Policy, for every batch; a PolicySet, for the batches that it
@@ -82,14 +79,11 @@ def apply(
         service: URL of a planning service. It returns a stored policy for this model, shapes, device, budget
             and constraints, and gets the profile if it has none. Its key is the environment's AUTOAC_TOKEN.
             If the service is away, the plan is made in this process.
-        headroom_gb: left free below the budget, for what no plan counts.
-        budget_of: "allocated": the budget is for the bytes that the allocator hands out. "reserved": for
-            those that it takes from the GPU, fragments included (docs/budget.md).
         host_budget_gb: GiB of the host's memory that saved tensors may be moved to, where the link to the
             GPU makes that faster than to recompute them (docs/budget.md); 0: none are. "auto": what
             `constraints` says; if nothing, on a GPU a quarter of what the host has free after the first step.
         constraints: what must hold for the plan in addition to the budget: pins by module path or op, FSDP
-            units, a budget for forward, ... (docs/constraints.md).
+            units, a budget for forward, headroom, ... (docs/constraints.md).
         strict: raise LeftThePath if the ops that run are not those of the policy, instead of saving what is
             unknown; and ShapeNotPlanned for a batch that no plan covers, instead of observing it. The first
             batch is always observed.
@@ -100,9 +94,6 @@ def apply(
             None: each rank plans for itself.
         verify: compare what backward recomputes with what forward saved in every `verify`-th step, and not
             only in the first step of each plan (docs/semantics.md).
-        take_over_checkpoints: let the plan decide what the model's own calls of torch.utils.checkpoint,
-            torch_remat and `ac_client.checkpoint` recompute: planned forwards run these as plain calls. False
-            leaves them as they are, and refuses a model whose switch for checkpointing is on.
 
     Raises:
         TypeError: `model` is not a module, or one of TorchScript; `optimizer` is not an optimizer or a list
@@ -111,13 +102,12 @@ def apply(
         InvalidBudget: a budget or the headroom is not a number of GiB (one in bytes is refused); or there is
             no budget, and the policy set is empty; or it is for reserved memory, and the model is not on a
             GPU.
-        ValueError: `group` or `budget_of` is not one of its valid values, or `service` is not a
-            URL.
+        ValueError: `group` is not one of its valid values, or `service` is not a URL.
         ServiceRefused: the service refused the request, such as for a wrong key. From the second training
             forward, which leaves the model without a plan.
         AlreadyApplied: the model, a part of it, or a model that it is part of is planned already.
         MalformedPolicy: `policy` is the path of a file without a policy.
-        CheckpointingActive: the model checkpoints itself, and `take_over_checkpoints` is False.
+        CheckpointingActive: the model checkpoints itself, and the constraints do not take that over.
         UnsupportedTorch: torch lacks a private name that the model needs, or behaves in another way than it
             needs, or is too old for a compiled model (docs/versions.md). Also from a forward, for what
             `apply` cannot see yet: a model that is compiled later.
@@ -137,24 +127,18 @@ def apply(
     watch_sharding()
     given, model = model, uncompiled(model)  # type: ignore[assignment]
     check_optimizer(optimizer, model)
-    check_switches(
-        strict=strict,
-        take_over_checkpoints=take_over_checkpoints,
-        group=group,
-        budget_of=budget_of,
-    )
-    if budget_gb == "device":
-        budget_of = "reserved"
+    check_switches(strict=strict, group=group)
     check_source(budget_gb, policy, service)
-    check_constraints(constraints, planned=policy is not None)
-    budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, budget_of, model)
-    has_host_budget = constraints is not None and constraints.host_budget_bytes > 0
-    finds_host_budget = host_budget_gb == "auto" and budget_bytes is not None and not has_host_budget
+    rules = checked_constraints(constraints, planned=policy is not None)
+    if budget_gb == "device":
+        rules = rules.model_copy(update={"budget_of": "reserved"})
+    budget_bytes = check_budget(budget_gb, rules, model)
+    finds_host_budget = host_budget_gb == "auto" and budget_bytes is not None and not rules.host_budget_bytes
     if host_budget_gb != "auto":
-        constraints = with_host_budget(constraints, host_budget_gb, budget_bytes)
+        rules = with_host_budget(rules, host_budget_gb, budget_bytes)
     check_verify(verify)
-    check_unplanned(model, may_checkpoint=take_over_checkpoints)
-    if take_over_checkpoints:
+    check_unplanned(model, may_checkpoint=rules.take_over_checkpoints)
+    if rules.take_over_checkpoints:
         check_taken_over()
     if is_called_compiled(given) or compiled_parts(model):
         check_version()
@@ -169,23 +153,21 @@ def apply(
             where = type(model).__name__, difference
             log.warning("%s: the policy is for %s, so other ops may run, or take other times", *where)
     for predicted in (made.predicted for made in _policies(loaded)):
-        if budget_bytes is not None and predicted.peak_bytes > budget_bytes - headroom_bytes:
+        if budget_bytes is not None and predicted.peak_bytes > budget_bytes - rules.headroom_bytes:
             raise InvalidBudget(
                 "budget_gb less headroom must be at least the policy's peak of "
-                f"{format_bytes(predicted.peak_bytes)}, got {format_bytes(budget_bytes - headroom_bytes)}: "
+                f"{format_bytes(predicted.peak_bytes)}, got "
+                f"{format_bytes(budget_bytes - rules.headroom_bytes)}: "
                 "plan again for less, with `autoac plan` or without policy=..."
             )
     options = ApplyOptions(
         budget_bytes=budget_bytes,
-        headroom_bytes=headroom_bytes,
-        budget_of=budget_of,
-        constraints=constraints,
+        constraints=rules,
         finds_host_budget=finds_host_budget,
         service=service,
         strict=strict,
         group=group,
         verify=verify,
-        take_over_checkpoints=take_over_checkpoints,
     )
     Applied(model, options, optimizer=optimizer, policy=loaded)
     return given

@@ -12,11 +12,11 @@ from torch import nn
 from ac_client.applied_model import planned_models
 from ac_client.errors import AlreadyApplied, CheckpointingActive
 from ac_client.planning.facts.device_memory import free_nbytes
-from ac_client.planning.options import BudgetOf
 from ac_client.planning.ranks import AUTO
 from ac_client.service_client.connection import policies_url
 from autoac.planner import Constraints, InvalidBudget, InvalidConstraints, Policy, PolicySet
-from autoac.planner.budget import budget_in_bytes, headroom_in_bytes
+from autoac.planner.budget import amount_in_bytes, budget_in_bytes
+from autoac.planner.formats.constraints import UNCONSTRAINED
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 
@@ -97,29 +97,28 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
-def check_budget(
-    budget_gb: Any, headroom_gb: Any, budget_of: BudgetOf, model: nn.Module
-) -> tuple[int | None, int]:
-    """Return budget and headroom in bytes; warn if the budget is more than this process can have.
+def check_budget(budget_gb: Any, rules: Constraints, model: nn.Module) -> int | None:
+    """Return the budget in bytes; warn if it is more than this process can have.
 
     Raises:
-        InvalidBudget: budget or headroom is not a number of GiB, the headroom uses up the budget, or the
-            model is not on a GPU, whose allocator alone reserves memory.
+        InvalidBudget: the budget is not a number of GiB, the headroom uses it up, or it is for reserved
+            memory, and the model is not on a GPU, whose allocator alone reserves some.
     """
-    headroom = headroom_in_bytes(headroom_gb)
     if budget_gb is None:
-        return None, headroom
+        return None
     device = device_of(model)
     free = free_nbytes(device)
-    if budget_of == "reserved" and device.type != "cuda":
-        got = "a budget of the device" if budget_gb == "device" else 'budget_of="reserved"'
+    if rules.budget_of == "reserved" and device.type != "cuda":
+        got = "a budget of the device" if budget_gb == "device" else 'Constraints(budget_of="reserved")'
         raise InvalidBudget(
             f"the budget must be in GiB of allocated memory for a model on {device}, got {got}: move "
             "the model to its GPU first"
         )
     budget = free if budget_gb == "device" and free is not None else budget_in_bytes(budget_gb)
-    if headroom >= budget:
-        raise InvalidBudget(f"headroom_gb must be below budget_gb={budget_gb!r}, got {headroom_gb!r}")
+    if rules.headroom_bytes >= budget:
+        raise InvalidBudget(
+            f"headroom_bytes must be below budget_gb={budget_gb!r}, got {format_bytes(rules.headroom_bytes)}"
+        )
     if free is not None and budget > free:
         log.warning(
             "budget_gb=%r is more than the %s that this process can have on %s, so the plan may not fit; "
@@ -128,12 +127,10 @@ def check_budget(
             format_bytes(free),
             "this machine" if device.type == "cpu" else device,
         )
-    return budget, headroom
+    return budget
 
 
-def with_host_budget(
-    constraints: Constraints | None, host_budget_gb: Any, budget_bytes: int | None
-) -> Constraints | None:
+def with_host_budget(constraints: Constraints, host_budget_gb: Any, budget_bytes: int | None) -> Constraints:
     """Return `constraints` with the host's budget.
 
     Raises:
@@ -141,13 +138,13 @@ def with_host_budget(
     """
     if host_budget_gb is None:
         return constraints
-    host_budget = headroom_in_bytes(host_budget_gb, "host_budget_gb")
+    host_budget = amount_in_bytes(host_budget_gb, "host_budget_gb")
     if host_budget and budget_bytes is None:
         raise InvalidBudget(
             f"host_budget_gb must come with budget_gb, got host_budget_gb={host_budget_gb!r} alone: a policy "
             "that was planned elsewhere says itself what moves"
         )
-    return (constraints or Constraints()).model_copy(update={"host_budget_bytes": host_budget})
+    return constraints.model_copy(update={"host_budget_bytes": host_budget})
 
 
 def check_source(budget_gb: Any, policy: Any, service: Any) -> None:
@@ -168,8 +165,8 @@ def check_source(budget_gb: Any, policy: Any, service: Any) -> None:
         raise InvalidBudget("pass budget_gb=..., the device's peak in GiB, or policy=...")
 
 
-def check_constraints(constraints: Any, *, planned: bool) -> None:
-    """Check constraints, which need a budget to plan for.
+def checked_constraints(constraints: Any, *, planned: bool) -> Constraints:
+    """Return the constraints. Most need a budget to plan for.
 
     Args:
         constraints: as passed to `apply`.
@@ -177,38 +174,35 @@ def check_constraints(constraints: Any, *, planned: bool) -> None:
 
     Raises:
         TypeError: `constraints` is not a Constraints.
-        InvalidConstraints: a policy was given.
+        InvalidConstraints: a policy was given, and they have more than what is settled at run time.
     """
     if constraints is None:
-        return
+        return UNCONSTRAINED
     if not isinstance(constraints, Constraints):
         raise TypeError(
             f"constraints must be ac_client.Constraints(pin_save=..., ...), got {described(constraints)}"
         )
-    if planned:
+    if planned and constraints.model_copy(update=SETTLED_AT_RUN_TIME) != UNCONSTRAINED:
         raise InvalidConstraints(
             "a policy is carried out as it is: plan it under the constraints, or leave policy=... out"
         )
+    return constraints
 
 
-def check_switches(
-    *,
-    strict: Any,
-    take_over_checkpoints: Any,
-    group: Any,
-    budget_of: Any,
-) -> None:
+SETTLED_AT_RUN_TIME = {
+    name: getattr(UNCONSTRAINED, name) for name in ("headroom_bytes", "budget_of", "take_over_checkpoints")
+}
+
+
+def check_switches(*, strict: Any, group: Any) -> None:
     """Check the arguments that have only a few valid values.
 
     Raises:
-        TypeError: `strict` or `take_over_checkpoints` is not a bool, or `group` is not a ProcessGroup.
-        ValueError: `group` or `budget_of` is not one of the valid strings.
+        TypeError: `strict` is not a bool, or `group` is not a ProcessGroup.
+        ValueError: `group` is another string than "auto".
     """
-    for name, switch in {"strict": strict, "take_over_checkpoints": take_over_checkpoints}.items():
-        if not isinstance(switch, bool):
-            raise TypeError(f"{name} must be True or False, got {switch!r}")
-    if budget_of not in ("allocated", "reserved"):
-        raise ValueError(f'budget_of must be "allocated" or "reserved", got {budget_of!r}')
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict must be True or False, got {strict!r}")
     if isinstance(group, str):
         if group != AUTO:
             raise ValueError(f'group must be "auto", a ProcessGroup or None, got {group!r}')

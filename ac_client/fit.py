@@ -35,7 +35,7 @@ from autoac.planner import (
     build,
     plan_with_host,
 )
-from autoac.planner.budget import budget_in_bytes, headroom_in_bytes
+from autoac.planner.budget import amount_in_bytes, budget_in_bytes
 from autoac.planner.formats.policy_set import Bucket
 from autoac.planner.memory.simulate import fits
 from autoac.planner.plan import DEFAULT_GAP, step_time_us
@@ -187,7 +187,7 @@ def fit(
         largest = "" if most is None else f" to most, which is {most}"
         raise InvalidLimit("multiple", multiple, f"from 1{largest}")
     device = DATASHEETS[on] if isinstance(on, str) else on
-    host_bytes = headroom_in_bytes(host_budget_gb, "host_budget_gb")
+    host_bytes = amount_in_bytes(host_budget_gb, "host_budget_gb")
     if host_bytes and device is not None and not device.link_bytes_per_s:
         raise ValueError(
             f"on must be a device with a link to its host, got {device.name}; see host_budget_gb"

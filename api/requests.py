@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from autoac.api.errors import MalformedRequest, NotJson
 from autoac.planner.errors import InvalidBudget, MalformedProfile
 from autoac.planner.formats import base
-from autoac.planner.formats.base import MAX_INT, Count, complaints
+from autoac.planner.formats.base import MAX_INT, complaints
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
@@ -85,8 +84,6 @@ class PolicyRequest(SolveRequest):
         None, description="Upper bound of the bytes live on the device over the whole step, in GiB."
     )
     budget_bytes: int | None = Field(None, description="The same in bytes. Give exactly one of the two.")
-    headroom_gb: Annotated[float, Field(ge=0, le=MAX_INT / GIB, allow_inf_nan=False)] | None = None
-    headroom_bytes: Count | None = None
 
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
@@ -95,8 +92,6 @@ class PolicyRequest(SolveRequest):
             raise InvalidBudget("give one of budget_gb and budget_bytes")
         if not 1 <= budgets[0] * (1 if self.budget_gb is None else GIB) <= MAX_INT:  # false for nan too
             raise InvalidBudget(f"a budget must have 1 to {MAX_INT} bytes")
-        if self.headroom_gb is not None and self.headroom_bytes is not None:
-            raise MalformedRequest(["give at most one of headroom_gb and headroom_bytes"])
         return self
 
     @property
@@ -104,16 +99,8 @@ class PolicyRequest(SolveRequest):
         """Return the budget in bytes."""
         return bytes_from_gb(self.budget_gb) if self.budget_gb is not None else self.budget_bytes or 0
 
-    @property
-    def headroom(self) -> int:
-        """Return the headroom in bytes, rounded up."""
-        if self.headroom_gb is not None:
-            return math.ceil(self.headroom_gb * GIB)
-        return self.headroom_bytes or 0
-
     def options(self, most_seconds: float) -> dict[str, Any]:
-        both = {"budget_bytes": self.budget, "headroom_bytes": self.headroom}
-        return super().options(most_seconds) | both
+        return super().options(most_seconds) | {"budget_bytes": self.budget}
 
 
 class FrontierRequest(SolveRequest):
@@ -299,7 +286,7 @@ def answer(
     }
     match request:
         case PolicyRequest():
-            made = plan(profile, budget_bytes=request.budget, headroom_bytes=request.headroom, **common)
+            made = plan(profile, budget_bytes=request.budget, **common)
             return made.policy().to_json()
         case FrontierRequest():
             found = find_frontier(profile, points=request.points, **common)

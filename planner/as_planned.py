@@ -67,7 +67,8 @@ def carried(policy: Policy, profile: Profile) -> Plan:
     known = policy.stopped in {stopped.value for stopped in Stopped}
     stopped = Stopped(policy.stopped) if known else Stopped.TIME_LIMIT
     problem = SearchProblem(graph, Options(use_groups=False))  # the graph has those of the policy
-    plan = plan_of(problem, profile, policy.budget_bytes, saved, stopped=stopped, constraints=rules)
+    budget = policy.budget_bytes - rules.headroom_bytes
+    plan = plan_of(problem, profile, budget, saved, stopped=stopped, constraints=rules)
     if moves:
         with_them = with_moves(graph, moves, link)
         save_set = with_forced_saves(with_them, saved)

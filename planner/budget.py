@@ -28,8 +28,8 @@ def budget_in_bytes(gb: object, name: str = "budget_gb") -> int:
     return bytes_from_gb(number)
 
 
-def headroom_in_bytes(gb: object, name: str = "headroom_gb") -> int:
-    """Return `gb` GiB in bytes. 0 is allowed: the headroom may be empty.
+def amount_in_bytes(gb: object, name: str) -> int:
+    """Return `gb` GiB in bytes. Unlike a budget of the device, the amount may be 0.
 
     Raises:
         InvalidBudget: `gb` is not a finite number from 0, or so large that bytes were meant.
@@ -51,8 +51,6 @@ def one_budget(budget_gb: float | None, budget_bytes: int | None, headroom_bytes
             "exactly one of budget_gb and budget_bytes must be given, "
             f"got budget_gb={budget_gb}, budget_bytes={budget_bytes}"
         )
-    if headroom_bytes < 0:
-        raise InvalidBudget(f"headroom_bytes must not be negative, got {headroom_bytes!r}")
     if budget_gb is not None:
         nbytes = budget_in_bytes(budget_gb)
     elif isinstance(budget_bytes, Integral) and not isinstance(budget_bytes, bool) and budget_bytes > 0:

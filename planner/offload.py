@@ -62,7 +62,6 @@ SEARCH_WORK = 5.0  # units of work for one search
 class PlanTerms(TypedDict, total=False):
     """Arguments of `plan` that a plan with moves takes too."""
 
-    headroom_bytes: int
     constraints: Constraints | None
     gap: float
     step_gap: float | None
@@ -151,8 +150,7 @@ def plan_offload(
     stopwatch = Stopwatch(terms.get("time_limit_s", DEFAULT_TIME_LIMIT_S), terms.get("clock"))
     allowance = Allowance(min(WORK_LIMIT, MOVES_SHARE * work_limit), stopwatch, terms.get("progress"))
     known = None if without is None else (SearchProblem(without.graph, options), without.save_set)
-    headroom = terms.get("headroom_bytes", 0)
-    budget = budget_bytes - headroom
+    budget = budget_bytes - constraints.headroom_bytes
     best, bound_us = _search(problem, budget, link, goal, allowance, known)
     if best is None and unplanned is not None:
         raise unplanned
@@ -168,8 +166,7 @@ def plan_offload(
         budget,
         graph.everything,
         stopped=Stopped.OPTIMAL if proven else Stopped.WORK_LIMIT,
-        headroom=headroom,
-        constraints=terms.get("constraints"),
+        constraints=constraints,
     )
     made = moving(made, best.unmoved, best.graph, best.save_set, best.moves, best.timing)
     gained_us = math.inf if without is None else without.recompute_us - best.extra_us

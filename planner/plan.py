@@ -67,7 +67,6 @@ class Plan:
     graph: Graph = field(repr=False)
     profile: Profile | None = field(repr=False)  # None: planned from a Graph
     budget: int  # the upper bound of the peak, headroom taken off
-    headroom: int
     save_set: SaveSet = field(repr=False)
     recompute_set: SaveSet = field(repr=False)  # ops that backward really runs again
     peak: int  # the simulator's
@@ -151,7 +150,7 @@ class Plan:
             profile_digest=profile.digest,
             inputs=profile.inputs,
             device=profile.environment.device_name,
-            budget_bytes=self.budget + self.headroom,
+            budget_bytes=self.budget + self.constraints.headroom_bytes,
             corrected_by_bytes=0,
             stopped=self.stopped.value,
             predicted=Predicted(
@@ -184,7 +183,6 @@ def plan(
     *,
     budget_gb: float | None = None,
     budget_bytes: int | None = None,
-    headroom_bytes: int = 0,
     constraints: Constraints | None = None,
     gap: float = DEFAULT_GAP,
     work_limit: float = DEFAULT_WORK_LIMIT,
@@ -204,7 +202,6 @@ def plan(
         profile: one training step, or the Graph of one.
         budget_gb: GiB that the device may hold at any moment, everything included. Or:
         budget_bytes: the same in bytes.
-        headroom_bytes: how much of the budget to leave unused.
         constraints: rules in addition to the budget. Bounds hold under these rules.
         gap: stop once the recompute time is proven to be within this fraction of the least, or
         step_gap: once it is proven to be within this fraction of the step's time, whichever comes first.
@@ -225,12 +222,12 @@ def plan(
         SolverOutOfTime: the given work and time gave neither a plan nor a proof that none exists. Not raised
             if `find_minimum_peak`, with its defaults, finds a save set that fits the budget.
     """
-    budget = one_budget(budget_gb, budget_bytes, headroom_bytes)
     check_limits(gap, time_limit_s, work_limit)
     if step_gap is not None and not 0 <= step_gap <= 1:
         raise InvalidLimit("step_gap", step_gap, "from 0 to 1")
     constraints = constraints or UNCONSTRAINED
-    forward = _forward_limit(constraints, headroom_bytes)
+    budget = one_budget(budget_gb, budget_bytes, constraints.headroom_bytes)
+    forward = _forward_limit(constraints)
     graph = constrained(profile, constraints)
     options = options_for(profile, options)
     problem = SearchProblem(with_forward_limit(graph, budget, forward), options)
@@ -258,7 +255,6 @@ def plan(
         save_set,
         search,
         stopped,
-        headroom=headroom_bytes,
         constraints=constraints,
     )
 
@@ -359,7 +355,6 @@ def plan_of(
     search: Search | None = None,
     stopped: Stopped = Stopped.OPTIMAL,
     *,
-    headroom: int = 0,
     constraints: Constraints | None = None,
 ) -> Plan:
     """Return the Plan that saves `save_set`.
@@ -377,7 +372,6 @@ def plan_of(
         graph=graph,
         profile=profile,
         budget=budget,
-        headroom=headroom,
         save_set=save_set,
         recompute_set=frozenset(op.id for op in graph.ops if again[op.id]),
         peak=peak.live_bytes,
@@ -421,9 +415,9 @@ def moving(
     )
 
 
-def _forward_limit(constraints: Constraints, headroom: int) -> int | None:
+def _forward_limit(constraints: Constraints) -> int | None:
     """Return the budget of forward less the headroom, in bytes; None if forward has no budget of its own."""
-    limit = constraints.forward_budget_bytes
+    limit, headroom = constraints.forward_budget_bytes, constraints.headroom_bytes
     if limit is not None and limit <= headroom:
         raise InvalidBudget(
             f"the headroom of {format_bytes(headroom)} leaves nothing of forward's budget of "

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from enum import StrEnum
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,13 +15,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from autoac.planner import Constraints, Profile
-
-
-class Gradients(StrEnum):
-    """Tell whether gradients exist before the step."""
-
-    PRESENT = "present"
-    ABSENT = "absent"
 
 
 class Autocast(StrEnum):
@@ -107,114 +97,41 @@ HostBudget = Annotated[
     ),
 ]
 
+Patterns = list[str] | None
+PinSave = Annotated[
+    Patterns,
+    typer.Option(
+        metavar="PATTERN",
+        help="Ops that are always saved: a key, a module (h.*.attn), or ops in one (h.*/aten.mm). May be "
+        "given several times.",
+    ),
+]
+PinRecompute = Annotated[
+    Patterns, typer.Option(metavar="PATTERN", help="Ops whose outputs are never saved. Also several times.")
+]
 
-def with_host_budget(constraints: Constraints, host_budget_gb: float, profile: Profile) -> Constraints:
-    """Return `constraints` with the budget of the host, which needs the link of `profile`."""
-    from autoac.planner.budget import headroom_in_bytes
 
-    host_bytes = headroom_in_bytes(host_budget_gb, "--host-budget-gb")
+def constraints_of(
+    pin_save: Patterns, pin_recompute: Patterns, host_budget_gb: float, profile: Profile
+) -> Constraints:
+    """Return the constraints that the options say. The budget of the host needs the link of `profile`."""
+    from pydantic import ValidationError
+
+    from autoac.planner import Constraints
+    from autoac.planner.budget import amount_in_bytes
+    from autoac.planner.formats.base import complaints
+
+    host_bytes = amount_in_bytes(host_budget_gb, "--host-budget-gb")
     if host_bytes and profile.link is None:
         raise typer.BadParameter(
             "must be left out, since the profile has no link: profile the model on its GPU, or with --on",
             param_hint="--host-budget-gb",
         )
-    return constraints.model_copy(update={"host_budget_bytes": host_bytes})
-
-
-@dataclass(frozen=True, slots=True)
-class PlanningOptions:
-    """Options of every command that writes plans: what they must obey, and when to stop."""
-
-    headroom_gb: Annotated[float, typer.Option(help="GiB of the budget to leave unused.")] = 0.0
-    pin_save: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Ops that are always saved: a key, a module (h.*.attn), or ops in one (h.*/aten.mm). Like "
-            "every option with a PATTERN, may be given several times.",
-        ),
-    ] = None
-    pin_recompute: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Ops whose outputs are never saved.")
-    ] = None
-    recompute_only: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Ops that may be recomputed; all others are saved."),
-    ] = None
-    fsdp_units: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--fsdp-unit", metavar="PATTERN", help="Modules whose inputs from other modules are saved."
-        ),
-    ] = None
-    lift_deciding: Annotated[
-        bool,
-        typer.Option("--lift-deciding", help="Allow recomputing outputs that decide (top-k, comparisons)."),
-    ] = False
-    lift_collectives: Annotated[
-        bool,
-        typer.Option("--lift-collectives", help="Allow recomputes that communicate, alike on all ranks."),
-    ] = False
-    forward_budget_gb: Annotated[
-        float | None, typer.Option(help="GiB that may be live on the device in forward.")
-    ] = None
-    extra_static_gb: Annotated[
-        float, typer.Option(help="GiB that are live over the whole step and not in the profile.")
-    ] = 0.0
-    gap: Gap = 0.01
-    time_limit_s: TimeLimit = math.inf
-
-    @property
-    def headroom_bytes(self) -> int:
-        """Return `--headroom-gb` in bytes."""
-        from autoac.planner.budget import headroom_in_bytes
-
-        return headroom_in_bytes(self.headroom_gb, "--headroom-gb")
-
-    def constraints(self, gradients: Gradients | None = None) -> Constraints:
-        """Return the constraints; `gradients` says if gradients exist before the step."""
-        from pydantic import ValidationError
-
-        from autoac.planner import Constraints
-        from autoac.planner.budget import budget_in_bytes, headroom_in_bytes
-        from autoac.planner.formats.base import complaints
-
-        forward = self.forward_budget_gb
-        try:
-            return Constraints(
-                pin_save=tuple(self.pin_save or ()),
-                pin_recompute=tuple(self.pin_recompute or ()),
-                recompute_only=tuple(self.recompute_only or ()),
-                fsdp_units=tuple(self.fsdp_units or ()),
-                save_deciding=not self.lift_deciding,
-                save_collectives=not self.lift_collectives,
-                forward_budget_bytes=(
-                    None if forward is None else budget_in_bytes(forward, "--forward-budget-gb")
-                ),
-                extra_static_bytes=headroom_in_bytes(self.extra_static_gb, "--extra-static-gb"),
-                gradients=gradients.value if gradients is not None else "as profiled",
-            )
-        except ValidationError as error:
-            raise typer.BadParameter("; ".join(complaints(error))) from None
-
-
-def spread_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Show typer each field of a command's `options` as a parameter; the command gets them as one value."""
-    signature = inspect.signature(command, eval_str=True)
-    kind = signature.parameters["options"].annotation
-    hints = get_type_hints(kind, include_extras=True)
-    spread = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hint)
-        for field, hint in zip(fields(kind), hints.values(), strict=True)
-    ]
-
-    @wraps(command)
-    def run(**values: Any) -> None:
-        command(options=kind(**{field.name: values.pop(field.name) for field in fields(kind)}), **values)
-
-    parameters: list[inspect.Parameter] = []
-    for parameter in signature.parameters.values():
-        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
-        parameters += spread if parameter.name == "options" else own
-    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return run
+    try:
+        return Constraints(
+            pin_save=tuple(pin_save or ()),
+            pin_recompute=tuple(pin_recompute or ()),
+            host_budget_bytes=host_bytes,
+        )
+    except ValidationError as error:
+        raise typer.BadParameter("; ".join(complaints(error))) from None

@@ -15,17 +15,16 @@ import typer
 from ac_client.cli.options import (
     Autocast,
     Gap,
-    Gradients,
     HostBudget,
     Json,
-    PlanningOptions,
+    PinRecompute,
+    PinSave,
     ProfileFile,
     Ranks,
     TimeLimit,
     among_ranks,
+    constraints_of,
     dimensions_of,
-    spread_options,
-    with_host_budget,
 )
 from ac_client.cli.output import (
     check_output,
@@ -124,7 +123,6 @@ def profile(
     )
 
 
-@spread_options
 def plan(
     profile_file: ProfileFile,
     budget_gb: Annotated[
@@ -132,13 +130,11 @@ def plan(
         typer.Option("--budget-gb", help="GiB that may be live on the device at any moment of the step."),
     ],
     output: OutputFile = Path("policy.json"),
-    gradients: Annotated[
-        Gradients | None,
-        typer.Option(help="Whether gradients exist before the step; the default is as profiled."),
-    ] = None,
+    pin_save: PinSave = None,
+    pin_recompute: PinRecompute = None,
     host_budget_gb: HostBudget = 0.0,
-    *,
-    options: PlanningOptions,
+    gap: Gap = 0.01,
+    time_limit_s: TimeLimit = math.inf,
     as_json: Json = False,
 ) -> None:
     """Plan a profile for a memory budget.
@@ -151,16 +147,14 @@ def plan(
 
     check_output(output)
     observed = read_profile(profile_file)
-    constraints = with_host_budget(options.constraints(gradients), host_budget_gb, observed)
-    headroom_bytes = options.headroom_bytes
+    constraints = constraints_of(pin_save, pin_recompute, host_budget_gb, observed)
     with show_progress(f"planning {observed.model}") as progress:
         planned = plan_with_host(
             observed,
             budget_bytes=budget_in_bytes(budget_gb),
-            headroom_bytes=headroom_bytes,
             constraints=constraints,
-            gap=options.gap,
-            time_limit_s=options.time_limit_s,
+            gap=gap,
+            time_limit_s=time_limit_s,
             clock=time.monotonic,
             progress=progress.solving,
         )

@@ -8,7 +8,7 @@ from typing import TypedDict
 
 import torch
 
-from ac_client.planning.options import BudgetOf, HostBudgetGb
+from ac_client.planning.options import HostBudgetGb
 from ac_client.planning.ranks import Group
 from autoac.planner import Constraints, Policy, PolicySet
 
@@ -19,11 +19,8 @@ class ApplyArguments(TypedDict, total=False):
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
     policy: Policy | PolicySet | str | os.PathLike[str] | None
     service: str | None
-    headroom_gb: float
-    budget_of: BudgetOf
     host_budget_gb: HostBudgetGb
     constraints: Constraints | None
     strict: bool
-    take_over_checkpoints: bool
     group: Group
     verify: int | None

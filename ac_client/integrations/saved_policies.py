@@ -15,7 +15,7 @@ from ac_client.integrations.options import ApplyArguments
 from ac_client.planning.loaded_policy import other_environment
 from ac_client.planning.options import Budget
 from autoac.planner import PlannerError, PolicySet
-from autoac.planner.budget import budget_in_bytes, headroom_in_bytes
+from autoac.planner.budget import budget_in_bytes
 from autoac.profiler import device_of
 
 log = logging.getLogger("ac_client")
@@ -32,7 +32,7 @@ def usable(text: str, budget_gb: Budget, options: ApplyArguments, model: nn.Modu
         model: on its device.
     """
     named = any(options.get(name) is not None for name in NOT_IN_A_POLICY)
-    if named or budget_gb is None or budget_gb == "device" or options.get("budget_of") == "reserved":
+    if named or budget_gb is None or budget_gb == "device":
         return None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return None  # ranks may be others than before
@@ -42,11 +42,10 @@ def usable(text: str, budget_gb: Budget, options: ApplyArguments, model: nn.Modu
         log.warning("the saved policies cannot be used, and batches are planned again: %s", error)
         return None
     budget = budget_in_bytes(budget_gb)
-    limit = budget - headroom_in_bytes(options.get("headroom_gb", 0.0))
     same = bool(found.buckets) and all(
         policy.model == type(model).__name__
         and policy.budget_bytes == budget
-        and policy.predicted.peak_bytes <= limit
+        and policy.predicted.peak_bytes <= budget
         and not other_environment(policy, device_of(model))
         for policy in (bucket.policy for bucket in found.buckets)
     )

@@ -211,7 +211,7 @@ def _fragments(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Leave room for the fragments that the allocator turned out to hold, if the budget is for them too.
 
     The last time leave a segment more: a plan that needs one more than the plan before is not corrected.
-    Loops: all with `budget_of="reserved"`.
+    Loops: all with `Constraints(budget_of="reserved")`.
     """
     over, correction = facts.reserved_over, planned.correction
     if over <= (0 if facts.of_reserved else SEGMENT):
@@ -221,7 +221,7 @@ def _fragments(planned: PlannedFor, facts: StepFacts) -> Action | None:
     if not facts.of_reserved or planned.stays or is_tightest or correction.times >= MOST_CORRECTIONS:
         advice = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         if not facts.of_reserved:
-            advice += ', or pass budget_of="reserved" with the budget, which then counts them'
+            advice += ', or pass constraints=Constraints(budget_of="reserved"), whose budget counts them'
         return Keep(f"{held}. Where the device is nearly full, {advice}")
     margin = SEGMENT if correction.times == MOST_CORRECTIONS - 1 else 0
     correction = replace(correction, times=correction.times + 1, withheld=correction.withheld + over + margin)
@@ -458,7 +458,8 @@ def _graph_created(planned: PlannedFor, facts: StepFacts) -> Action | None:
         planned,
         "a backward with create_graph=True (a gradient penalty, meta-learning) runs over its forward, which "
         f"no plan counts, so the budget cannot be kept{several}",
-        "compute the penalty in the forward of the module that is planned, or leave headroom_gb for it: "
+        "compute the penalty in the forward of the module that is planned, or leave "
+        "Constraints(headroom_bytes=...) for it: "
         f"{format_bytes(2 * backward.graphs * planned.forward_nbytes)}, if they save as much as forwards do",
     )
     return Keep(warning)

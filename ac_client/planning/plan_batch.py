@@ -34,7 +34,6 @@ from ac_client.planning.warn_once import WarnOnce
 from ac_client.service_client.errors import ServiceUnavailable
 from ac_client.service_client.policy_requests import request_policy
 from autoac.planner import (
-    Constraints,
     InfeasibleBudget,
     Plan,
     PlannerError,
@@ -179,7 +178,7 @@ class BatchPlanner:
                 call.kwargs,
                 optimizer=self._optimizers.all,
                 loop=loop,
-                take_over_checkpoints=self.options.take_over_checkpoints,
+                take_over_checkpoints=self.options.constraints.take_over_checkpoints,
             )
             return self._completed(profile, call)
         finally:
@@ -196,7 +195,7 @@ class BatchPlanner:
                 self.warn_once(
                     "state",
                     f"{note} until it has stepped, so the first steps may go over the budget. Leave "
-                    "headroom_gb for the state that its first step makes",
+                    "Constraints(headroom_bytes=...) for the state that its first step makes",
                 )
         if self._state_at_first is None:
             self._state_at_first = profile.static.optimizer_state
@@ -257,7 +256,7 @@ class BatchPlanner:
                 call.args,
                 call.kwargs,
                 device,
-                leave_checkpoints=not self.options.take_over_checkpoints,
+                leave_checkpoints=not self.options.constraints.take_over_checkpoints,
                 needs_checkpoints=self.needs_checkpoints,
             )
             state = self._optimizers.state_nbytes(device)
@@ -305,7 +304,7 @@ class BatchPlanner:
         Raises:
             PlannerError, RemoteError: as `plan_within`, if no plan at all was found.
         """
-        if self.options.budget_of == "allocated":
+        if self.options.constraints.budget_of == "allocated":
             return self.options.limit
         room = self.options.limit - spare_bytes(self.options.limit)
         others, limit = self._on_device.others_nbytes(), room
@@ -362,14 +361,12 @@ class BatchPlanner:
         if latest is not None and latest[0] is profile and latest[1] == terms:
             return latest[2]
         log.info("%s: planning %d ops for %s", self.name, len(profile.ops), format_bytes(limit))
-        headroom, service = self.options.headroom_bytes, self.options.service
-        budget = limit + headroom
-        constraints = self.host.added_to(self.options.constraints)
+        service, constraints = self.options.service, self.host.added_to(self.options.constraints)
+        budget = limit + constraints.headroom_bytes
         if extra_static:
-            constraints = constraints or Constraints()
             total = constraints.extra_static_bytes + extra_static
             constraints = constraints.model_copy(update={"extra_static_bytes": total})
-        if constraints is not None and not constraints.save_collectives and not together:
+        if not constraints.save_collectives and not together:
             constraints = constraints.model_copy(update={"save_collectives": True})
             self.warn_once(
                 "collectives",
@@ -379,20 +376,17 @@ class BatchPlanner:
             )
         if service is not None:
             try:
-                policy = request_policy(
-                    service, profile, budget, headroom_bytes=headroom, constraints=constraints
-                )
+                policy = request_policy(service, profile, budget, constraints=constraints)
             except ServiceUnavailable as error:
                 self.warn_once("service", f"planning in-process, because {error}")
             else:
                 return policy, as_planned(policy, profile)
-        stored = PolicyFile(profile, (budget, headroom, constraints))
+        stored = PolicyFile(profile, (budget, constraints))
         if (found := stored.read()) is not None:
             return found, as_planned(found, profile)
         made = plan(
             profile,
             budget_bytes=budget,
-            headroom_bytes=headroom,
             constraints=constraints,
             start=() if start is None else (start,),
         )

@@ -80,7 +80,7 @@ class PlannedForward:
         if compiled or has_compiled_parts:
             self._closing.append(partial(set_carrier, None))
             set_carrier(PolicyParts(route.compiled_calls, self._innermost, self._part_ran, self._part_left))
-        if self._options.take_over_checkpoints and not compiled:
+        if self._options.constraints.take_over_checkpoints and not compiled:
             profile = bucket.profile
             needed = profile is not None and NEEDED in profile.notes
             checkpoints = checkpoints_left_alone(needed=True) if needed else plain_checkpoints()

@@ -31,7 +31,6 @@ class ModelTable(ConfigTable):
     device: str  # the short name of a datasheet
     budgets_gb: Annotated[tuple[Positive, ...], Field(min_length=1)]
     autocast: Literal["bfloat16", "float16"] | None = None
-    headroom_gb: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] = 0.0
     gap: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.01
     time_limit_s: Positive = math.inf  # for each plan
     constraints: Constraints = Constraints()

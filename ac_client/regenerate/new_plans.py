@@ -63,7 +63,6 @@ def new_plans(
                 planned = plan_with_host(
                     profile,
                     budget_bytes=bytes_from_gb(gb),
-                    headroom_bytes=bytes_from_gb(table.headroom_gb),
                     constraints=table.constraints,
                     gap=table.gap,
                     time_limit_s=table.time_limit_s,

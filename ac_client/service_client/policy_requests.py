@@ -43,7 +43,6 @@ def request_policy(
     profile: Profile,
     budget_bytes: int,
     *,
-    headroom_bytes: int = 0,
     constraints: Constraints | None = None,
     gap: float | None = None,
     time_limit_s: float | None = None,
@@ -53,7 +52,7 @@ def request_policy(
 ) -> Policy:
     """Return the policy that the service at `url` has for this step, or have the service make one.
 
-    The newest stored policy is taken if it was made for the same fingerprint, device, budget, headroom,
+    The newest stored policy is taken if it was made for the same fingerprint, device, budget,
     constraints and gap, and if `on_profile` accepts it: run times and temporaries are not part of the
     fingerprint. It then has the predictions for `profile`. The profile is sent only if the service has no
     such policy. A service that is busy or does not answer is asked again a few times, within `timeout_s`.
@@ -62,7 +61,6 @@ def request_policy(
         url: address of the service, such as "http://127.0.0.1:8421".
         profile: the step to plan.
         budget_bytes: the most bytes live on the device over the whole step.
-        headroom_bytes: kept free below the budget.
         constraints: what must hold in addition to the budget.
         gap: as for `plan`.
         time_limit_s: of the solver; by default the service's own limit.
@@ -80,7 +78,6 @@ def request_policy(
     rules = None if constraints == Constraints() else constraints
     options: dict[str, Any] = {
         "budget_bytes": budget_bytes,
-        "headroom_bytes": headroom_bytes,
         "gap": DEFAULT_GAP if gap is None else gap,
     }
     if time_limit_s is not None:
@@ -125,7 +122,7 @@ def _stored_policy(
     policy = _policy_of(connection.url, response)
     if (policy.budget_bytes, policy.constraints) != (options["budget_bytes"], rules or Constraints()):
         return None
-    return on_profile(policy, profile, policy.budget_bytes, options["headroom_bytes"])
+    return on_profile(policy, profile)
 
 
 def _new_policy(
@@ -190,7 +187,7 @@ def _refuse_other_release(url: str, problem: dict[str, Any], profile: Profile) -
             )
 
 
-def on_profile(policy: Policy, profile: Profile, budget_bytes: int, headroom_bytes: int) -> Policy | None:
+def on_profile(policy: Policy, profile: Profile) -> Policy | None:
     """Return `policy` with the predictions for a step of `profile`; None if it does not serve this step.
 
     The peak, by the simulator, must be within the budget. The time that the policy adds, as a share of the
@@ -200,7 +197,6 @@ def on_profile(policy: Policy, profile: Profile, budget_bytes: int, headroom_byt
     Args:
         policy: the policy, with its constraints.
         profile: a step with the same ops.
-        budget_bytes, headroom_bytes: as for `plan`.
     """
     if policy.moves and profile.link is None:
         return None
@@ -208,9 +204,11 @@ def on_profile(policy: Policy, profile: Profile, budget_bytes: int, headroom_byt
         plan = as_planned(policy, profile)
     except OtherProfile:
         return None
-    within = budget_bytes - headroom_bytes
-    forward = policy.constraints.forward_budget_bytes
-    graph = with_forward_limit(plan.graph, within, None if forward is None else forward - headroom_bytes)
+    rules = policy.constraints
+    within, forward = policy.budget_bytes - rules.headroom_bytes, rules.forward_budget_bytes
+    graph = with_forward_limit(
+        plan.graph, within, None if forward is None else forward - rules.headroom_bytes
+    )
     there, here = policy.predicted, plan.policy().predicted
     if peak_bytes(graph, plan.save_set) > within or abs(_added(here) - _added(there)) > MOST_TIME_OFF:
         return None

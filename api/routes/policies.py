@@ -32,15 +32,13 @@ Id = Annotated[str, Query(pattern="^[0-9a-f]{64}$", description="Id of a policy.
 
 async def _options(
     service: ServiceOf,
-    headroom_bytes: Annotated[int | None, Query(ge=0, le=MAX_INT)] = None,
     gap: Annotated[float | None, Query(ge=0, le=1, allow_inf_nan=False)] = None,
     time_limit_s: Annotated[float | None, Query(gt=0, allow_inf_nan=False)] = None,
     constraints_digest: Annotated[str | None, Query(pattern="^([0-9a-f]{64})?$")] = None,
 ) -> PolicyOptions | None:
-    if (headroom_bytes, gap, time_limit_s, constraints_digest) == (None, None, None, None):
+    if (gap, time_limit_s, constraints_digest) == (None, None, None):
         return None
     return PolicyOptions(
-        headroom_bytes=headroom_bytes or 0,
         gap=DEFAULT_GAP if gap is None else gap,
         time_limit_s=min(time_limit_s or DEFAULT_TIME_LIMIT_S, service.settings.solve_time_limit_s),
         constraints_digest=constraints_digest or "",
@@ -70,7 +68,7 @@ async def get_policies(
 ) -> Response:
     """List policies without their decisions; `url` of each has the policy itself.
 
-    With a headroom, gap, time limit or constraints, list only policies that answer a solve under these.
+    With a gap, time limit or constraints, list only policies that answer a solve under these.
     Options that are not given have the defaults of a solve. `constraints_digest` is the SHA-256 of the
     constraints' JSON with sorted keys, or empty without constraints.
     """

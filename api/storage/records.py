@@ -31,7 +31,6 @@ class PolicyOptions:
     or had at least as much time.
     """
 
-    headroom_bytes: int
     gap: float
     time_limit_s: float
     constraints_digest: str  # "" for none
@@ -41,7 +40,7 @@ class PolicyOptions:
         """Return what is stored of the options of a policy job (`requests.PolicyRequest.options`)."""
         rules = options["constraints"]
         digest = "" if rules is None else Constraints.model_validate(rules).digest
-        return cls(options["headroom_bytes"], options["gap"], options["time_limit_s"], digest)
+        return cls(options["gap"], options["time_limit_s"], digest)
 
 
 def add_profile(connection: Connection, profile: ParsedProfile, who: str) -> bool:
@@ -128,7 +127,6 @@ def _list_query(table: Table, given: frozenset[str], before: bool, with_options:
         query = query.where(
             exists().where(
                 asked.policy_id == policies.c.id,
-                asked.headroom_bytes == bindparam("asked_headroom_bytes"),
                 asked.gap == gap,
                 asked.constraints_digest == bindparam("asked_constraints_digest"),
                 or_(asked.time_limit_s >= bindparam("asked_time_limit_s"), policies.c.gap <= gap),

@@ -83,7 +83,6 @@ policy_options = Table(  # options of requests in addition to the budget; one po
     "policy_options",
     metadata,
     Column("policy_id", Digest, ForeignKey("policies.id", ondelete="CASCADE"), primary_key=True),
-    Column("headroom_bytes", BigInteger, primary_key=True, autoincrement=False),
     Column("gap", Double, primary_key=True),
     Column("time_limit_s", Double, primary_key=True),
     Column("constraints_digest", Digest, primary_key=True),  # "" for none

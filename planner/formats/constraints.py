@@ -44,6 +44,10 @@ class Constraints(FrozenModel):
     save_collectives: bool = True  # save what functional collectives return: no recompute communicates
     forward_budget_bytes: Annotated[int, Field(gt=0, le=2**53)] | None = None  # most bytes live in forward
     extra_static_bytes: Count = 0  # live during the whole step, and not in the profile
+    headroom_bytes: Count = 0  # of the budgets, left unused
+    # Of `ac_client.apply`: the budget counts what the allocator hands out, or what it takes from the GPU.
+    budget_of: Literal["allocated", "reserved"] = "allocated"
+    take_over_checkpoints: bool = True  # of `ac_client.apply`: the model's own checkpoints run as plain calls
     # Of the host, that outputs may be moved to. Nothing moves without the link of the profile.
     host_budget_bytes: Count = 0
     gradients: Gradients = "as profiled"  # whether gradients exist before the step

@@ -42,12 +42,12 @@ def explain(subject: Plan | Policy) -> str:
 
 
 def _plan(plan: Plan) -> str:
-    graph = plan.graph
+    graph, headroom = plan.graph, plan.constraints.headroom_bytes
     decisions = runs_added_up(op_decisions(graph, plan.save_set, plan.moved))
     beyond = [f"{line}." for line in beyond_dispatch_in_words(graph)]
     lines = [
         f"The peak is {format_bytes(plan.peak)} of a budget of {format_bytes(plan.budget)}"
-        f"{f' (and {format_bytes(plan.headroom)} of headroom)' if plan.headroom else ''}; with nothing"
+        f"{f' (and {format_bytes(headroom)} of headroom)' if headroom else ''}; with nothing"
         f" recomputed it would be {format_bytes(plan.ceiling)}.",
         *_reserved(plan),
         _cost(plan.recompute_us, plan.step_us, decisions, _spread_us(plan, decisions)),

@@ -188,8 +188,10 @@ def picture(plan: Plan, *, policy: Policy | None = None, measured_peak_bytes: in
         model=profile.model if profile else "a graph",
         device=profile.environment.device_name if profile else "",
         inputs=profile.inputs if profile else (),
-        budget_bytes=policy.budget_bytes if policy is not None else plan.budget + plan.headroom,
-        headroom_bytes=plan.headroom,
+        budget_bytes=policy.budget_bytes
+        if policy is not None
+        else plan.budget + plan.constraints.headroom_bytes,
+        headroom_bytes=plan.constraints.headroom_bytes,
         corrected_by_bytes=policy.corrected_by_bytes if policy is not None else 0,
         peak_at=plan.peak_at,
         step_us=plan.step_us,

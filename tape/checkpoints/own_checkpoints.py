@@ -179,7 +179,9 @@ def check_taken_over() -> None:
         UnsupportedTorch: they cannot.
     """
     probes.check(
-        private.CHECKPOINTS, checkpoints_enter_our_functions, otherwise="pass take_over_checkpoints=False"
+        private.CHECKPOINTS,
+        checkpoints_enter_our_functions,
+        otherwise="pass Constraints(take_over_checkpoints=False)",
     )
 
 

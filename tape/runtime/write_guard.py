@@ -35,7 +35,7 @@ class ContentsDiffer(PickledError, RuntimeError):
                 f"a {tensor} that autograd saved inside of a checkpoint must have in backward the contents "
                 "that it had in forward, got others: the model wrote to it after the checkpoint, as to a "
                 "buffer that several parts share. Use torch.utils.checkpoint for these parts, with "
-                "take_over_checkpoints=False in a planned model, or give each part memory of its own"
+                "Constraints(take_over_checkpoints=False) in a planned model, or give each its own memory"
             )
             return
         super().__init__(

@@ -138,7 +138,6 @@ def save_all(
     *,
     budget_gb: float | None = None,
     budget_bytes: int | None = None,
-    headroom_bytes: int = 0,
     gap: float = 0.01,
     time_limit_s: float = 120.0,  # the maximum of the service, and its default
     constraints: Constraints | None = None,
@@ -168,7 +167,7 @@ def save_all(
             inputs=profile.inputs,
             device=profile.environment.device_name,
             budget_bytes=budget,
-            stopped=f"headroom {headroom_bytes}, gap {gap}, time limit {time_limit_s:g} s",
+            stopped=f"gap {gap}, time limit {time_limit_s:g} s",
             predicted=predicted,
             tools=tool_versions(),
             corrected_by_bytes=0,

@@ -29,7 +29,7 @@ NUMBERS = (
     *("9" * 30, "9" * 400, "-" + "9" * 400, "9" * 4300, "9" * 4301, "9" * 400 + ".5", "0." + "0" * 400 + "1"),
 )
 QUERIES = {
-    "/v1/policies": ("budget_gb", "budget_bytes", "headroom_bytes", "gap", "time_limit_s", "limit", "cursor"),
+    "/v1/policies": ("budget_gb", "budget_bytes", "gap", "time_limit_s", "limit", "cursor"),
     "/v1/profiles": ("limit", "cursor"),
     "/v1/jobs": ("limit", "cursor"),
 }
@@ -61,8 +61,8 @@ def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
     common = {"profile": profile, "gap": 0.01, "time_limit_s": 5.0, "constraints": rules}
     two = rules | {"forward_budget_bytes": 1 << 29}
     yield "/v1/profiles", profile
-    yield "/v1/policies", common | {"budget_bytes": 1 << 30, "headroom_bytes": 1, "constraints": two}
-    yield "/v1/policies", common | {"budget_gb": 1.0, "headroom_gb": 0.01}
+    yield "/v1/policies", common | {"budget_bytes": 1 << 30, "constraints": two}
+    yield "/v1/policies", common | {"budget_gb": 1.0}
     yield "/v1/frontiers", common | {"points": 2}
     yield "/v1/floors", common
 

@@ -66,8 +66,10 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_policy_is_the_embedded_planners(in_app: Transport, profile: Profile) -> None:
     transport = in_app()
-    policy = ask(profile, transport, headroom_bytes=7, gap=0.5, time_limit_s=3)
-    wanted = save_all(profile, budget_bytes=1 << 30, headroom_bytes=7, gap=0.5, time_limit_s=3).policy()
+    policy = ask(profile, transport, constraints=Constraints(headroom_bytes=7), gap=0.5, time_limit_s=3)
+    wanted = save_all(
+        profile, budget_bytes=1 << 30, constraints=Constraints(headroom_bytes=7), gap=0.5, time_limit_s=3
+    ).policy()
     assert policy == wanted
     assert policy.to_json() == wanted.to_json()
     assert transport.request.headers["content-encoding"] == "zstd"

@@ -61,7 +61,9 @@ def timed(profile: Profile, *runtime_us: float) -> Profile:
 
 
 def fits(policy: Policy, profile: Profile, budget: int, headroom: int) -> bool:
-    return on_profile(policy, profile, budget, headroom) is not None
+    rules = policy.constraints.model_copy(update={"headroom_bytes": headroom})
+    asked = policy.model_copy(update={"budget_bytes": budget, "constraints": rules})
+    return on_profile(asked, profile) is not None
 
 
 def hungrier(profile: Profile, nbytes: int) -> Profile:
@@ -107,7 +109,7 @@ def test_policy_planned_for_other_run_times_is_not_taken(
 @pytest.mark.parametrize(
     "other",
     [
-        {"headroom_bytes": 1},
+        {"constraints": Constraints(headroom_bytes=1)},
         {"constraints": Constraints(pin_save=("*/aten.mm.default#0",))},
         {"constraints": Constraints(forward_budget_bytes=GIB - 1)},
         {"gap": 0.02},
@@ -130,9 +132,9 @@ def test_one_made_for_something_else_is_not_taken(
 
 
 def test_two_requests_with_one_answer_are_both_found(in_app: Transport, step: Profile) -> None:
-    """Where everything can be saved the policy is the same text under any headroom."""
+    """Where everything can be saved the policy is the same text under any gap."""
     transport = in_app(InProcess(plan))
-    made = [ask(transport, step, headroom_bytes=headroom) for headroom in (0, 5, 0, 5)]
+    made = [ask(transport, step, gap=gap) for gap in (0.01, 0.02, 0.01, 0.02)]
     assert made == [made[0]] * 4
     assert transport.posts == 2
 
@@ -303,7 +305,7 @@ def test_answer_other_than_a_list_of_policies_is_unavailable(step: Profile, text
 
 
 def test_omitted_parameters_of_the_search_have_the_defaults_of_a_request(serve: Serve, step: Profile) -> None:
-    """Omitted parameters have the defaults of a request; without all four, any policy is found."""
+    """Omitted parameters have the defaults of a request; without all three, any policy is found."""
     http = serve(InProcess(plan))
     http.post("/v1/policies", json={"profile": step.model_dump(mode="json"), "budget_gb": 1, "gap": 0.5})
     found = [
@@ -312,8 +314,8 @@ def test_omitted_parameters_of_the_search_have_the_defaults_of_a_request(serve: 
             {},
             {"gap": 0.5},
             {"gap": 0.4},
-            {"headroom_bytes": 0},
-            {"gap": 0.5, "headroom_bytes": 1},
+            {"constraints_digest": ""},
+            {"gap": 0.5, "constraints_digest": "0" * 64},
         )
     ]
     assert found == [1, 1, 0, 0, 0]

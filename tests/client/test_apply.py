@@ -123,10 +123,10 @@ def test_model_that_checkpoints_itself_is_refused_if_it_is_not_taken_over() -> N
     model = new_model()
     model.gradient_checkpointing = True
     with pytest.raises(ac_client.CheckpointingActive, match=r"gradient_checkpointing = False"):
-        ac_client.apply(model, 1.0, take_over_checkpoints=False)
+        ac_client.apply(model, 1.0, constraints=ac_client.Constraints(take_over_checkpoints=False))
     wrapped = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
     with pytest.raises(ac_client.CheckpointingActive):
-        ac_client.apply(wrapped, 1.0, take_over_checkpoints=False)
+        ac_client.apply(wrapped, 1.0, constraints=ac_client.Constraints(take_over_checkpoints=False))
 
 
 def test_weights_of_functional_call_need_no_gradient(budget_gb: float) -> None:

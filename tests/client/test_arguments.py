@@ -35,12 +35,16 @@ def model() -> nn.Linear:
         ({"budget_gb": 1e300}, InvalidBudget, "did you pass bytes"),
         ({"budget_gb": None}, InvalidBudget, "pass budget_gb="),
         ({"budget_gb": "device"}, InvalidBudget, "model on cpu, got a budget of the device: move the model"),
-        ({"budget_of": "reserved"}, InvalidBudget, 'got budget_of="reserved": move the model to its GPU'),
-        ({"budget_of": "free"}, ValueError, 'budget_of must be "allocated" or "reserved", got \'free\''),
-        ({"headroom_gb": "1"}, InvalidBudget, "headroom_gb must be a number of GiB from 0, got '1'"),
-        ({"headroom_gb": None}, InvalidBudget, "got None"),
-        ({"headroom_gb": -0.5}, InvalidBudget, "got -0.5"),
-        ({"headroom_gb": 1.0}, InvalidBudget, r"headroom_gb must be below budget_gb=1\.0"),
+        (
+            {"constraints": ac_client.Constraints(budget_of="reserved")},
+            InvalidBudget,
+            r'got Constraints\(budget_of="reserved"\): move the model to its GPU',
+        ),
+        (
+            {"constraints": ac_client.Constraints(headroom_bytes=GIB)},
+            InvalidBudget,
+            r"headroom_bytes must be below budget_gb=1\.0, got 1\.00 GiB",
+        ),
         ({"host_budget_gb": -1}, InvalidBudget, "host_budget_gb must be a number of GiB from 0, got -1"),
         (
             {"host_budget_gb": 1, "budget_gb": None, "policy": "policy.json"},
@@ -57,7 +61,7 @@ def model() -> nn.Linear:
         ({"constraints": {"pins": {}}}, TypeError, "constraints must be ac_client.Constraints.* got dict"),
         ({"constraints": "user"}, TypeError, "constraints must be .* got str"),
         (
-            {"constraints": ac_client.Constraints(), "policy": "policy.json"},
+            {"constraints": ac_client.Constraints(extra_static_bytes=1), "policy": "policy.json"},
             InvalidConstraints,
             "carried out as it is",
         ),

@@ -230,17 +230,21 @@ def test_reentrant_checkpoint_of_inputs_without_a_gradient_still_gives_none() ->
 
 
 def test_checkpoints_are_left_alone_if_told_so() -> None:
-    model = ac_client.apply(seeded(Net, in_torch), 1.0, take_over_checkpoints=False)
+    model = ac_client.apply(
+        seeded(Net, in_torch), 1.0, constraints=ac_client.Constraints(take_over_checkpoints=False)
+    )
     assert same(trained(model), trained(seeded(Net, plainly)))
     calls = model.calls
     trained(model, 1)
     assert model.calls == calls + 2 * len(model.blocks)
-    with pytest.raises(TypeError, match="take_over_checkpoints"):
-        ac_client.apply(seeded(Net, in_torch), 1.0, take_over_checkpoints=1)
+    with pytest.raises(ValueError, match="take_over_checkpoints"):
+        ac_client.Constraints(take_over_checkpoints=3)
 
 
 def test_reentrant_checkpoints_that_are_left_alone_are_observed() -> None:
-    model = ac_client.apply(seeded(Net, reentrant), 1.0, take_over_checkpoints=False)
+    model = ac_client.apply(
+        seeded(Net, reentrant), 1.0, constraints=ac_client.Constraints(take_over_checkpoints=False)
+    )
     assert same(trained(model), trained(seeded(Net, reentrant)))
     found = profile(seeded(Net, reentrant), batch(), take_over_checkpoints=False)
     with AllocatorTimeline() as timeline:

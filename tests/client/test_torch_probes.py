@@ -156,8 +156,10 @@ def test_checkpoint_that_does_not_enter_our_functions_is_refused(
     monkeypatch.setattr(torchs, "checkpoint", checkpoint)
     error = refused(planned, check_taken_over.__globals__["checkpoints_enter_our_functions"])
     assert error.feature == private.CHECKPOINTS
-    assert "pass take_over_checkpoints=False" in str(error)
-    ac_client.apply(model := nn.Linear(2, 2), 1.0, take_over_checkpoints=False)
+    assert "pass Constraints(take_over_checkpoints=False)" in str(error)
+    ac_client.apply(
+        model := nn.Linear(2, 2), 1.0, constraints=ac_client.Constraints(take_over_checkpoints=False)
+    )
     model(torch.ones(1, 2)).sum().backward()
 
 

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoac.planner import (
+    Constraints,
     Graph,
     InfeasibleBudget,
     InvalidBudget,
@@ -225,8 +226,7 @@ def test_a_budget_at_the_ceiling_costs_nothing_and_solves_nothing() -> None:
         ({"budget_bytes": 0}, "budget_bytes must be a positive whole number, got 0"),
         ({"budget_bytes": True}, "positive"),
         ({"budget_bytes": "10"}, "positive"),
-        ({"budget_bytes": 10, "headroom_bytes": 10}, "leaves nothing"),
-        ({"budget_bytes": 10, "headroom_bytes": -1}, "negative"),
+        ({"budget_bytes": 10, "constraints": Constraints(headroom_bytes=10)}, "leaves nothing"),
     ],
 )
 def test_an_invalid_budget_is_an_error(arguments: dict[str, object], words: str) -> None:

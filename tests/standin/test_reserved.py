@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
+from autoac.planner import Constraints
 from autoac.planner.units import GIB
 from standin.training import Task, Training, step
 
@@ -78,7 +79,9 @@ def test_budget_of_the_device_trains_where_plain_runs_out_of_memory(gpu: ModuleT
 
 def test_reserved_bytes_after_an_observed_step_are_those_of_its_plan(gpu: ModuleType) -> None:
     budget = plain(gpu)[0].peaks[-1] // 2
-    planned, reserved = train(gpu, STEPS, budget_gb=budget / GIB, budget_of="reserved", group=None)
+    planned, reserved = train(
+        gpu, STEPS, budget_gb=budget / GIB, constraints=Constraints(budget_of="reserved"), group=None
+    )
     assert planned.same_numbers(plain(gpu)[0])
     assert planned.applied is not None
     report = planned.applied.report()
@@ -107,7 +110,7 @@ def test_second_model_on_a_full_device_gets_room(gpu: ModuleType) -> None:
 @pytest.mark.parametrize("mib", [4, 10, 40])
 def test_budget_of_about_a_segment_is_planned_for(gpu: ModuleType, mib: int) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to("cuda")
-    at = ac_client.applied(ac_client.apply(model, mib / 1024, budget_of="reserved"))
+    at = ac_client.applied(ac_client.apply(model, mib / 1024, constraints=Constraints(budget_of="reserved")))
     for _ in range(3):
         model(torch.ones(512, 64, device="cuda")).square().sum().backward()
     assert at.report().predicted_peak_bytes <= mib * MIB
@@ -160,10 +163,10 @@ def test_reserved_bytes_over_the_budget_are_planned_for(
     assert max(without) > budget
     warned = [r.getMessage() for r in caplog.records if "has reserved" in r.getMessage()]
     assert len(warned) == 1
-    assert 'pass budget_of="reserved"' in warned[0]
+    assert 'Constraints(budget_of="reserved")' in warned[0]
     assert "expandable_segments" in warned[0]
     caplog.clear()
-    planned, reserved = train(gpu, 6, budget_gb=budget / GIB, budget_of="reserved")
+    planned, reserved = train(gpu, 6, budget_gb=budget / GIB, constraints=Constraints(budget_of="reserved"))
     assert reserved[-1] <= budget
     assert planned.applied is not None
     assert 1 <= planned.applied.report().corrections <= 2

@@ -40,7 +40,7 @@ class HostBudget:
 
     def __init__(self, name: str, options: ApplyOptions) -> None:
         self._name, self._options = name, options
-        passed = options.constraints.host_budget_bytes if options.constraints is not None else 0
+        passed = options.constraints.host_budget_bytes
         self._nbytes = None if options.finds_host_budget else passed  # None: not looked at yet
         self._agreed: LinkRates | None = None  # with the other ranks
 
@@ -91,11 +91,9 @@ class HostBudget:
             return None
         return link
 
-    def added_to(self, constraints: Constraints | None) -> Constraints | None:
+    def added_to(self, constraints: Constraints) -> Constraints:
         """Return `constraints` with this budget."""
-        if constraints is None and not self._nbytes:
-            return None
-        return (constraints or Constraints()).model_copy(update={"host_budget_bytes": self._nbytes or 0})
+        return constraints.model_copy(update={"host_budget_bytes": self._nbytes or 0})
 
     def pins(self, policy: Policy, device: torch.device | None) -> bool:
         """Pin what `policy` moves to the host; return False, and stop, if the host refuses.

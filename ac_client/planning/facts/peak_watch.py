@@ -128,7 +128,9 @@ class PeakWatch:
             # The counter may show what needed more than a step: a profile, or an evaluation.
             bucket.statistics.fragments = max(0, now - min(facts.peak.at_most, bucket.planned_for.peak))
         over = now - self._reserved_outside - budget
-        return facts._replace(reserved_over=max(0, over), of_reserved=self._options.budget_of == "reserved")
+        return facts._replace(
+            reserved_over=max(0, over), of_reserved=self._options.constraints.budget_of == "reserved"
+        )
 
     def facts(
         self, bucket: PlannedBucket, peak: PeakBounds | None, written: int, *, last: bool = True

@@ -31,7 +31,7 @@ service.run(async () => {
 
   /* The line that gets this very policy: by its budget where the service would find it so, as the client asks; else from a file. */
   async function showLine() {
-    const asked = {fingerprint: about.fingerprint, device: about.device, budget_bytes: about.budget_bytes, headroom_bytes: 0, limit: 1};
+    const asked = {fingerprint: about.fingerprint, device: about.device, budget_bytes: about.budget_bytes, limit: 1};
     const {items: [found]} = await json(`/v1/policies?${new URLSearchParams(asked)}`), stored = Boolean(found) && found.id === id;
     find("one-liner").textContent = stored ? service.oneLiner(about.budget_bytes) : service.line(`policy="${file}"`);
     find("line-about").textContent = stored ? "The service answers with this policy; nothing is planned again." : "Download the JSON first: for this budget alone the service would answer with another policy.";

@@ -16,7 +16,6 @@ from autoac.api.errors import SolverDied, SolveTimedOut
 from autoac.api.routes.solves import preferred_wait
 from autoac.planner.errors import InfeasibleBudget
 from autoac.planner.formats.profile import Profile
-from autoac.planner.units import GIB
 
 JSON = {"Content-Type": "application/json"}
 URN = "urn:autoac:problem:"
@@ -36,8 +35,8 @@ def post(serve: Serve) -> Post:
 
 
 def test_options_reach_the_planner(post: Post, profile: Profile) -> None:
-    stopped = post(request(profile, headroom_gb=0.5, gap=0.25, time_limit_s=7)).json()["stopped"]
-    assert stopped == f"headroom {GIB // 2}, gap 0.25, time limit 7 s"
+    stopped = post(request(profile, gap=0.25, time_limit_s=7)).json()["stopped"]
+    assert stopped == "gap 0.25, time limit 7 s"
 
 
 def test_time_limit_is_capped(post: Post, profile: Profile) -> None:
@@ -98,7 +97,6 @@ def test_invalid_request_is_refused(post: Post, body: bytes, status: int, kind: 
         ({"budget_gb": None}, 422, "invalid-budget"),
         ({"budget_gb": "much"}, 422, "malformed-request"),
         ({"gap": 2}, 422, "malformed-request"),
-        ({"headroom_gb": 1, "headroom_bytes": 1}, 422, "malformed-request"),
         ({"time_limit_s": 0}, 422, "malformed-request"),
         ({"colour": "red"}, 422, "malformed-request"),
         ({"budget_bytes": True}, 422, "malformed-request"),  # neither text nor a bool is a number

@@ -49,7 +49,7 @@ def test_replicas_share_what_is_stored(replicas: tuple[TestClient, TestClient]) 
     for path in (
         "/v1/policies",
         f"/v1/policies?fingerprint={profile.fingerprint}&budget_gb=2",
-        f"/v1/policies?fingerprint={profile.fingerprint}&budget_gb=2&headroom_bytes=0",
+        f"/v1/policies?fingerprint={profile.fingerprint}&budget_gb=2&gap=0.01",
         f"{answer.headers['location']}/about",
         "/v1/profiles",
         f"/v1/profiles/{profile.digest}",

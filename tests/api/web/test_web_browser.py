@@ -314,7 +314,6 @@ def newest_for(live: Live, profile: Profile, budget_bytes: int) -> list[str]:
         "fingerprint": profile.fingerprint,
         "device": profile.environment.device_name,
         "budget_bytes": budget_bytes,
-        "headroom_bytes": 0,
         "gap": DEFAULT_GAP,
         "constraints_digest": "",
         "limit": 1,

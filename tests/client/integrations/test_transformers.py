@@ -279,7 +279,9 @@ def test_checkpointing_of_its_own_is_taken_over(tmp_path: Path, name: str) -> No
 
 
 def test_checkpointing_that_must_not_be_taken_over_is_refused_by_train(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, [AutoACCallback(BUDGET_GB, take_over_checkpoints=False)])
+    trainer = trainer_of(
+        tmp_path, [AutoACCallback(BUDGET_GB, constraints=ac_client.Constraints(take_over_checkpoints=False))]
+    )
     trainer.model.activation_checkpointing_enable()
     with pytest.raises(ac_client.CheckpointingActive, match="activation_checkpointing_disable"):
         trainer.train()

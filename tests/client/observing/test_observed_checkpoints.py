@@ -88,8 +88,8 @@ def same(model: nn.Module, other: nn.Module, steps: int = 4) -> bool:
 
 
 def observed(model: Net, *, take_over: bool = True) -> Net:
-    chosen: dict[str, Any] = {"take_over_checkpoints": take_over, "group": None}
-    return ac_client.apply(model, 1.0, **chosen)
+    rules = ac_client.Constraints(take_over_checkpoints=take_over)
+    return ac_client.apply(model, 1.0, constraints=rules, group=None)
 
 
 def plainly(function: Any, x: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def test_reserved_bytes_over_the_budget_are_warned_of_or_planned_for() -> None:
     action = next_action(PLANNED, StepFacts(reserved_over=21 << 20))
     assert isinstance(action, Keep)
     assert action.row == "fragments"
-    assert 'pass budget_of="reserved"' in action.warning
+    assert 'Constraints(budget_of="reserved")' in action.warning
     facts = StepFacts(peak=PeakBounds.exactly(990), reserved_over=80, of_reserved=True)
     correction = again("fragments", PLANNED, facts).terms.correction
     assert correction == Correction(1, withheld=80)
@@ -280,7 +280,7 @@ def test_gradient_penalty_is_warned_of_however_often_backward_runs() -> None:
         action = next_action(PLANNED, facts)
         assert isinstance(action, Keep)
         assert "create_graph=True" in action.warning
-        assert f"headroom_gb for it: {format_bytes(2 * PLANNED.forward_nbytes)}" in action.warning
+        assert f"headroom_bytes=...) for it: {format_bytes(2 * PLANNED.forward_nbytes)}" in action.warning
 
 
 def test_retained_graph_is_planned_for() -> None:

@@ -476,7 +476,7 @@ def test_optimizer_whose_state_cannot_be_known_is_warned_of(caplog: pytest.LogCa
         several(1)(model)
     (said,) = warnings(caplog)
     assert "Unknown" in said
-    assert "headroom_gb" in said
+    assert "headroom_bytes" in said
 
 
 def test_optimizer_of_another_model_is_not_adopted() -> None:

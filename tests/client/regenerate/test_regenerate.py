@@ -242,7 +242,7 @@ def test_file_that_is_not_the_listed_policy_is_out_of_date(fresh, capsys, spoil,
 def test_settings_of_a_model_are_those_of_its_plans(folder, capsys):
     (folder / "autoac.toml").write_text(
         TOML.replace("nets:make", "nets:trained").replace("[0.08, 0.06]", "[0.1]")
-        + 'autocast = "bfloat16"\nheadroom_gb = 0.02\nconstraints = { pin_save = ["layers.0.1"] }\n'
+        + 'autocast = "bfloat16"\nconstraints = { pin_save = ["layers.0.1"], headroom_bytes = 20_000_000 }\n'
     )
     assert autoac(capsys)[0] == OK
     policy = Policy.from_json((folder / "policies" / "net-0.1gib.json").read_text())

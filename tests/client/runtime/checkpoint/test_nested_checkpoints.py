@@ -111,7 +111,9 @@ def test_checkpoint_in_a_planned_model_has_plain_gradients(taken_over: bool) -> 
         torch.manual_seed(0)
         model = Model(how)
         if budget_gb is not None:
-            ac_client.apply(model, budget_gb, take_over_checkpoints=taken_over)
+            ac_client.apply(
+                model, budget_gb, constraints=ac_client.Constraints(take_over_checkpoints=taken_over)
+            )
         model(torch.ones(3, 4)).sum().backward()
         model.zero_grad()
         loss = model(torch.ones(3, 4)).sum()
