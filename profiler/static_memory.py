@@ -295,11 +295,14 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Devic
         counts: dict[Tensor, int] = {}  # fake parameter -> real parameters that it stands for
         stand_ins: dict[int, Tensor] = {}
         for group in optimizer.param_groups:
+            has_stepped = any(parameter in optimizer.state for parameter in group["params"])
             fakes: list[nn.Parameter] = []
             equal: dict[Any, list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 shard = local(parameter)
-                kind = shard.size(), shard.stride(), shard.dtype, shard.device, parameter.requires_grad
+                # One without state got no gradient in the steps so far: an unused head, say.
+                trains = parameter.requires_grad and (parameter in optimizer.state or not has_stepped)
+                kind = shard.size(), shard.stride(), shard.dtype, shard.device, trains
                 same = equal.setdefault(kind, [])
                 if len(same) == MOST_EQUAL and _updates_one_by_one(optimizer, group, device_type):
                     counts[same[-1]] += 1
@@ -314,7 +317,7 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Devic
                     ),
                     requires_grad=parameter.requires_grad,  # integers cannot
                 )
-                if parameter.requires_grad:
+                if trains:
                     fake.grad = torch.empty_like(fake)
                 fakes.append(fake)
                 same.append(fake)

@@ -313,6 +313,19 @@ def test_parameter_that_never_trains_takes_no_state_from_the_others(dtype: torch
     assert needs.note == ""
 
 
+def test_parameter_that_gets_no_gradient_has_no_state() -> None:
+    """An unused head, or experts without tokens. Before the first step, nothing is known of it."""
+    used, unused = nn.Linear(8, 8, bias=False), nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.AdamW([*used.parameters(), *unused.parameters()])
+    cpu = torch.device("cpu")
+    before = optimizer_bytes(optimizer, cpu)
+    used(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    alone = optimizer_bytes(torch.optim.AdamW(used.parameters()), cpu)
+    assert optimizer_bytes(optimizer, cpu) == alone
+    assert before.state > alone.state + 2 * unused.weight.nbytes
+
+
 # torch's own, when it loads decompositions for forward mode
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_forward_mode_zeros_without_memory_are_handled() -> None:
