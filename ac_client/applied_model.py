@@ -20,10 +20,10 @@ from ac_client.files import write_whole
 from ac_client.measure.measured_steps import MeasuredSteps
 from ac_client.measure.report import RECORDED_OP_US, Report
 from ac_client.planning.batch_shape import ModelCall
-from ac_client.planning.facts.peak_counter import PeakBounds
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.model_hooks import ModelHooks
 from ac_client.planning.model_planning import ModelPlanning
+from ac_client.planning.next_action import StepFacts
 from ac_client.planning.options import ApplyOptions
 from autoac.planner import Plan, Policy, PolicySet, beyond_dispatch_in_words, picture
 from autoac.planner.report.page import timeline_page
@@ -218,8 +218,8 @@ class Applied:
 
         On CUDA the allocator counts by itself and this resets its counter. On CPU torch.profiler counts,
         so none may be running, and the model must have been planned by an earlier step. The measured peak
-        is then compared with the prediction: if it was over the budget, or far from using it, the model is
-        planned again (docs/budget.md).
+        is then compared with the prediction: if it was over the budget, the model is planned again
+        (docs/budget.md).
 
         Raises:
             RuntimeError: the model is not planned yet, or torch.profiler is running.
@@ -234,7 +234,6 @@ class Applied:
         watch.peaks.discard()  # the counter is about to be reset
         steps = {bucket: bucket.statistics.steps for bucket in store.all}
         complete = {bucket.loaded for bucket in store.all if watch.peaks.is_complete(bucket)}
-        written = watch.peaks.written()
         base = watch.on_device.standing_nbytes() + watch.on_device.others_standing_nbytes()
         with self._measured.record(model, state_tensors(watch.optimizers.all), base) as timeline:
             yield
@@ -244,8 +243,8 @@ class Applied:
         if ran and not self._measured.beyond_plan:
             bucket = max(ran, key=lambda bucket: bucket.policy.predicted.peak_bytes)
             if bucket.loaded in complete:
-                peak = bucket.statistics.peak = PeakBounds.exactly(timeline.peak_bytes)
-                self._planning.judge(bucket, watch.peaks.facts(bucket, peak, written))
+                bucket.statistics.peak = timeline.peak_bytes
+                self._planning.judge(bucket, StepFacts(peak=timeline.peak_bytes))
 
     def remove(self) -> None:
         """Remove the plan, so that the model is a plain model again. May be called twice."""

@@ -24,8 +24,7 @@ from torch import nn
 
 from ac_client.compiled.policy_parts import PartCalls
 from ac_client.planning.batch_shape import leaves_of
-from ac_client.planning.facts.peak_counter import PeakBounds
-from ac_client.planning.next_action import ELSEWHERE, TOGETHER, Action, CorrectPrediction, PlannedFor
+from ac_client.planning.next_action import ELSEWHERE, TOGETHER, Action, PlannedFor
 from autoac.planner import Plan, Policy, Profile
 from autoac.planner.errors import Holding
 from autoac.planner.formats.policy import SAVE, Decision, cudnn_text
@@ -201,12 +200,12 @@ class StepStatistics:
     steps: int = 0
     corrections: int = 0  # plans that were made because a measured peak was not as predicted
     compared: int = 0  # steps whose peak was compared with the prediction
-    peak: PeakBounds | None = None
+    peak: int | None = None  # of the compared ones, at least
     fragments: int | None = None  # that the allocator had reserved beyond the peak of the last compared step
 
-    def add(self, peak: PeakBounds) -> None:
-        """Count one more compared step, and combine what is known of its peak with what was known before."""
-        self.peak = peak if self.peak is None else self.peak.joined(peak)
+    def add(self, peak: int) -> None:
+        """Count one more compared step, of at least this peak in bytes."""
+        self.peak = max(peak, self.peak or 0)
         self.compared += 1
 
     def forget_peaks(self) -> None:
@@ -232,7 +231,6 @@ class PlannedBucket:
         left_until: the forward from which on to observe another like it.
         room_requests: how often other models on the device asked for room.
         room_requested: bytes that they asked for since the policy was planned.
-        fitted: policy, step and terms from before the last loosening, which kept the limit.
         observed_for: forms of step that were observed: once each, since steps of two forms may take turns.
         stale: what steps did that the prediction does not count; "" if nothing is known.
         warned: rows of the table of `next_action` that were warned of.
@@ -252,7 +250,6 @@ class PlannedBucket:
         self.room_requests = 0
         self.room_requested = 0
         self.warned: set[str] = set()
-        self.fitted: tuple[LoadedPolicy, ProfiledStep, PlannedFor] | None = None
         terms = terms or PlannedFor(loaded.policy.budget_bytes, loop=Loop(len(loaded.policy.forwards)))
         self.observed = terms.loop
         self.outside_nbytes = 0
@@ -321,17 +318,9 @@ class PlannedBucket:
             gradients=profile is None or bool(profile.static.gradients),
         )
 
-    def correct_prediction(self, nbytes: int) -> None:
-        """Add `nbytes` to the prediction; the decisions stay."""
-        planned = self.planned_for
-        correction = replace(planned.correction, nbytes=planned.correction.nbytes + nbytes)
-        self.planned_for = replace(planned, correction=correction, peak=planned.peak + nbytes)
-        self.loaded = replace(self.loaded, policy=corrected(self.policy, nbytes, correction.total))
-
     def warn(self, name: str, action: Action) -> None:
         """Log the warning of `action`, if there is one and its row was not warned of before."""
-        warning = "" if isinstance(action, CorrectPrediction) else action.warning
-        if warning:
+        if warning := action.warning:
             self.stale = warning.partition(": this step")[0].partition(". ")[0]
         if warning and action.row not in self.warned:
             self.warned.add(action.row)

@@ -27,7 +27,6 @@ from ac_client.planning.loaded_policy import (
 from ac_client.planning.next_action import (
     MOST_TRIES,
     Action,
-    CorrectPrediction,
     PlanAgain,
     PlannedFor,
     StepFacts,
@@ -49,7 +48,7 @@ from autoac.tape.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
 
-_LOUD = ("loosened too far", "over the limit", "fragments", "stalls", "far under the limit")  # measured
+_LOUD = ("over the limit", "fragments", "stalls")  # measured
 
 
 class ModelPlanning:
@@ -127,11 +126,10 @@ class ModelPlanning:
                     return None
                 continue  # more forwards in flight are observed from the next step's first one on
             self._plan_again(bucket, action)
-        if bucket.profile is not None:
-            self.watch.peaks.start(call.model)
-        elif not bucket.statistics.steps and not self._fits_here(call, bucket):
+        if bucket.profile is None and not bucket.statistics.steps and not self._fits_here(call, bucket):
             self.store.discard(bucket)
             return self.policy_for(call, waiting)
+        self.watch.peaks.start(call.model)
         self.store.current = bucket
         return bucket
 
@@ -197,36 +195,13 @@ class ModelPlanning:
             self.judge(*judged)
 
     def judge(self, bucket: PlannedBucket, facts: StepFacts) -> None:
-        """Plan `bucket` again if the peak of its steps is not as predicted, or correct the prediction."""
-        if self.options.budget_bytes is None:
-            return
+        """Plan `bucket` again if its steps went over the limit, or waited for copies."""
         action = self._next(bucket, facts)
         bucket.statistics.corrections += isinstance(action, PlanAgain)
-        match action:
-            case PlanAgain(row="loosened too far"):
-                assert bucket.fitted is not None
-                loaded, step, fitted = bucket.fitted
-                bucket.load(
-                    loaded, step, replace(fitted, correction=replace(fitted.correction, may_loosen=False))
-                )
-                self._log_plan(bucket, action)
-            case PlanAgain():
-                if action.row == "far under the limit" and facts.peak is not None and facts.peak.at_most:
-                    bucket.correct_prediction(facts.peak.at_most - bucket.planned_for.peak)
-                    bucket.fitted = bucket.loaded, bucket.step, bucket.planned_for
-                self._plan_again(bucket, action)
-                if action.row == "fragments" and not is_capturing():
-                    torch.cuda.empty_cache()  # of the plan before
-            case CorrectPrediction(nbytes):
-                predicted = bucket.planned_for.peak
-                bucket.correct_prediction(nbytes)
-                log.info(
-                    "%s: measured a peak of %s, predicted %s. The plan stays, and its prediction is "
-                    "corrected",
-                    self._name,
-                    format_bytes(predicted + nbytes),
-                    format_bytes(predicted),
-                )
+        if isinstance(action, PlanAgain):
+            self._plan_again(bucket, action)
+            if action.row == "fragments" and not is_capturing():
+                torch.cuda.empty_cache()  # of the plan before
 
     def _next(self, bucket: PlannedBucket, facts: StepFacts) -> Action:
         """Return the next action, after its warning if it has one."""
@@ -238,7 +213,7 @@ class ModelPlanning:
         """Warn if the running step is not the planned one, and note the loop's form for the next plan."""
         if (step := recorded_step()) is not None:
             step.leave_out()  # until backward ends: it is of another model
-        if self.options.budget_bytes is None or bucket.loaded is not loaded:
+        if bucket.loaded is not loaded:
             return
         facts, planned = self.watch.in_backward(bucket, backward), bucket.planned_for
         if bucket.profile is not None and planned.frees_gradients:

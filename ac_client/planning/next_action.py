@@ -8,7 +8,7 @@ returns what to do. It is asked at five moments, each with the facts that are kn
     a forward has ended     ran_skipped
     a backward begins       backward, gradients
     an optimizer stepped    optimizers
-    a step is over          peak, whole, reserved_over, stalled_us
+    a step is over          peak, reserved_over, stalled_us
 
 A plan is made only before a forward and after a step. For facts from the other moments, the next forward is
 planned again; a warning comes at once if the running step may go over the budget.
@@ -24,18 +24,16 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts
-from ac_client.planning.facts.peak_counter import PeakBounds
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop
 from autoac.profiler.static_memory import OptimizerBytes
 
 WATCHED_STEPS = 3  # after each planning: the optimizer's state and gradients that stay come with the second
 MOST_CORRECTIONS = 2  # of one policy
-MOST_LOOSENINGS = 3  # of one policy, each by half of what is left
 LAST_MARGIN = 0.02  # of the limit: the error differed from plan to plan, and no correction follows
-FAR_UNDER = 0.03  # of the limit: less is not worth planning again
+OUTSIDE = 0.03  # of the limit: less made between the model and backward is not worth a warning
 SEGMENT = 20 << 20  # bytes: the allocator reserves so many at once, and the last of them are rarely full
-MISPREDICTED = 0.01  # of the limit: less is not worth another prediction
+KEPT = 0.01  # of the limit: less kept by names is counted only where the plan has no room for it
 STALLED = 0.01  # of the step: shorter waits for copies, unforeseen, are not worth planning again
 SLOWER = 0.5  # of the rates of a link that turned out to be slower
 SMALL = 1 << 10  # bytes: less is not worth planning again
@@ -55,10 +53,8 @@ class Correction:
     limit less `total`.
     """
 
-    times: int = 0  # how often a measured peak changed `nbytes`, other than to loosen
-    loosened: int = 0  # how often a measured peak far under the limit changed it
-    may_loosen: bool = True  # no looser plan went over the limit
-    nbytes: int = 0  # needed beyond what the simulator counts; negative if less is needed
+    times: int = 0  # how often a measured peak changed `nbytes`
+    nbytes: int = 0  # needed beyond what the simulator counts
     withheld: int = 0  # of the limit, for fragments, or because another model asked for them
 
     @property
@@ -114,8 +110,7 @@ class StepFacts(NamedTuple):
     outside_nbytes: int = 0  # that a step made between the model and backward, at most
     can_profile: bool = True  # the batch is like the profiled one, and no profiler is running
     backward: BackwardFacts | None = None
-    peak: PeakBounds | None = None
-    whole: bool = False  # the steps of `peak` had all of the optimizer's state, and its step
+    peak: int | None = None  # of the steps so far, at least
     reserved_over: int = 0  # by which the step took what the allocator has reserved over the budget
     of_reserved: bool = False  # the budget is for what the allocator has reserved
     stalled_us: float = 0.0  # that compute waited for copies
@@ -142,15 +137,7 @@ class PlanAgain:
     row: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CorrectPrediction:
-    """The plan stays, and its predicted peak changes."""
-
-    nbytes: int
-    row: str = ""
-
-
-Action = Keep | PlanAgain | CorrectPrediction
+Action = Keep | PlanAgain
 Row = Callable[[PlannedFor, StepFacts], Action | None]
 
 KEEP = Keep()
@@ -179,32 +166,24 @@ def next_action(planned: PlannedFor, facts: StepFacts) -> Action:
 # --- the device and its allocator -------------------------------------------------------------------------
 
 
-def _loosened_too_far(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Go back to the plan from before the last loosening, which kept the limit. Loops: as of `_far_under`."""
-    peak, correction = facts.peak, planned.correction
-    if peak is None or peak.at_least <= planned.limit or not correction.loosened:
-        return None
-    terms = replace(planned, correction=replace(correction, loosened=0, may_loosen=False))
-    return PlanAgain(terms, f"{_measured(planned, peak.at_least)}: a looser plan went over the limit")
-
-
 def _over_limit(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Plan for what the step needed more than predicted, wherever. Loops: sharpness-aware, L-BFGS."""
     peak, correction = facts.peak, planned.correction
-    if peak is None or peak.at_least <= max(planned.limit, planned.peak):
+    if peak is None or peak <= max(planned.limit, planned.peak):
         return None
     if planned.stays or correction.times >= MOST_CORRECTIONS:
         if facts.of_reserved:
             return None  # fragments may leave room for it
         why = planned.stays or f"corrected {correction.times} times"
         return Keep(
-            f"measured a peak of {format_bytes(peak.at_least)}, over the limit of "
+            f"measured a peak of {format_bytes(peak)}, over the limit of "
             f"{format_bytes(planned.limit)}. The plan stays, because it was {why}"
+            + (". Pass budget_gb and no policy to have this step planned" if why == ELSEWHERE else "")
         )
     margin = round(LAST_MARGIN * planned.limit) if correction.times == MOST_CORRECTIONS - 1 else 0
-    nbytes = correction.nbytes + peak.at_least - planned.peak + margin
+    nbytes = correction.nbytes + peak - planned.peak + margin
     correction = replace(correction, times=correction.times + 1, nbytes=nbytes)
-    return PlanAgain(replace(planned, correction=correction), _measured(planned, peak.at_least))
+    return PlanAgain(replace(planned, correction=correction), _measured(planned, peak))
 
 
 def _fragments(planned: PlannedFor, facts: StepFacts) -> Action | None:
@@ -245,35 +224,8 @@ def _stalls(planned: PlannedFor, facts: StepFacts) -> Action | None:
     )
 
 
-def _far_under(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Loosen a plan by half of the bytes that it leaves: the next plan may be predicted less well.
-
-    Do not loosen if an earlier plan was corrected or went over the limit, or if bytes are withheld. Loops:
-    compiled models, whose graphs may need less than predicted.
-    """
-    peak, before = facts.peak, planned.correction
-    if peak is None or peak.at_most is None or not facts.whole or not planned.recomputes:
-        return None
-    unused = planned.peak - peak.at_most
-    if unused <= FAR_UNDER * planned.limit or before.times or before.withheld:
-        return None
-    if not before.may_loosen or before.loosened >= MOST_LOOSENINGS or planned.tries:
-        return None  # forwards differ, so the next step may need all of it
-    correction = replace(before, loosened=before.loosened + 1, nbytes=before.nbytes - unused // 2)
-    return PlanAgain(replace(planned, correction=correction), _measured(planned, peak.at_most))
-
-
 def _measured(planned: PlannedFor, nbytes: int) -> str:
     return f"the measured peak was {format_bytes(nbytes)}, and the predicted one {format_bytes(planned.peak)}"
-
-
-def _mispredicted(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Say what steps take in truth. Loops: those that hold less than is planned for, as dropped outputs."""
-    peak = facts.peak
-    if peak is None or peak.at_least != peak.at_most or not facts.whole or planned.stays == ELSEWHERE:
-        return None
-    change = peak.at_least - planned.peak
-    return CorrectPrediction(change) if abs(change) > MISPREDICTED * planned.limit else None
 
 
 # --- before a forward -------------------------------------------------------------------------------------
@@ -368,7 +320,7 @@ def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
     withheld = planned.correction.withheld
     if facts.room_requested:  # of what the plan uses
         withheld += facts.room_requested + max(0, planned.limit - withheld - planned.peak)
-    correction = replace(planned.correction, withheld=withheld, loosened=0)
+    correction = replace(planned.correction, withheld=withheld)
     warning = ""
     if facts.waiting and lacks_room:
         warning = (
@@ -396,11 +348,11 @@ def _last_step(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """
     more = facts.kept_nbytes - planned.kept_nbytes
     fits_no_more = planned.peak <= planned.limit < planned.peak + more
-    large = more > MISPREDICTED * min(planned.limit, planned.peak) and facts.kept_before >= facts.kept_nbytes
+    large = more > KEPT * min(planned.limit, planned.peak) and facts.kept_before >= facts.kept_nbytes
     if more <= SMALL or not (fits_no_more or large):
         return None
     return PlanAgain(
-        replace(planned, kept_nbytes=facts.kept_nbytes, correction=replace(planned.correction, loosened=0)),
+        replace(planned, kept_nbytes=facts.kept_nbytes, correction=replace(planned.correction)),
         f"names of the last step hold {format_bytes(facts.kept_nbytes)} during the next forward",
     )
 
@@ -521,7 +473,7 @@ def _loss_outside(planned: PlannedFor, facts: StepFacts) -> Action | None:
     if backward is None or not backward.first:
         return None
     made = backward.nbytes_outside
-    if made - planned.outside_nbytes <= FAR_UNDER * planned.limit:
+    if made - planned.outside_nbytes <= OUTSIDE * planned.limit:
         return None
     if backward.nbytes_live + made <= planned.limit:
         return None
@@ -536,12 +488,9 @@ def _loss_outside(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 MEASURED: dict[str, Row] = {
-    "loosened too far": _loosened_too_far,
     "over the limit": _over_limit,
     "fragments": _fragments,
     "stalls": _stalls,
-    "far under the limit": _far_under,
-    "mispredicted": _mispredicted,
 }
 LOOP: dict[str, Row] = {
     "gradients": _gradients,

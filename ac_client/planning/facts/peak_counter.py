@@ -14,7 +14,6 @@ that the counter fell.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -48,34 +47,9 @@ def allocator_peak(device: torch.device) -> CudaPeak | None:
     return CudaPeak(device) if device.type == "cuda" else None
 
 
-@dataclass(frozen=True, slots=True)
-class PeakBounds:
-    """Bounds of the peak of a step, in bytes.
+def least_peak(readings: Sequence[int]) -> int:
+    """Return the bytes that a step needed at least, by readings of the counter from before it to after it.
 
-    Invariant: `at_least <= at_most` if `at_most` is known.
+    See NOTE [ The counter is the user's ].
     """
-
-    at_least: int
-    at_most: int | None  # None: not known
-
-    @classmethod
-    def exactly(cls, nbytes: int) -> PeakBounds:
-        """Return the bounds of a peak that was measured."""
-        return cls(nbytes, nbytes)
-
-    @classmethod
-    def of(cls, readings: Sequence[int]) -> PeakBounds:
-        """Return the bounds that readings of the counter show, from before a step to after it.
-
-        See NOTE [ The counter is the user's ].
-        """
-        pairs = list(pairwise(readings))
-        was_reset = any(after < before for before, after in pairs)
-        at_least = max((after for before, after in pairs if after != before), default=0)
-        return cls(at_least, None if was_reset else readings[-1])
-
-    def joined(self, other: PeakBounds) -> PeakBounds:
-        """Return the bounds of the larger peak of two steps."""
-        unknown = self.at_most is None or other.at_most is None
-        at_most = None if unknown else max(self.at_most or 0, other.at_most or 0)
-        return PeakBounds(max(self.at_least, other.at_least), at_most)
+    return max((after for before, after in pairwise(readings) if after != before), default=0)

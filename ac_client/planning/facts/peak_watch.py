@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
-from ac_client.planning.facts.peak_counter import CudaPeak, PeakBounds, allocator_peak
+from ac_client.planning.facts.peak_counter import CudaPeak, allocator_peak, least_peak
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
 from ac_client.planning.next_action import WATCHED_STEPS, StepFacts
 from ac_client.planning.options import ApplyOptions
@@ -29,7 +30,6 @@ class _Readings:
     bucket: PlannedBucket
     loaded: LoadedPolicy  # when the step began
     counts: list[int] | None  # from before forward on; None if the step's peak is not compared
-    written: int  # `PeakWatch.written` before forward
 
 
 class PeakWatch:
@@ -87,7 +87,7 @@ class PeakWatch:
         counts = [self.allocator.allocated_peak()] if comparable else None
         if counts is not None and bucket.policy.moves and bucket.statistics.compared == WATCHED_STEPS - 1:
             stalls.watch()
-        self._readings = _Readings(bucket, bucket.loaded, counts, self.written())
+        self._readings = _Readings(bucket, bucket.loaded, counts)
 
     def read(self) -> None:
         """Take one more reading of the step that runs."""
@@ -109,13 +109,17 @@ class PeakWatch:
         bucket = readings.bucket
         facts = StepFacts()
         if readings.counts is not None:
-            bucket.statistics.add(PeakBounds.of(readings.counts))
-            last = bucket.statistics.compared == WATCHED_STEPS
-            facts = self.facts(bucket, bucket.statistics.peak, readings.written, last=last)
-            facts = facts._replace(stalled_us=stalled_us, finds_host_budget=self._options.finds_host_budget)
-        return bucket, self._with_reserved(facts, bucket)
+            bucket.statistics.add(least_peak(readings.counts))
+            facts = StepFacts(
+                peak=bucket.statistics.peak,
+                stalled_us=stalled_us,
+                finds_host_budget=self._options.finds_host_budget,
+            )
+        return bucket, self._with_reserved(facts, bucket, readings.counts)
 
-    def _with_reserved(self, facts: StepFacts, bucket: PlannedBucket) -> StepFacts:
+    def _with_reserved(
+        self, facts: StepFacts, bucket: PlannedBucket, counts: Sequence[int] | None
+    ) -> StepFacts:
         """Return `facts`, and by how much the steps took what is reserved over the budget.
 
         What was reserved between steps is not the plan's to keep small.
@@ -124,28 +128,13 @@ class PeakWatch:
         if self.allocator is None or budget is None:
             return facts
         self._reserved = now = self.allocator.reserved()
-        if facts.peak is not None and facts.peak.at_most is not None:
+        if counts is not None:
             # The counter may show what needed more than a step: a profile, or an evaluation.
-            bucket.statistics.fragments = max(0, now - min(facts.peak.at_most, bucket.planned_for.peak))
+            bucket.statistics.fragments = max(0, now - min(max(counts), bucket.planned_for.peak))
         over = now - self._reserved_outside - budget
         return facts._replace(
             reserved_over=max(0, over), of_reserved=self._options.constraints.budget_of == "reserved"
         )
-
-    def facts(
-        self, bucket: PlannedBucket, peak: PeakBounds | None, written: int, *, last: bool = True
-    ) -> StepFacts:
-        """Return the facts about steps under `bucket`, before which `written` was counted.
-
-        Args:
-            bucket: the bucket.
-            peak: of the steps.
-            written: what `written` returned before the last of them.
-            last: enough steps were compared.
-        """
-        model, profile = self._model(), bucket.profile
-        complete = model is not None and profile is not None and self._optimizers.has_state_of(model, profile)
-        return StepFacts(peak=peak, whole=last and complete and self.written() != written)
 
     def is_complete(self, bucket: PlannedBucket) -> bool:
         """Return True if all of the optimizer's state exists, so that a step now needs as much as later ones.

@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts
-from ac_client.planning.facts.peak_counter import PeakBounds
 from ac_client.planning.next_action import (
     ELSEWHERE,
     LAST_MARGIN,
     MOST_CORRECTIONS,
-    MOST_LOOSENINGS,
     MOST_TRIES,
     SEGMENT,
     SLOWER,
     Correction,
-    CorrectPrediction,
     Keep,
     PlanAgain,
     PlannedFor,
@@ -42,27 +39,21 @@ def again(row: str, planned: PlannedFor, facts: StepFacts) -> PlanAgain:
     return action
 
 
-def step(at_least: int, at_most: int | None = None, *, whole: bool = True) -> StepFacts:
-    return StepFacts(peak=PeakBounds(at_least, at_most), whole=whole)
-
-
-def exactly(nbytes: int, *, whole: bool = True) -> StepFacts:
-    return step(nbytes, nbytes, whole=whole)
-
-
 def backward(**facts: Any) -> StepFacts:
     return StepFacts(backward=BackwardFacts(**facts))
 
 
 KEPT: list[tuple[str, PlannedFor, StepFacts]] = [
     ("nothing is known", PLANNED, StepFacts()),
-    ("the peak is as predicted", PLANNED, exactly(900)),
-    ("the peak is at the limit", replace(PLANNED, peak=LIMIT), exactly(LIMIT)),
-    ("the tightest plan peaks over the limit, as predicted", replace(PLANNED, peak=1100), exactly(1100)),
-    ("the peak is 1 % of the limit too high", PLANNED, exactly(910)),
-    ("the peak has an upper bound only, less than 3 % of the limit too low", PLANNED, step(0, 870)),
-    ("the peak has a lower bound only", PLANNED, step(700)),
-    ("the optimizer did not step", PLANNED, exactly(700, whole=False)),
+    ("the peak is as predicted", PLANNED, StepFacts(peak=900)),
+    ("the peak is at the limit", replace(PLANNED, peak=LIMIT), StepFacts(peak=LIMIT)),
+    (
+        "the tightest plan peaks over the limit, as predicted",
+        replace(PLANNED, peak=1100),
+        StepFacts(peak=1100),
+    ),
+    ("the peak is over the predicted one, within the limit", PLANNED, StepFacts(peak=950)),
+    ("the peak is far under the predicted one: that of a smaller batch, say", PLANNED, StepFacts(peak=300)),
     ("gradients were planned for", replace(PLANNED, gradients=True), StepFacts(gradients=70)),
     ("the batch cannot be profiled now", PLANNED, StepFacts(gradients=70, can_profile=False)),
     (
@@ -103,10 +94,10 @@ def test_plan_stays(planned: PlannedFor, facts: StepFacts) -> None:
 
 
 def test_peak_over_the_limit_is_corrected_and_the_last_time_with_a_margin() -> None:
-    for facts in (exactly(1001), step(1001, whole=False)):
-        assert again("over the limit", PLANNED, facts).terms.correction == Correction(1, nbytes=101)
+    correction = again("over the limit", PLANNED, StepFacts(peak=1001)).terms.correction
+    assert correction == Correction(1, nbytes=101)
     once = replace(PLANNED, correction=Correction(MOST_CORRECTIONS - 1, nbytes=101, withheld=7))
-    correction = again("over the limit", once, exactly(1050)).terms.correction
+    correction = again("over the limit", once, StepFacts(peak=1050)).terms.correction
     assert correction == Correction(MOST_CORRECTIONS, nbytes=251 + round(LAST_MARGIN * LIMIT), withheld=7)
 
 
@@ -116,7 +107,7 @@ def test_peak_over_the_limit_is_corrected_and_the_last_time_with_a_margin() -> N
     ids=["elsewhere", "corrected"],
 )
 def test_peak_over_the_limit_is_warned_of_if_the_plan_stays(planned: PlannedFor) -> None:
-    action = next_action(planned, step(1001))
+    action = next_action(planned, StepFacts(peak=1001))
     assert isinstance(action, Keep)
     assert action.row == "over the limit"
     assert "planned elsewhere" in action.warning or "corrected 2 times" in action.warning
@@ -124,7 +115,7 @@ def test_peak_over_the_limit_is_warned_of_if_the_plan_stays(planned: PlannedFor)
 
 def test_stalls_that_were_not_foreseen_are_planned_for_with_a_slower_link() -> None:
     planned = replace(PLANNED, step_us=1000.0, stall_us=5.0)
-    facts = StepFacts(peak=PeakBounds.exactly(planned.peak), stalled_us=16.0)
+    facts = StepFacts(peak=planned.peak, stalled_us=16.0)
     terms = again("stalls", planned, facts).terms
     assert terms.link_share == SLOWER
     assert again("stalls", terms, facts).terms.link_share == SLOWER**2
@@ -137,7 +128,7 @@ def test_reserved_bytes_over_the_budget_are_warned_of_or_planned_for() -> None:
     assert isinstance(action, Keep)
     assert action.row == "fragments"
     assert 'Constraints(budget_of="reserved")' in action.warning
-    facts = StepFacts(peak=PeakBounds.exactly(990), reserved_over=80, of_reserved=True)
+    facts = StepFacts(peak=990, reserved_over=80, of_reserved=True)
     correction = again("fragments", PLANNED, facts).terms.correction
     assert correction == Correction(1, withheld=80)
     once = replace(PLANNED, correction=Correction(MOST_CORRECTIONS - 1, withheld=80))
@@ -151,34 +142,6 @@ def test_reserved_bytes_over_the_budget_are_warned_of_or_planned_for() -> None:
         replace(PLANNED, peak=LIMIT - 79, correction=Correction(1, withheld=80)),
     ):
         assert next_action(tightest, facts) == last
-
-
-def test_peak_far_under_the_prediction_loosens_a_plan_by_half() -> None:
-    for facts in (exactly(800), step(0, 800)):
-        correction = again("far under the limit", PLANNED, facts).terms.correction
-        assert correction == Correction(loosened=1, nbytes=-50)
-    for before in (
-        Correction(times=1, nbytes=50),
-        Correction(withheld=9),
-        Correction(loosened=MOST_LOOSENINGS, nbytes=-50),
-        Correction(may_loosen=False),
-    ):
-        assert next_action(replace(PLANNED, correction=before), step(0, 800)) == Keep()
-
-
-def test_plan_that_was_loosened_too_far_is_not_corrected_but_gone_back_from() -> None:
-    loosened = replace(PLANNED, correction=Correction(loosened=2, nbytes=-50))
-    for at_least in (1001, 1500):
-        correction = again("loosened too far", loosened, step(at_least)).terms.correction
-        assert (correction.loosened, correction.may_loosen) == (0, False)
-    assert next_action(loosened, step(1000)) == Keep()
-
-
-def test_prediction_follows_a_peak_that_is_known_exactly() -> None:
-    assert next_action(PLANNED, exactly(911)) == CorrectPrediction(11, "mispredicted")
-    assert next_action(PLANNED, exactly(880)) == CorrectPrediction(-20, "mispredicted")
-    saves_all = replace(PLANNED, recomputes=False)
-    assert next_action(saves_all, exactly(700)) == CorrectPrediction(-200, "mispredicted")
 
 
 def test_gradients_before_the_step_are_profiled() -> None:
