@@ -245,7 +245,7 @@ def test_batch_made_before_the_measured_step_counts() -> None:
     assert at.report().corrections == 0
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside a budget"])
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with a budget"])
 def test_policy_planned_elsewhere_is_not_planned_again_but_warned_of(
     budget: int, alone: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
