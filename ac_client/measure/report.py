@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from autoac.planner.errors import Holding, holdings_in_lines
 from autoac.planner.units import format_bytes, format_us, gb_from_bytes
 
-# The host's time to record an op in forward. `python -m benchmarks.overhead` prints it ("one recorded op").
-RECORDED_OP_US = 70.0
-
 
 @dataclass(frozen=True, slots=True)
 class Report:

@@ -71,6 +71,9 @@ BEYOND_DISPATCH: Final = (
 CROSSES: Final = "another FSDP unit reads it"
 ANOTHER_GRAPH: Final = "another compiled graph reads it, or an op outside of its graph"
 
+RECORDED_OP_US = 70.0
+"""The host's time to record an op and run it again. `python -m benchmarks.overhead` prints it."""
+
 
 class OpFlag(IntFlag):
     """Mark properties of an op that are not sizes or times."""

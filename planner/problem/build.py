@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autoac.planner.errors import ConflictingPins
 from autoac.planner.formats.op_key import OpKey
-from autoac.planner.formats.profile import PINNED, OpFlag, Profile
+from autoac.planner.formats.profile import PINNED, RECORDED_OP_US, OpFlag, Profile
 from autoac.planner.problem.graph import (
     BackwardStep,
     Graph,
@@ -68,6 +68,8 @@ def build(profile: Profile) -> Graph:
             v = profile.values.previous[v]
 
     columns = profile.ops
+    runs_compiled = [bool(flags & OpFlag.COMPILED) for flags in columns.flags]
+    hidden = profile.environment.device_type != "cpu"  # a device that runs behind its host hides its time
     graph = Graph(
         ops=tuple(
             Op(
@@ -79,7 +81,8 @@ def build(profile: Profile) -> Graph:
                 workspace_bytes=columns.workspace_nbytes[i],
                 extra_bytes=columns.other_nbytes[i],
                 must_save=_must_save(profile, i),
-                compiled=bool(columns.flags[i] & OpFlag.COMPILED),
+                rerun_us=None if hidden or runs_compiled[i] else columns.runtime_us[i] + RECORDED_OP_US,
+                compiled=runs_compiled[i],
                 begins_graph=bool(columns.flags[i] & OpFlag.GRAPH_BEGINS),
             )
             for i, name in enumerate(profile.keys())

@@ -148,7 +148,7 @@ class Tape:
             inputs=("int64[1, 1]",),
             environment=Environment(
                 torch="none",
-                device_type="cpu",
+                device_type="cuda",
                 device_name="test",
                 dtype="float32",
                 autocast="off",
