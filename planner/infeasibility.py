@@ -91,7 +91,7 @@ def find_blame(
         peak = peak_found(graph)
         blame = Blame(forward, peak if peak <= budget else None, budget - forward)
     if constraints.pins:
-        unpinned = {"pin_save": (), "pin_recompute": (), "recompute_only": (), "fsdp_units": ()}
+        unpinned = {"pin_save": (), "pin_recompute": (), "fsdp_units": ()}
         free = constrained(profile, constraints.model_copy(update=unpinned))
         loose = with_forward_limit(free, budget, forward)
         known = bounds(with_forward_limit(graph, budget, forward))

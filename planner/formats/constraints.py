@@ -38,9 +38,7 @@ class Constraints(FrozenModel):
 
     pin_save: Patterns = ()  # ops that are never recomputed
     pin_recompute: Patterns = ()  # ops whose outputs are never saved
-    recompute_only: Patterns = ()  # modules or ops; all ops outside are saved. Empty: no such limit
     fsdp_units: Patterns = ()  # modules; the inputs that a unit reads from outside are saved
-    save_deciding: bool = True  # save outputs whose values decide where data goes
     save_collectives: bool = True  # save what functional collectives return: no recompute communicates
     forward_budget_bytes: Annotated[int, Field(gt=0, le=2**53)] | None = None  # most bytes live in forward
     extra_static_bytes: Count = 0  # live during the whole step, and not in the profile
@@ -55,7 +53,7 @@ class Constraints(FrozenModel):
     @property
     def pins(self) -> bool:
         """Return True if the constraints decide about any op."""
-        return bool(self.pin_save or self.pin_recompute or self.recompute_only or self.fsdp_units)
+        return bool(self.pin_save or self.pin_recompute or self.fsdp_units)
 
     @property
     def digest(self) -> str:

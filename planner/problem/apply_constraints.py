@@ -21,14 +21,12 @@ from dataclasses import dataclass, field, replace
 
 from autoac.planner.errors import ConflictingPins, InvalidConstraints
 from autoac.planner.formats.constraints import Constraints, Gradients
-from autoac.planner.formats.profile import CROSSES, DECIDES, FUNCTIONAL_COLLECTIVE, PINNED, Profile
+from autoac.planner.formats.profile import CROSSES, FUNCTIONAL_COLLECTIVE, PINNED, Profile
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, OpId
 from autoac.planner.problem.op_patterns import OpNames
 from autoac.planner.problem.save_sets import because_of, unsaved_with
 from autoac.planner.units import format_bytes
-
-OUTSIDE = "outside of recompute_only"
 
 
 def constrained(profile: Profile | Graph, constraints: Constraints) -> Graph:
@@ -50,9 +48,8 @@ def constrained(profile: Profile | Graph, constraints: Constraints) -> Graph:
     graph = profile if isinstance(profile, Graph) else build(profile)
     graph = _with_gradients(graph, profile, constraints.gradients)
     graph = replace(graph, static_bytes=graph.static_bytes + constraints.extra_static_bytes)
-    lifted = {DECIDES: not constraints.save_deciding, FUNCTIONAL_COLLECTIVE: not constraints.save_collectives}
-    if any(lifted.values()):
-        ops = (replace(op, must_save="") if lifted.get(op.must_save) else op for op in graph.ops)
+    if not constraints.save_collectives:
+        ops = (replace(op, must_save="") if op.must_save == FUNCTIONAL_COLLECTIVE else op for op in graph.ops)
         graph = replace(graph, ops=tuple(ops))
     return _pinned(graph, constraints) if constraints.pins else graph
 
@@ -130,11 +127,6 @@ def _pinned(graph: Graph, constraints: Constraints) -> Graph:
     for pattern in constraints.pin_save:
         for op in names.matching("pin_save", pattern):
             pins.pin_save(op, f"pin_save {pattern!r}", by_user=True, overrides=True)
-    if constraints.recompute_only:
-        inside = {o for p in constraints.recompute_only for o in names.matching("recompute_only", p)}
-        for each in graph.ops:
-            if each.id not in inside:
-                pins.pin_save(each.id, OUTSIDE, by_user=True)
     if constraints.fsdp_units:
         for op in _read_by_other_units(graph, names.units(constraints.fsdp_units)):
             pins.pin_save(op, CROSSES, by_user=False)

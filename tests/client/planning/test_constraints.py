@@ -71,16 +71,13 @@ def test_constraints_that_cannot_be_met_leave_the_model_as_it_was() -> None:
         ac_client.apply(net, policy=policy, constraints=Constraints(pin_save=("0",)))
 
 
-@pytest.mark.parametrize("lifted", [False, True])
-def test_deciding_ops_are_recomputed_only_if_the_user_lifts_the_default(
-    lifted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deciding_ops_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(64, 16)
     found = profile(model(), x)
-    rules = Constraints(pin_recompute=(".",), save_deciding=not lifted)
+    rules = Constraints(pin_recompute=(".",))
     policy = plan(found, budget_gb=1.0, constraints=rules).policy()
     topk = {d for key, d in policy.decisions.items() if "topk" in key}
-    assert topk == {"recompute" if lifted else "save"}
+    assert topk == {"save"}
     net = ac_client.apply(model(), policy=policy)
     log = EventLog()
     monkeypatch.setattr(
@@ -90,8 +87,9 @@ def test_deciding_ops_are_recomputed_only_if_the_user_lifts_the_default(
     )
     for ours, plain in zip(gradients(net, x), gradients(model(), x), strict=True):
         assert torch.equal(ours, plain)
-    again = [name for kind, name in log.events if kind == "recompute" and "topk" in name]
-    assert len(again) == (3 if lifted else 0)
+    again = [name for kind, name in log.events if kind == "recompute"]
+    assert again
+    assert not any("topk" in name for name in again)
 
 
 def test_gradients_that_would_exist_are_never_counted_too_low_and_at_most_once_too_often() -> None:

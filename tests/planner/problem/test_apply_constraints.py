@@ -153,7 +153,6 @@ def random_constraints(profile: Profile, rng: random.Random, most_forward: int) 
     return Constraints(
         pin_save=[rng.choice(keys)] if rng.random() < 0.4 else [],
         pin_recompute=[rng.choice([*keys, *present])] if rng.random() < 0.4 else [],
-        recompute_only=rng.sample(present, 1) if rng.random() < 0.3 else [],
         fsdp_units=present if rng.random() < 0.3 else [],
         forward_budget_bytes=rng.randint(1, most_forward) if rng.random() < 0.6 else None,
         extra_static_bytes=rng.randrange(4),
@@ -198,31 +197,6 @@ def test_plan_with_waiting_microbatches_is_the_fastest_under_all_constraints_tog
     assert made.peak <= budget
     assert made.profile is profile
     assert made.constraints == rules
-
-
-@laws
-@given(seeds)
-def test_ops_outside_recompute_only_are_saved(seed: int) -> None:
-    profile, rng = profile_with_modules(seed)
-    graph = build(profile)
-    pattern = rng.choice(
-        [p for p in ("a.*", "a.1", "b") if any(k.startswith(p[:1]) for k in keys_of(profile))]
-    )
-    inside = {
-        op
-        for op, key in enumerate(keys_of(profile))
-        if key.startswith({"a.*": "a.", "a.1": "a.1/", "b": "b/"}[pattern])
-    }
-    if not inside:
-        return
-    rules = Constraints(recompute_only=(pattern,))
-    budget = rng.choice(budgets_of(graph))
-    outside = set(range(len(graph.ops))) - inside
-    fitting = [
-        us for s, (peak, _, us) in peaks_and_time_of_each(graph).items() if outside <= s and peak <= budget
-    ]
-    found = fastest(constrained(profile, rules), Constraints(), budget)
-    assert found == (pytest.approx(min(fitting)) if fitting else None)
 
 
 @laws
@@ -301,8 +275,8 @@ def test_error_for_an_unmatched_pattern_names_similar_keys() -> None:
     profile = graphs.gpt2(2)
     with pytest.raises(UnmatchedPattern, match=r"'transformer\.h\.0\.mpl' matches none .*h\.0\.mlp"):
         constrained(profile, Constraints(pin_save=("transformer.h.0.mpl",)))
-    with pytest.raises(UnmatchedPattern, match=r"recompute_only .*aten\.addmm\.default#0") as caught:
-        constrained(profile, Constraints(recompute_only=("transformer.h.0.attn.c_attn/aten.admm.default",)))
+    with pytest.raises(UnmatchedPattern, match=r"pin_save .*aten\.addmm\.default#0") as caught:
+        constrained(profile, Constraints(pin_save=("transformer.h.0.attn.c_attn/aten.admm.default",)))
     assert pickle.loads(pickle.dumps(caught.value)).near == caught.value.near  # noqa: S301 (our own bytes)
     with pytest.raises(UnmatchedPattern, match="fsdp_units 'layers"):
         constrained(profile, Constraints(fsdp_units=("layers.*",)))
@@ -323,8 +297,6 @@ def test_error_for_contradictory_pins_names_both() -> None:
     assert str(error).endswith("Remove one of the two")
     error = conflict(profile, pin_save=["lm_head"], pin_recompute=["lm_head"])
     assert (error.first, error.second) == ("pin_recompute 'lm_head'", "pin_save 'lm_head'")
-    error = conflict(profile, recompute_only=["transformer.h.*.mlp"], pin_recompute=["transformer.h.*.attn"])
-    assert error.second == "outside of recompute_only"
 
 
 @pytest.mark.parametrize(("word", "other"), [("pin_save", "must_recompute"), ("pin_recompute", "pinned")])
@@ -348,10 +320,7 @@ def test_collectives_and_deciding_ops_stay_saved_in_a_recomputed_module() -> Non
     assert [op.must_save for op in graph.ops] == ["", "collective", DECIDES, ""]
     assert [op.must_recompute for op in graph.ops] == [True, False, False, True]
     assert conflict(tape.profile(), pin_recompute=["m/all_gather"]).second == "collective"
-    assert conflict(tape.profile(), pin_recompute=["m/topk#0"], save_deciding=True).second == DECIDES
-    lifted = constrained(tape.profile(), Constraints(pin_recompute=("m/topk",), save_deciding=False))
-    assert [op.must_recompute for op in lifted.ops] == [False, False, True, False]
-    assert lifted.ops[1].must_save == "collective"
+    assert conflict(tape.profile(), pin_recompute=["m/topk#0"]).second == DECIDES
 
 
 def test_functional_collective_is_lifted_by_a_constraint_of_its_own() -> None:
