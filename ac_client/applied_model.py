@@ -18,7 +18,7 @@ from torch import nn
 from ac_client.errors import NotApplied
 from ac_client.files import write_whole
 from ac_client.measure.measured_steps import MeasuredSteps
-from ac_client.measure.report import Report
+from ac_client.measure.report import RECORDED_OP_US, Report
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.model_hooks import ModelHooks
@@ -26,7 +26,6 @@ from ac_client.planning.model_planning import ModelPlanning
 from ac_client.planning.next_action import StepFacts
 from ac_client.planning.options import ApplyOptions
 from autoac.planner import Plan, Policy, PolicySet, beyond_dispatch_in_words, picture
-from autoac.planner.formats.profile import RECORDED_OP_US
 from autoac.planner.report.page import timeline_page
 from autoac.profiler import device_of
 from autoac.profiler.compiler.second_stage import forget_code_that_calls

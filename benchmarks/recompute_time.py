@@ -27,8 +27,8 @@ import torch
 
 import ac_client
 from ac_client.measure.forked_call import run_in_child
+from ac_client.measure.report import RECORDED_OP_US
 from autoac.planner import Plan, Profile, bounds, build, find_minimum_peak, plan
-from autoac.planner.formats.profile import RECORDED_OP_US
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from autoac.planner.errors import Holding, holdings_in_lines
 from autoac.planner.units import format_bytes, format_us, gb_from_bytes
 
+RECORDED_OP_US = 70.0
+"""The host's time to record an op in forward: the last line of `python -m benchmarks.overhead`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Report:

@@ -44,7 +44,7 @@ ESTIMATED: Final = " (estimated)"  # ends the name of a device that was not ther
 # Reasons for `must_save`:
 DECIDES: Final = "its values decide"
 FUNCTIONAL_COLLECTIVE: Final = "functional collective"
-LIFTABLE: Final = ("", DECIDES, FUNCTIONAL_COLLECTIVE)  # by `Constraints.save_deciding`, `save_collectives`
+LIFTABLE: Final = ("", FUNCTIONAL_COLLECTIVE)  # by `Constraints.save_collectives`
 SHAPED_BY_DATA: Final = "its shape depends on data"
 PINNED: Final = "pinned"  # the user pinned the op
 UNSEEN: Final = "written by a kernel that PyTorch does not dispatch"
@@ -71,8 +71,8 @@ BEYOND_DISPATCH: Final = (
 CROSSES: Final = "another FSDP unit reads it"
 ANOTHER_GRAPH: Final = "another compiled graph reads it, or an op outside of its graph"
 
-RECORDED_OP_US = 70.0
-"""The host's time to record an op and run it again. `python -m benchmarks.overhead` prints it."""
+RECOMPUTED_OP_US = 25.0
+"""The host's time to record an op and run it again: row "ours" of `python -m benchmarks.overhead`."""
 
 
 class OpFlag(IntFlag):

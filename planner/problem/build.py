@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autoac.planner.errors import ConflictingPins
 from autoac.planner.formats.op_key import OpKey
-from autoac.planner.formats.profile import PINNED, RECORDED_OP_US, OpFlag, Profile
+from autoac.planner.formats.profile import PINNED, RECOMPUTED_OP_US, OpFlag, Profile
 from autoac.planner.problem.graph import (
     BackwardStep,
     Graph,
@@ -81,7 +81,7 @@ def build(profile: Profile) -> Graph:
                 workspace_bytes=columns.workspace_nbytes[i],
                 extra_bytes=columns.other_nbytes[i],
                 must_save=_must_save(profile, i),
-                rerun_us=None if hidden or runs_compiled[i] else columns.runtime_us[i] + RECORDED_OP_US,
+                rerun_us=None if hidden or runs_compiled[i] else columns.runtime_us[i] + RECOMPUTED_OP_US,
                 compiled=runs_compiled[i],
                 begins_graph=bool(columns.flags[i] & OpFlag.GRAPH_BEGINS),
             )

@@ -38,7 +38,9 @@ SIZES = tuple(size * MIB for size in (4, 8, 2, 8, 4))
 @pytest.fixture
 def step() -> Profile:
     """Return a step for which some budgets require a recompute."""
-    return chain_profile(*SIZES)
+    found = chain_profile(*SIZES)
+    on_gpu = found.environment.model_copy(update={"device_type": "cuda"})  # no op costs the host's time
+    return found.model_copy(update={"environment": on_gpu})
 
 
 def ask(transport: httpx2.BaseTransport, profile: Profile, budget: int = GIB, **options: Any) -> Policy:

@@ -85,7 +85,7 @@ def test_commands_of_the_client_work_without_the_service(tmp_path: Path) -> None
     (tmp_path / "setup_of_training.py").write_text(SETUP)
     commands = (
         "profile setup_of_training:make --json",
-        "plan profile.json --budget-gb 1 --gradients absent --json",
+        "plan profile.json --budget-gb 1 --json",
         "explain policy.json",
     )
     said = run(tmp_path, "ac_client.cli.main", *commands)

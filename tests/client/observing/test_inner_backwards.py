@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -202,6 +203,7 @@ class Trained:
 def train(model: nn.Module, budget: int | None = None, *, measured: bool = True) -> Trained:
     """Train `model` for some steps, within `budget` bytes if that is given."""
     if budget is not None:
+        gc.collect()  # planned models of tests before this one, which would count
         ac_client.apply(model, budget_gb=budget / GIB)
     tensors: list[Tensor] = []
     for step in range(STEPS):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoac.planner import build
-from autoac.planner.formats.profile import RECORDED_OP_US
+from autoac.planner.formats.profile import RECOMPUTED_OP_US
 from autoac.planner.problem.graph import Graph, Moment, OpId, VersionId
 
 seeds = st.integers(0, 2**32 - 1)
@@ -71,5 +71,5 @@ def test_validator_names_the_broken_rule_of_a_graph(spoil: Callable[[Graph], Gra
 def test_recorded_op_costs_its_host_time_where_no_device_hides_it() -> None:
     found = graphs.step_with_fragments()
     on_cpu = found.environment.model_copy(update={"device_type": "cpu"})
-    for profile, more in ((found, 0.0), (found.model_copy(update={"environment": on_cpu}), RECORDED_OP_US)):
+    for profile, more in ((found, 0.0), (found.model_copy(update={"environment": on_cpu}), RECOMPUTED_OP_US)):
         assert all(op.recompute_us == op.runtime_us + more for op in build(profile).ops)
