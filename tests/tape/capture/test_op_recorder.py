@@ -12,7 +12,7 @@ from autoac.tape.torch_facts.op_facts import facts_of
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("", CROSSES), (DECIDES, CROSSES), (FUNCTIONAL_COLLECTIVE, CROSSES), (PINNED, PINNED)],
+    [("", CROSSES), (DECIDES, DECIDES), (FUNCTIONAL_COLLECTIVE, CROSSES), (PINNED, PINNED)],
 )
 def test_reason_that_constraints_lift_gives_way_to_one_that_stays(before: str, after: str) -> None:
     op = RecordedOp(facts_of(torch.ops.aten.sin.default), "m", (), (), False, 0, before, must_recompute=True)
