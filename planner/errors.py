@@ -125,11 +125,12 @@ class UnknownVersion(PlannerError):
 
     def __init__(self, format: str, version: object, known: int) -> None:
         self.format, self.version, self.known = format, version, known
-        again = "profile the model" if format.endswith("profile") else "plan"
-        command = {"autoac.profile": "profile", "autoac.policy-set": "fit -o"}.get(format, "plan")
-        super().__init__(
-            f"{format} must be version {known}, got {version!r}: {again} again with `autoac {command}`"
-        )
+        again = {
+            "autoac.profile": "profile the model again with `autoac profile`",
+            "autoac.policy": "plan again with `autoac plan`",
+            "autoac.policy-set": "plan again with `autoac fit -o`",
+        }
+        super().__init__(f"{format} must be version {known}, got {version!r}: {again[format]}")
 
 
 class InvalidBudget(PlannerError):

@@ -155,12 +155,12 @@ ARROWS = arrows_of_table()
 # Lines of code (`code_lines`) that a folder may have: what goes in, something goes out for.
 # The second figure holds until the step is the unit of planning.
 BUDGETS = {
-    "planner": (8_400, 0),  # goal: 8,200
-    "tape": (8_150, 0),  # goal: 7,300, and 200 until the step is the unit
+    "planner": (8_390, 0),  # goal: 8,200
+    "tape": (8_140, 0),  # goal: 7,300, and 200 until the step is the unit
     "profiler": (3_900, 200),
     "api": (4_200, 0),
     "ac_client": (7_000, 1_700),
-    "tests": (36_500, 0),  # goal: 33,000
+    "tests": (35_420, 0),  # goal: 33,000
 }
 
 MOST_FILES = 16  # in one folder

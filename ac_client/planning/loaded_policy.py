@@ -313,7 +313,6 @@ class PlannedBucket:
             gained_us=loaded.plan.gained_us if loaded.plan is not None else math.inf,
             forward_nbytes=own,
             microbatches=predicted.microbatches,
-            recomputes=loaded.recomputes,
             stays=ELSEWHERE if profile is None else TOGETHER if loaded.communicates else "",
             gradients=profile is None or bool(profile.static.gradients),
         )

@@ -31,9 +31,9 @@ from autoac.profiler.static_memory import OptimizerBytes
 WATCHED_STEPS = 3  # after each planning: the optimizer's state and gradients that stay come with the second
 MOST_CORRECTIONS = 2  # of one policy
 LAST_MARGIN = 0.02  # of the limit: the error differed from plan to plan, and no correction follows
-OUTSIDE = 0.03  # of the limit: less made between the model and backward is not worth a warning
+LARGE_OUTSIDE = 0.03  # of the limit: less made between the model and backward is not worth a warning
 SEGMENT = 20 << 20  # bytes: the allocator reserves so many at once, and the last of them are rarely full
-KEPT = 0.01  # of the limit: less kept by names is counted only where the plan has no room for it
+LARGE_KEPT = 0.01  # of the limit: less kept by names is counted only where the plan has no room for it
 STALLED = 0.01  # of the step: shorter waits for copies, unforeseen, are not worth planning again
 SLOWER = 0.5  # of the rates of a link that turned out to be slower
 SMALL = 1 << 10  # bytes: less is not worth planning again
@@ -71,7 +71,6 @@ class PlannedFor:
     peak: int = 0  # predicted, the correction included
     forward_nbytes: int = 0  # that one more forward in flight holds at most
     microbatches: int = 1  # of a pipeline's stage, the one at work and those that wait
-    recomputes: bool = True  # at least one op
     stays: str = ""  # why it is never made again: how it was planned; "" if it may be
     loop: Loop = field(default_factory=Loop)
     gradients: bool = False  # existed before the step
@@ -348,11 +347,11 @@ def _last_step(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """
     more = facts.kept_nbytes - planned.kept_nbytes
     fits_no_more = planned.peak <= planned.limit < planned.peak + more
-    large = more > KEPT * min(planned.limit, planned.peak) and facts.kept_before >= facts.kept_nbytes
+    large = more > LARGE_KEPT * min(planned.limit, planned.peak) and facts.kept_before >= facts.kept_nbytes
     if more <= SMALL or not (fits_no_more or large):
         return None
     return PlanAgain(
-        replace(planned, kept_nbytes=facts.kept_nbytes, correction=replace(planned.correction)),
+        replace(planned, kept_nbytes=facts.kept_nbytes),
         f"names of the last step hold {format_bytes(facts.kept_nbytes)} during the next forward",
     )
 
@@ -473,7 +472,7 @@ def _loss_outside(planned: PlannedFor, facts: StepFacts) -> Action | None:
     if backward is None or not backward.first:
         return None
     made = backward.nbytes_outside
-    if made - planned.outside_nbytes <= OUTSIDE * planned.limit:
+    if made - planned.outside_nbytes <= LARGE_OUTSIDE * planned.limit:
         return None
     if backward.nbytes_live + made <= planned.limit:
         return None

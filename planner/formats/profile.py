@@ -72,7 +72,7 @@ CROSSES: Final = "another FSDP unit reads it"
 ANOTHER_GRAPH: Final = "another compiled graph reads it, or an op outside of its graph"
 
 RECOMPUTED_OP_US = 25.0
-"""The host's time to record an op and run it again: row "ours" of `python -m benchmarks.overhead`."""
+"""The host's time to record an op and run it again: `python -m benchmarks.overhead`, row "ours", at most."""
 
 
 class OpFlag(IntFlag):

@@ -42,7 +42,8 @@ class ContentsDiffer(PickledError, RuntimeError):
             f"{op}{where} must make in backward what it made in forward, a {tensor}, got other contents. "
             "Either something wrote to it or to what it reads that no op shows (a kernel that PyTorch does "
             "not dispatch, a write through another tensor's .data), or the op is not deterministic. Save it, "
-            f"with {pin} before the step; Constraints(take_over_checkpoints=False) leaves it to torch"
+            f"with {pin} before the step. If it is in a checkpoint, Constraints(take_over_checkpoints=False) "
+            "leaves that to torch"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import graphs
 import pytest
 
-from autoac.planner import OtherProfile, as_planned, bounds, build, carried, plan, simulate
+from autoac.planner import Constraints, OtherProfile, as_planned, bounds, build, carried, plan, simulate
 
 
 def test_policy_and_its_profile_rebuild_the_plan() -> None:
@@ -31,3 +31,10 @@ def test_policy_on_a_grown_model_saves_unknown_ops() -> None:
     assert found.peak == simulate(found.graph, found.save_set).peak.live_bytes > made.peak
     assert found.bound_us == 0.0
     assert carried(policy, small).peak == as_planned(policy, small).peak == made.peak
+
+
+def test_headroom_of_the_constraints_is_left_free() -> None:
+    profile = graphs.step_with_fragments()
+    budget = 2 * plan(profile, budget_gb=1).peak
+    made = plan(profile, budget_bytes=budget, constraints=Constraints(headroom_bytes=budget // 4))
+    assert as_planned(made.policy(), profile).budget == made.budget < budget == made.policy().budget_bytes
