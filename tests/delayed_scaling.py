@@ -91,8 +91,7 @@ class Residual(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return y
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 def hand_written(*, scaling: bool = True) -> nn.Module:

@@ -126,7 +126,6 @@ async def test_few_bodies_are_decoded_at_a_time_outside_the_event_loop(
 
     monkeypatch.setattr("autoac.api.request_reader.decode_body", watched)
     portal = http.portal
-    assert portal is not None
     loop = portal.call(threading.current_thread)
     with ThreadPoolExecutor(12) as pool:
         posts = [

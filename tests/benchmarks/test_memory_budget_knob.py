@@ -43,7 +43,6 @@ def test_plan_at_each_peak_of_torch_recomputes_no_more() -> None:
     assert roomy.torchs.peak > tight.torchs.peak >= found.torchs_smallest >= found.smallest
     assert tight.torchs.recompute_us > roomy.torchs.recompute_us
     for row in found.rows:
-        assert row.ours is not None
         assert row.ours.peak <= row.torchs.peak
         assert row.ratio <= 1
     assert "slower at 0" in report([found])

@@ -27,8 +27,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return out
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 def make(size: int, mesh: Any) -> Any:

@@ -193,8 +193,7 @@ def outcomes(kind: str, cases: list[tuple[list[str], str]]) -> list[str]:
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 @pytest.mark.slow

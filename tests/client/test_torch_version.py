@@ -117,8 +117,7 @@ def failures() -> dict[str, str | None]:
         [sys.executable, "-c", REFUSED, *CASES], capture_output=True, text=True, timeout=200, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, str | None] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("compiles", CASES)

@@ -195,7 +195,6 @@ def recv_any_source(y: Tensor) -> Tensor:
     out = torch.empty_like(y)
     sent = dist.isend(y, _neighbors()[0])
     dist.recv(out)
-    assert sent is not None
     sent.wait()
     return out
 
@@ -218,19 +217,16 @@ def barrier(y: Tensor) -> Tensor:
 def all_gather_object(y: Tensor) -> Tensor:
     received: list[Any] = [None] * _size()
     dist.all_gather_object(received, {"rank": dist.get_rank()})
-    out: Tensor = y * sum(one["rank"] for one in received)
-    return out
+    return y * sum(one["rank"] for one in received)
 
 
 def functional_all_reduce(y: Tensor) -> Tensor:
-    out: Tensor = functional.all_reduce(y, "sum", _group()) * 1
-    return out
+    return functional.all_reduce(y, "sum", _group()) * 1
 
 
 def functional_all_reduce_in_place(y: Tensor) -> Tensor:
     torch.ops._c10d_functional.all_reduce_(y, "sum", _group().group_name)
-    out: Tensor = torch.ops._c10d_functional.wait_tensor(y)
-    return out
+    return torch.ops._c10d_functional.wait_tensor(y)
 
 
 def functional_all_gather(y: Tensor) -> Tensor:
@@ -246,8 +242,7 @@ def functional_all_to_all(y: Tensor) -> Tensor:
 
 
 def functional_broadcast(y: Tensor) -> Tensor:
-    out: Tensor = functional.broadcast(y, 0, _group()) * 1
-    return out
+    return functional.broadcast(y, 0, _group()) * 1
 
 
 def functional_irecv(y: Tensor) -> Tensor:
@@ -365,8 +360,7 @@ class Network(nn.Module):
         y = torch.sigmoid(self.before(x))
         early = y.sin() + (y * 1.5).exp()
         z = Communicate.apply(y, self.collective) if self.inside else self.collective(y.detach())
-        out: Tensor = self.after((early * z.exp()).tanh()) * z.cos() + y.square().tanh()
-        return out
+        return self.after((early * z.exp()).tanh()) * z.cos() + y.square().tanh()
 
 
 def _must_recompute(*args: Any, **kwargs: Any) -> CheckpointPolicy:

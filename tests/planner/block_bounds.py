@@ -60,12 +60,9 @@ def wrong_bounds(step: Graph) -> list[str]:
     """Return the bounds of the program over blocks that some save set of `step` beats."""
     problem = SearchProblem(step, ONCE)
     timed, untimed = problem.blockwise, problem.blockwise_peak
-    assert timed is not None
-    assert untimed is not None
     table, wrong = oracles.peaks_and_times(problem.graph), []
     for budget in sorted({peak for peak, _ in table.values()}):
         least = oracles.least_time(table, budget)
-        assert least is not None
         found = timed.within(budget)
         bounds = [("within", float("inf") if found is None else found.cost_us)]
         bounds += [("plans", bound) for bound, _ in timed.plans(budget, max(1.5 * least, 1.0), without_limit)]

@@ -28,7 +28,6 @@ def test_pins_are_blamed_with_the_bytes_that_they_hold() -> None:
 def test_limit_of_forward_is_blamed_if_a_plan_fits_without_it() -> None:
     found = blame(Constraints(forward_budget_bytes=5), 12)
     assert (found.forward_limit, found.reserve, found.pins) == (5, 7, ())
-    assert found.peak_without_limit is not None
     assert found.peak_without_limit <= 12
 
 

@@ -151,7 +151,6 @@ def test_moves_find_room_at_the_smallest_peak(bytes_per_us: float) -> None:
     link = Link(bytes_per_us, bytes_per_us, 0.0, 1 << 60)
     found = plan_offload(profile, budget_bytes=smallest, link=link)
     check(found, build(profile), smallest, link)
-    assert found.without_moves is not None
     assert found.plan.extra_us < 0.3 * found.without_moves.recompute_us
 
 
@@ -163,7 +162,6 @@ def test_nothing_moves_where_everything_fits_or_over_a_slow_link() -> None:
     budget = (low + high) // 2
     fast = plan_offload(profile, budget_bytes=budget, link=FAST)
     assert fast.best is not None
-    assert fast.without_moves is not None
     assert fast.plan.extra_us < 0.8 * fast.without_moves.recompute_us
     assert plan_offload(profile, budget_bytes=budget, link=SLOW.slower(1e-4)).best is None
 

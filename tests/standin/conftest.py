@@ -55,13 +55,11 @@ class Child:
         Raises:
             RuntimeError: the process died, or hangs.
         """
-        assert self._process.stdin is not None
         self._process.stdin.write(f"{nodeid}\n")
         self._process.stdin.flush()
         ready, _, _ = select.select([self._answers], [], [], ANSWER_S)
         if ready and (line := self._answers.readline()):
-            found: list[Any] = json.loads(line)
-            return found
+            return json.loads(line)
         self._process.kill()
         self._process.wait()
         self._output.seek(0)

@@ -19,7 +19,6 @@ def load(library: Path) -> ModuleType:
     """Make "cuda" a device of this process; return the module that reads and sets its allocator."""
     assert "torch" not in sys.modules, "torch has asked for CUDA's hooks already"
     spec = importlib.util.find_spec("torch")
-    assert spec is not None
     assert spec.origin is not None
     folder = Path(spec.origin).parent / "lib"
     for name in _TORCH:
@@ -30,8 +29,6 @@ def load(library: Path) -> ModuleType:
     import torch
 
     spec = importlib.util.spec_from_file_location(library.stem, library)
-    assert spec is not None
-    assert spec.loader is not None
     device = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(device)
     torch.set_num_threads(1)

@@ -53,8 +53,7 @@ def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _borrowed(tensor: Tensor) -> Tensor:
     """Return a tensor on the same memory of the device, which does not own it; the host's is held."""
-    borrowed: Tensor = device.borrowed(tensor) if tensor.is_cuda else tensor
-    return borrowed
+    return device.borrowed(tensor) if tensor.is_cuda else tensor
 
 
 def _host(*tensors: Tensor | None) -> list[Any]:

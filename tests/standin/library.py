@@ -56,7 +56,6 @@ def library() -> Path:
 def _torch_has_a_gpu() -> bool:
     """Return True if torch is built for one. It must not be imported before the library is loaded."""
     spec = importlib.util.find_spec("torch")
-    assert spec is not None
     assert spec.origin is not None
     versions = (Path(spec.origin).parent / "version.py").read_text()
     return re.search(r"^(cuda|hip)\b.*= '", versions, re.MULTILINE) is not None

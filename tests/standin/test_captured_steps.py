@@ -160,7 +160,6 @@ def test_replays_equal_eager_steps_and_the_capture_has_the_predicted_peak(
 ) -> None:
     budget = budget_of(name, to_none=to_none)
     run = replayed(gpu, name, budget, to_none=to_none)
-    assert run.report is not None
     assert run.report.off_path == ""
     assert run.report.recomputed > 0
     assert run.report.predicted_peak_bytes == run.peak <= budget
@@ -257,7 +256,6 @@ def test_plan_that_moves_to_the_host_is_refused_in_a_capture(
     ac_client.apply(loop.model, budget_of("dropout") / GIB, optimizer=loop.optimizer, constraints=moves)
     loop.warm_up(WARM_UP, Run())
     policy = ac_client.applied(loop.model).policy
-    assert policy is not None
     assert policy.moves
     with pytest.raises(CannotCapture, match="host_budget_gb=0"):
         loop.capture()
@@ -268,7 +266,6 @@ def test_another_model_is_planned_beside_the_pool_of_a_graph(gpu: ModuleType) ->
         loop = planned("dropout", 1 << 30)
         loop.warm_up(2, Run())
         policy = ac_client.applied(loop.model).policy
-        assert policy is not None
         return policy.predicted.static_bytes
 
     x, graph, alone = torch.ones(2 << 20, device="cuda"), torch.cuda.CUDAGraph(), static()

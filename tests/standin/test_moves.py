@@ -201,15 +201,11 @@ def test_host_budget_of_apply_is_measured_planned_and_kept(gpu: ModuleType, pass
     losses, peaks, model = losses_and_peaks(gpu, budget_gb=most * 0.5 / GIB, **passed)
     assert losses == expected
     constraints = ac_client.applied(model).policy.constraints
-    assert constraints is not None
     assert constraints.host_budget_bytes == GIB
     report = ac_client.applied(model).report()
-    assert report.predicted_peak_bytes is not None
     assert max(peaks[2:]) <= report.predicted_peak_bytes <= most * 0.5
     assert host_memory.peak - host_memory.used == report.moved_bytes
     planned = ac_client.applied(model).plan
-    assert planned is not None
-    assert planned.profile is not None
     assert planned.profile.link is not None
     assert planned.moves or planned.why_unmoved
 
@@ -221,7 +217,6 @@ def test_moves_with_two_forwards_before_a_backward(gpu: ModuleType) -> None:
     losses, peaks, model = losses_and_peaks(gpu, 4, forwards=2, **options)
     assert losses == expected
     found = ac_client.applied(model).plan
-    assert found is not None
     end, n = found.graph.forward_ends
     assert {move.op < end for move in found.moves} == {True, False}
     assert all(move.free <= (end if move.op < end else n) for move in found.moves)
@@ -244,8 +239,6 @@ def test_stalls_that_were_not_foreseen_lower_the_rates_that_the_next_plan_counts
     assert losses == expected
     assert "compute waits" in caplog.text
     planned = ac_client.applied(model).plan
-    assert planned is not None
-    assert planned.profile is not None
     assert planned.profile.link == said.slower(0.5)
 
 
@@ -421,7 +414,6 @@ def test_link_is_measured_with_what_room_there_is(gpu: ModuleType, room_mib: int
     gpu.set_limit(0, torch.cuda.memory_reserved() + (room_mib << 20))
     rates = link_of(torch.device("cuda", 0))
     gpu.set_limit(0, 1 << 50)
-    assert rates is not None
     assert min(rates.out_bytes_per_us, rates.in_bytes_per_us) > 10
     gpu.take_races()
 

@@ -47,7 +47,6 @@ def test_backward_inside_of_a_step_on_a_device_is_planned(
     task = Task(lambda: WithLoss(make), lambda: {"x": torch.randn(512, 16)})
     plain = train(gpu, task, steps=5)
     planned = train(gpu, task, int(share * max(plain.peaks[2:])), 5, group=None)
-    assert planned.applied is not None
     report = planned.applied.report()
     assert report.recomputed > 0
     assert planned.same_numbers(plain)

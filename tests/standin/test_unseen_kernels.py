@@ -65,8 +65,7 @@ class OnSideStream(nn.Module):
         with torch.cuda.stream(self.side):
             affine(h, 0.6, 0.1)
         main.wait_stream(self.side)
-        y: Tensor = self.last(h * h)
-        return y
+        return self.last(h * h)
 
 
 @pytest.mark.parametrize("way", ["apply", "checkpoint", "save_recompute_policy"])

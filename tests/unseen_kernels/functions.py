@@ -46,8 +46,7 @@ class SquareWithSetup(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        dx: Tensor = dy * x
-        return dx
+        return dy * x
 
 
 class RMSNorm(Function):
@@ -222,8 +221,7 @@ class OwnNoise(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (factors,) = ctx.saved_tensors
-        dx: Tensor = dy * factors
-        return dx
+        return dy * factors
 
 
 class Outer(Function):
@@ -238,8 +236,7 @@ class Outer(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
-        dx: Tensor = Scale.apply(2.0 * dy * y, 1.5)
-        return dx
+        return Scale.apply(2.0 * dy * y, 1.5)
 
 
 class Split(Function):
@@ -259,8 +256,7 @@ class Split(Function):
     @staticmethod
     def backward(ctx: Any, dtripled: Tensor, dsquare: Tensor, _: Tensor) -> Tensor:
         x, square = ctx.saved_tensors
-        dx: Tensor = 3.0 * dtripled + dsquare * (2.0 * x + 0.0 * square)
-        return dx
+        return 3.0 * dtripled + dsquare * (2.0 * x + 0.0 * square)
 
 
 class WritesIntoBuffer(Function):

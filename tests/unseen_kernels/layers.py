@@ -50,8 +50,7 @@ class Unseen(nn.Module):
         return self.kind
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = RUN[self.kind](self, x)
-        return y
+        return RUN[self.kind](self, x)
 
 
 Layer = Callable[[Unseen, Tensor], Tensor]

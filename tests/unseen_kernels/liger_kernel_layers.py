@@ -33,8 +33,7 @@ class LigerBlock(nn.Module):
             h = LigerRMSNormFunction.apply(x, self.weight, 1e-6, 0.0, "llama", False)
         else:
             h = F.rms_norm(x, (WIDTH,), self.weight)
-        y: Tensor = x + self.down(LigerSiLUMulFunction.apply(self.gate(h), self.up(h)))
-        return y
+        return x + self.down(LigerSiLUMulFunction.apply(self.gate(h), self.up(h)))
 
 
 def runs(rms_norm: bool) -> bool:

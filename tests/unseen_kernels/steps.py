@@ -24,8 +24,7 @@ def loss_of(y: Tensor) -> Tensor:
 
 
 def plainly(net: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = net(x)
-    return y
+    return net(x)
 
 
 def in_checkpoints(net: nn.Module, x: Tensor, log: EventLog | None = None) -> Tensor:

@@ -46,8 +46,7 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        y: Tensor = x + self.down(SiluMultiply.apply(self.gate(h), self.up(h)))
-        return y
+        return x + self.down(SiluMultiply.apply(self.gate(h), self.up(h)))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,6 @@ def test_secrets_may_be_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     (tmp_path / "AUTOAC_DATABASE_URL").write_text("postgresql://user:secret@host/name\n")
     monkeypatch.setenv("AUTOAC_SECRETS_DIR", str(tmp_path))
     loaded = Settings.load()
-    assert loaded.token is not None
     assert loaded.token.get_secret_value() == TOKEN
     assert loaded.url == "postgresql://user:secret@host/name"
     monkeypatch.setenv("AUTOAC_TOKEN", "another token of more than sixteen")

@@ -151,7 +151,6 @@ def test_child_ends_with_a_killed_service(profile: Profile, pid_file: Path) -> N
         f"anyio.run({spawned}.answer, Kind.POLICY, sys.stdin.buffer.read(), print)"
     )
     service = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-    assert service.stdin is not None
     service.stdin.write(request(profile))
     service.stdin.close()
     until(pid_file.exists)

@@ -42,7 +42,6 @@ class Gate(Held):
 
     def open(self, http: TestClient) -> None:
         portal = http.portal
-        assert portal is not None
         portal.call(self.go.set)
 
 
@@ -241,7 +240,6 @@ def leaves(http: TestClient, body: bytes, leave: threading.Event) -> None:
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
     }
     portal = http.portal
-    assert portal is not None
     portal.call(http.app, scope, receive, send)
 
 

@@ -402,8 +402,7 @@ def frontier_of(live: Live, profile: Profile, points: int) -> dict[str, Any]:
     asked = {"profile": profile.model_dump(mode="json"), "points": points}
     made = live.http.post("/v1/frontiers", json=asked, headers={"Prefer": "wait=120"})
     assert made.status_code == 200, made.text
-    found: dict[str, Any] = made.json()
-    return found
+    return made.json()
 
 
 def test_empty_service_explains_how_to_begin(browser: Any, sqlite_template: Path, tmp_path: Path) -> None:

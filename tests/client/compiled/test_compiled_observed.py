@@ -35,7 +35,6 @@ def whole(model: nn.Module, backend: Any = "aot_eager") -> nn.Module:
 
 
 def blocks(model: nn.Module, backend: Any = "aot_eager") -> nn.Module:
-    assert isinstance(model.blocks, nn.ModuleList)
     for block in model.blocks:
         block.compile(backend=backend)
     return model
@@ -73,7 +72,6 @@ def test_each_step_trains_as_the_unplanned_compiled_model_and_keeps_the_peak(kin
     for wanted in want:
         assert all(map(torch.equal, outcome(model), wanted))
     report, policy = ac_client.applied(model).report(), ac_client.applied(model).policy
-    assert policy is not None
     assert report.recomputed > 0
     assert not report.off_path
     predicted = policy.predicted
@@ -132,7 +130,6 @@ def test_inductors_random_numbers_are_the_same_in_backward_and_leave_the_generat
     plain, model = whole(Dropping(), "inductor"), whole(Dropping(), "inductor")
     ac_client.apply(model, 1.0)
     out, drawn = step(model)
-    assert isinstance(model.scale, nn.Parameter)
     assert torch.equal(model.scale.grad, out.detach())
     assert 0.3 < (out != 0).float().mean() < 0.7
     assert torch.equal(drawn, step(plain)[1])

@@ -130,7 +130,6 @@ def test_page_has_no_fault_that_axe_finds_on_a_narrow_screen(browser, tmp_path):
 def test_page_contains_every_timeline():
     page = render_page(comparison())
     match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert match is not None
     series = json.loads(match.group(1))
     assert [row["name"] for row in series] == [line.row.name for line in comparison().lines]
     assert series[1]["bytes"] == [10 << 20, 40 << 20, 10 << 20]

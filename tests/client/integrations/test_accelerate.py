@@ -41,12 +41,11 @@ def prepared(accelerator: Accelerator, rows: int = 14) -> tuple[nn.Module, torch
     model = Transformer(layers=2, width=32)
     data = list(torch.randn(rows, 64, 32))  # the last batch is short
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    made: tuple[nn.Module, torch.optim.Optimizer, Any] = accelerator.prepare(
+    return accelerator.prepare(
         model,
         optimizer,
         DataLoader(data, batch_size=4),  # type: ignore[arg-type]
     )
-    return made
 
 
 def train(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> int:

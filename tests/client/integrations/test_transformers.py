@@ -126,7 +126,6 @@ def test_weights_equal_those_of_an_unplanned_training_at_a_lower_peak(
     assert plain_calls["forward"] >= 8
     losses = [[entry.get("loss") for entry in one.state.log_history] for one in (ours, plain)]
     assert losses[0] == losses[1]
-    assert callback.report is not None
     assert callback.report.predicted_peak_bytes < callback.report.save_all_peak_bytes
     assert not callback.report.off_path
     assert 0 < watch.peak < 0.9 * plain_watch.peak
@@ -147,7 +146,6 @@ def test_resumed_training_ends_with_the_same_weights_and_plain_files(
         ours.train(resume_from_checkpoint=True)
     assert "observing" not in caplog.text, "its policies were saved with the checkpoint"
     assert callback.policies == PolicySet.from_json((tmp_path / "ours/checkpoint-4" / FILE).read_text())
-    assert callback.report is not None
     assert callback.report.steps == 2
     assert callback.report.predicted_peak_bytes < callback.report.save_all_peak_bytes
     assert_same(weights(ours.model), weights(plain.model))
@@ -182,7 +180,6 @@ def test_loss_outside_of_the_model_is_planned(tmp_path: Path) -> None:
     callback = AutoACCallback(BUDGET_GB, verify=1)
     ours = trained(tmp_path / "ours", [callback], **smooth)
     assert_same(weights(ours.model), weights(trained(tmp_path / "plain", [], **smooth).model))
-    assert callback.report is not None
     assert callback.report.recomputed > 0
 
 
@@ -207,7 +204,6 @@ def test_exception_leaves_nothing_of_planned_behind(tmp_path: Path) -> None:
         planned(trainer, BUDGET_GB, measure=True) as callback,
     ):  # within what is measured
         trainer.train()
-    assert callback.report is not None
     assert callback.report.predicted_peak_bytes < callback.report.save_all_peak_bytes
     assert callback.report.steps == 2
     assert_untouched(trainer.model)
@@ -273,7 +269,6 @@ def test_checkpointing_of_its_own_is_taken_over(tmp_path: Path, name: str) -> No
     callback = AutoACCallback(BUDGET_GB)
     ours = trained(tmp_path / "ours", [callback], **{name: True})
     assert_same(weights(ours.model), weights(trained(tmp_path / "plain", []).model))
-    assert callback.report is not None
     assert callback.report.recomputed > 0
     assert not callback.report.off_path
 
@@ -321,7 +316,6 @@ def test_trainer_that_compiles_has_the_weights_of_one_without_a_plan(
     plain = train([])
     assert_same(train([callback]), plain)
     report = callback.report
-    assert report is not None
     assert report.predicted_peak_bytes < report.save_all_peak_bytes
     assert not report.off_path
     assert report.measured_peak_bytes - report.predicted_peak_bytes <= 64  # scalars of the Trainer's own
@@ -353,7 +347,6 @@ def test_smaller_batch_after_running_out_of_memory_is_planned_again(tmp_path: Pa
     plain = trained(tmp_path, [], **arguments)
     ours = trained(tmp_path, [callback], **arguments)
     assert ours._train_batch_size == plain._train_batch_size < 4
-    assert callback.report is not None
     assert callback.report.predicted_peak_bytes < callback.report.save_all_peak_bytes
     assert_same(weights(ours.model), weights(plain.model))
     assert_untouched(ours.model)

@@ -41,9 +41,7 @@ def data_of(page: Path) -> dict[str, Any]:
     found = re.search(
         r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL
     )
-    assert found is not None
-    data: dict[str, Any] = json.loads(found[1])
-    return data
+    return json.loads(found[1])
 
 
 def test_page_has_the_measured_peak_next_to_the_predicted_step(budget: int, tmp_path: Path) -> None:
@@ -80,7 +78,6 @@ def test_peak_is_not_on_the_page_of_a_plan_that_was_made_after_it(budget: int, t
     at = ac_client.applied(model)
     step(model)
     first = at.policy
-    assert first is not None
     beyond_budget = budget - first.predicted.peak_bytes + 200_000  # run times decide how full a plan is
     held = []
 

@@ -97,10 +97,7 @@ def of_batch(loss: Tensor, parameters: list[nn.Parameter]) -> tuple[Tensor, ...]
 
 
 def of_vmap(loss: Tensor, parameters: list[nn.Parameter]) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = torch.func.vmap(lambda grad: torch.autograd.grad(loss, parameters, grad))(
-        torch.eye(4)
-    )
-    return found
+    return torch.func.vmap(lambda grad: torch.autograd.grad(loss, parameters, grad))(torch.eye(4))
 
 
 class Noise(torch.autograd.Function):

@@ -247,7 +247,6 @@ def test_backward_inside_of_the_step_is_planned(make: Callable[[], nn.Module], s
     report = ac_client.applied(model).report()
     assert all(map(torch.equal, planned.tensors, plain.tensors))
     assert report.recomputed
-    assert report.predicted_peak_bytes is not None
     assert report.predicted_peak_bytes <= budget
     # Autograd holds the output until the node of the loss has run; a plan counts it until the end.
     unused = report.predicted_peak_bytes - planned.peak

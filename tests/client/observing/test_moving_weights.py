@@ -24,8 +24,7 @@ class Block(nn.Module):
         self.down = nn.Linear(WIDTH // 2, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + torch.tanh(self.base(x) + self.down(self.up(x)))
-        return out
+        return x + torch.tanh(self.base(x) + self.down(self.up(x)))
 
 
 def weights_alive() -> int:

@@ -104,7 +104,6 @@ def test_checkpoints_are_plain_calls_in_the_observed_step(
     assert same(model, seeded(Net, plainly), 1)
     assert (model.forwards, model.calls) == (1, LAYERS)
     policy = ac_client.applied(model).policy
-    assert policy is not None
     assert policy.decisions.keys() == policy_of_plain_calls().decisions.keys()
     assert same(model, seeded(Net, plainly))
     assert (model.forwards, model.calls) == (5, 5 * LAYERS)

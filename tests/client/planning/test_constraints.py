@@ -51,7 +51,6 @@ def test_planned_model_obeys_constraints_with_the_plain_gradients() -> None:
     for ours, plain in zip(gradients(planned, x), gradients(model(), x), strict=True):
         assert torch.equal(ours, plain)
     policy = ac_client.applied(planned).policy
-    assert policy is not None
     assert policy.constraints == rules
     experts = {d for key, d in policy.decisions.items() if ".experts." in key}
     assert experts == {"recompute"}

@@ -11,7 +11,7 @@ from blocks import WithLoss
 from torch import Tensor, nn
 
 import ac_client
-from autoac.planner import Policy, Profile, find_minimum_peak
+from autoac.planner import Profile, find_minimum_peak
 from autoac.planner.problem.microbatch import microbatch_of
 from autoac.planner.units import GIB
 from autoac.profiler import observe
@@ -54,7 +54,6 @@ def planned(order: str, budget_gb: float) -> nn.Module:
 def budgets(order: str, *shares: float) -> Iterator[float]:
     """Yield budgets at shares of the way from the smallest peak to that with nothing recomputed, in GiB."""
     plan = ac_client.applied(planned(order, 1.0)).plan
-    assert plan is not None
     assert plan.policy().recomputed == 0
     smallest, most = find_minimum_peak(plan.graph).found, plan.policy().predicted.save_all_peak_bytes
     yield from ((smallest + share * (most - smallest)) / GIB for share in shares)
@@ -74,10 +73,8 @@ def test_what_waits_is_planned_like_the_microbatch_at_work(name: str) -> None:
         with ac_client.applied(model).measure():
             step(model, order, 3)
         policy, report = ac_client.applied(model).policy, ac_client.applied(model).report()
-        assert isinstance(policy, Policy)
         assert policy.predicted.microbatches == in_flight
         assert len(policy.forwards) == 1
-        assert report.measured_peak_bytes is not None
         # Where no forward follows the first backward, all wait before there are gradients, or after.
         room = 0 if name.startswith("1F1B") else parameters
         assert 0 <= report.predicted_peak_bytes - report.measured_peak_bytes <= room
@@ -94,7 +91,6 @@ def test_more_in_flight_than_before_are_planned_for(caplog: pytest.LogCaptureFix
         step(plain, order, number)
         assert all(map(torch.equal, gradients(model), gradients(plain)))
         policy = ac_client.applied(model).policy
-        assert isinstance(policy, Policy)
         found.append(policy.predicted.microbatches)
     assert found == [2, 2, 2, 4, 4]
     assert [record.getMessage().partition(": this")[0] for record in caplog.records] == [
@@ -103,7 +99,6 @@ def test_more_in_flight_than_before_are_planned_for(caplog: pytest.LogCaptureFix
     with ac_client.applied(model).measure():
         step(model, ORDERS["one after the other"], 5)
     measured = ac_client.applied(model).report().measured_peak_bytes
-    assert measured is not None
     assert measured <= 340_000
 
 
@@ -113,12 +108,10 @@ def test_microbatches_of_other_sizes_wait_with_their_bytes() -> None:
     for number in range(3):
         step(model, ORDERS["one after the other"], number, rows)
     policy = ac_client.applied(model).policy
-    assert isinstance(policy, Policy)
     assert policy.predicted.microbatches == 3
     with ac_client.applied(model).measure():
         step(model, ORDERS["one after the other"], 3, rows)
     report = ac_client.applied(model).report()
-    assert report.measured_peak_bytes is not None
     assert report.recomputed
     assert report.measured_peak_bytes <= report.predicted_peak_bytes
 
@@ -133,7 +126,6 @@ def test_forwards_with_one_backward_are_planned_together() -> None:
     for _ in range(3):
         pair()
     policy = ac_client.applied(model).policy
-    assert isinstance(policy, Policy)
     assert (len(policy.forwards), policy.predicted.microbatches) == (2, 1)
     with ac_client.applied(model).measure():
         pair()
@@ -157,7 +149,6 @@ def test_forwards_that_wait_for_a_backward_of_others_are_saved() -> None:
         pairs(plain, number)
         assert all(map(torch.equal, gradients(model), gradients(plain)))
     policy = ac_client.applied(model).policy
-    assert isinstance(policy, Policy)
     first, second, third, fourth = (set(decisions.values()) for decisions in policy.forwards)
     assert first | second == {"save", "recompute"}
     assert third | fourth == {"save"}
@@ -166,7 +157,6 @@ def test_forwards_that_wait_for_a_backward_of_others_are_saved() -> None:
 def test_profile_of_a_microbatch_is_one_of_a_step_that_finds_gradients() -> None:
     """Compare the cut of a first microbatch with a step by itself whose gradients exist."""
     plan = ac_client.applied(planned(ORDERS["1F1B"], 1.0)).plan
-    assert plan is not None
     assert plan.profile is not None
     cut, alone = plan.profile, observe(WithLoss(), (torch.randn(ROWS, WIDTH),), {}, accumulates=True)
     assert microbatch_of(cut) is cut

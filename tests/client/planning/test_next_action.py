@@ -153,7 +153,6 @@ def test_gradients_before_the_step_are_profiled() -> None:
 def test_gradients_that_backward_does_not_find_count_in_forward_alone() -> None:
     facts = StepFacts(gradients=70)
     freed = again("gradients", PLANNED, facts).if_freed
-    assert freed is not None
     assert (freed.frees_gradients, freed.kept_nbytes, freed.gradients) == (True, 70, False)
     assert next_action(freed, facts._replace(kept_nbytes=70)) == Keep()
     assert next_action(freed, backward()) == Keep()

@@ -292,7 +292,6 @@ def test_measured_peak_is_that_of_a_plain_loop(kind: str) -> None:
         model(X).square().mean().backward()
         for layer in model.modules():
             for name, p in list(layer.named_parameters(recurse=False)):
-                assert p.grad is not None
                 new = p.detach() - 0.1 * p.grad
                 if kind == "new storages":
                     p.data = new
@@ -315,5 +314,4 @@ def test_measured_peak_is_that_of_a_plain_loop(kind: str) -> None:
     with ac_client.applied(planned).measure():
         run(planned, optimizer)
     measured = ac_client.applied(planned).report().measured_peak_bytes
-    assert measured is not None
     assert measured - X.nbytes == pytest.approx(timeline.peak_since("step"), rel=0.001)

@@ -76,7 +76,6 @@ def test_policy_of_other_ranks_is_planned_again_within_a_budget(
         gradients = trained(model)
     assert "planned again" in caplog.text
     planned = ac_client.applied(model).policy
-    assert planned is not None
     assert "ranks" not in planned.tools
     assert planned.predicted.static_bytes > of_two_ranks.predicted.static_bytes
     assert planned.budget_bytes == GIB

@@ -41,7 +41,6 @@ def budget_gb() -> float:
     model = ac_client.apply(new_model(), 1.0)
     gradients(model, BATCH)
     plan = ac_client.applied(model).plan
-    assert plan is not None
     return (plan.ceiling - 1) / GIB
 
 
@@ -94,7 +93,6 @@ def test_pinned_module_recomputes_under_the_policy_of_a_service(url: str) -> Non
     model = ac_client.apply(chain(), 1, service=url, constraints=rules)
     assert all(map(torch.equal, gradients(model, BATCH), plain))
     plan = ac_client.applied(model).plan
-    assert plan is not None
     assert plan.peak == policy_of(model).predicted.peak_bytes
     assert "recompute" in policy_of(model).decisions.values()
 

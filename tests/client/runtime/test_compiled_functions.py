@@ -116,7 +116,6 @@ def test_compiled_function_is_recomputed_and_needs_no_more_than_its_ops(
     model = ac_client.apply(Net(compiled), 1.01 * least / GIB)
     assert all(map(torch.equal, trained(model), trained(Net(compiled))))
     policy = ac_client.applied(model).policy
-    assert policy is not None
     calls = [key for key in policy.decisions if "CompiledFunction" in key]
     assert len(calls) == 3
     everything = policy.model_copy(update={"decisions": dict.fromkeys(policy.decisions, "recompute")})
@@ -142,7 +141,6 @@ def test_compiled_function_whose_code_is_wrapped_is_planned_as_one_that_is_not(
         model = ac_client.apply(Net(compiled), 1.01 * least / GIB)
         assert all(map(torch.equal, trained(model), trained(Net(compiled))))
     policy = ac_client.applied(model).policy
-    assert policy is not None
     calls = [how for key, how in policy.decisions.items() if "CompiledFunction" in key]
     assert calls == ["recompute"] * n_recomputed
 
@@ -153,7 +151,6 @@ def test_compiled_function_that_writes_a_buffer_is_saved(backend: str) -> None:
     model = ac_client.apply(Net(compiled), 1.05 * smallest(compiled) / GIB)
     assert all(map(torch.equal, trained(model), trained(Net(compiled))))
     policy = ac_client.applied(model).policy
-    assert policy is not None
     assert "CompiledFunction" not in str(policy.decisions)
 
 
@@ -167,7 +164,6 @@ def test_compiled_function_that_is_a_captured_graph_is_saved(backend: str) -> No
     model = ac_client.apply(Net(compiled), 1.0)
     assert all(map(torch.equal, trained(model), want))
     plan = ac_client.applied(model).plan
-    assert plan is not None
     calls = [op for op in plan.graph.ops if "CompiledFunction" in op.name]
     assert {op.must_save for op in calls} == {"its kernels are a captured graph"}
 

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ac_client
 from autoac.planner import Policy, plan
 from autoac.profiler import profile
-from autoac.tape.runtime.nodes import NodeVersion
 from autoac.tape.runtime.policy_context import active, save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 
@@ -170,9 +169,7 @@ def test_uses_are_counted_correctly_while_other_threads_run_backward() -> None:
     try:
         with ThreadPoolExecutor(2) as pool, save_recompute_policy("recompute_all"):
             base = x.sin().exp()
-            assert active.region is not None
             value = active.region.storages.origin(base)
-            assert isinstance(value, NodeVersion)
             before = value.uses, value.node.used_outs
             running = []
             for _ in range(100):
@@ -317,8 +314,7 @@ def through_torch_save(model: nn.Module) -> nn.Module:
     stream = io.BytesIO()
     torch.save(model, stream)
     stream.seek(0)
-    loaded: nn.Module = torch.load(stream, weights_only=False)
-    return loaded
+    return torch.load(stream, weights_only=False)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_torch_save], ids=["deepcopy", "torch.save"])

@@ -46,12 +46,10 @@ class Noisy(nn.Module):
 
     def block(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        out: Tensor = self.down(self.op(h, self.made(h.detach()), 0.1, 0.4, True).sin())
-        return out
+        return self.down(self.op(h, self.made(h.detach()), 0.1, 0.4, True).sin())
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.how(self.block, x)
-        return out
+        return x + self.how(self.block, x)
 
 
 def trained(op: str, how: str, made: str, budget_mib: float | None) -> list[Tensor]:

@@ -39,8 +39,7 @@ def forget_what_is_compiled() -> Iterator[None]:
 
 def thrice(t: Tensor) -> Tensor:
     body = lambda i, t: (i + 1, t.sin() * 1.5)  # noqa: E731
-    looped: Tensor = while_loop(lambda i, t: i < 3, body, (torch.tensor(0), t))[1]
-    return looped
+    return while_loop(lambda i, t: i < 3, body, (torch.tensor(0), t))[1]
 
 
 def conditional(m: Net, x: Tensor) -> Any:

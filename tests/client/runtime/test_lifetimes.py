@@ -203,7 +203,6 @@ def test_worked_example_of_the_region() -> None:
         y = o.sin()
     products.clear()
     node_of_relu = r.grad_fn
-    assert node_of_relu is not None
     handle = node_of_relu._raw_saved_result.data  # type: ignore[attr-defined]
     version_r = handle._version
     (version_h,) = version_r.node.reads

@@ -125,8 +125,6 @@ def test_version_with_only_a_view_left_is_recomputed_after_a_pause_without_write
     y.backward()
     grad, leaf.grad = leaf.grad, None
     leaf.sin().view(2, 3).cos().sum().backward()
-    assert grad is not None
-    assert leaf.grad is not None
     assert torch.equal(grad, leaf.grad)
 
 
@@ -180,7 +178,6 @@ def test_region_that_ends_while_paused_frees_everything() -> None:
         with save_recompute_policy("recompute_all") as _:
             y = x.sin().exp()
             region = policy_context.active.region
-            assert region is not None
             assert region.pause()
         assert torch._C._len_torch_dispatch_stack() == 0
         y.sum().backward()

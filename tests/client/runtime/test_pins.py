@@ -101,8 +101,6 @@ def test_pin_on_an_in_place_module_also_pins_what_it_overwrites() -> None:
     assert applied.policy.decisions["1/aten.relu_.default#0"] == "recompute"
     assert applied.policy.decisions["0/aten.addmm.default#0"] == "recompute"
     for a, b in zip(plain.parameters(), planned.parameters(), strict=True):
-        assert a.grad is not None
-        assert b.grad is not None
         assert torch.equal(a.grad, b.grad)
 
 

@@ -50,8 +50,7 @@ class Learner(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.start - 0.1 * self.transform(self.start, self.key(x).tanh())
-        out: Tensor = x @ weight + self.mlp(x)
-        return out
+        return x @ weight + self.mlp(x)
 
 
 def gradients(transform: str, how: Callable[[nn.Module], Any], steps: int = 3) -> list[Tensor]:

@@ -122,8 +122,7 @@ def test_budgets_have_the_plain_gradients(kind: str, share: float) -> None:
 
 
 def in_one_checkpoint(net: nn.Module, x: Tensor, log: EventLog | None = None) -> Tensor:
-    y: Tensor = ac_client.checkpoint(net, x, use_reentrant=False)
-    return y
+    return ac_client.checkpoint(net, x, use_reentrant=False)
 
 
 @pytest.mark.parametrize("way", [in_checkpoints, in_one_checkpoint, in_a_region])

@@ -94,7 +94,6 @@ class Layer(nn.Module):
 
     def arguments(self) -> list[Tensor]:
         state = self.state
-        assert isinstance(state, Tensor)
         return [state]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,8 +142,7 @@ class OfModule(Layer):
 
         if self.function is None:
             self.function = function_of(write)
-        y: Tensor = self.function.apply(self.linear(x).tanh(), torch.zeros(1)).sin()
-        return y
+        return self.function.apply(self.linear(x).tanh(), torch.zeros(1)).sin()
 
 
 def net_of(layer: Callable[[], nn.Module], *, shared: bool = False) -> nn.Sequential:

@@ -98,7 +98,6 @@ def test_policy_set_round_trips_through_json() -> None:
     assert again == made
     assert again.to_json() == made.to_json()
     found = again.bucket(image(5, 1))
-    assert found is not None
     assert found.policy.corrected_by_bytes == -3
     assert again.bucket(image(9, 1)) is None
 

@@ -51,7 +51,6 @@ def test_loss_is_from_the_head_to_the_log_probabilities() -> None:
 def test_step_without_the_loss_has_no_logits_but_the_gradients_of_the_head() -> None:
     graph = language_model()
     loss = find_loss(graph)
-    assert loss is not None
     chunked = without_loss(graph, loss)
     assert [storage.nbytes for storage in chunked.storages] == [4] * 6 + [0, 0, 0, 1]
     assert [step.extra_bytes_peak for step in chunked.steps] == [0, 2, 2, 2, 2, 2, 2, 2, 2, 2]
@@ -61,7 +60,6 @@ def test_step_without_the_loss_has_no_logits_but_the_gradients_of_the_head() -> 
 def test_summary_has_the_figure_of_a_plan_without_the_temporaries() -> None:
     graph = language_model()
     made, loss = planning(graph, 76), find_loss(graph)
-    assert loss is not None
     best = planning(without_loss(graph, loss), 76)
     assert best.recompute_us == 0 < made.recompute_us
     (line,) = (line for line in explain(made).splitlines() if "linear_cross_entropy" in line)

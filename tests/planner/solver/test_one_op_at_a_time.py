@@ -105,7 +105,6 @@ def test_plans_of_ops_decided_in_turn_fit_and_are_nearly_proven(monkeypatch: pyt
     monkeypatch.setattr(menus, "MOST_DECISIONS", 2)
     few = Blockwise(problem.arrays, problem.ceiling, timed=True)
     of_few = few.within(budget)
-    assert of_few is not None
     assert of_few.cost_us < 0.9 * least.cost_us
     found = list(few.plans(budget, everything_us, block_bounds.without_limit))
     bound = max(bound for bound, _ in found)

@@ -77,7 +77,6 @@ def test_the_full_program_alone_finds_and_proves_the_optimum_of_brute_force(
         peaks = sorted({peak for peak, _ in table.values() if peak < ceiling})
         budget = rng.choice(peaks or [ceiling])
         least = oracles.least_time(table, budget)
-        assert least is not None
         found = search_of(graph, budget or 1, gap)
         assert found.run() is Stopped.OPTIMAL
         assert found.best.bound <= least * ROUNDING, seed
@@ -139,8 +138,6 @@ def test_relaxations_for_lower_limits_give_a_plan_of_a_long_chain() -> None:
     assert [answer.bound for answer in answers] == [-math.inf]  # it proves nothing
     assert not searched._take(answers[0])
     assert searched.best.bound == bound
-    assert searched.best.save_set is not None
-    assert searched.budget is not None
     assert peak_bytes(searched.problem.graph, searched.best.save_set) <= searched.budget
     assert searched.best.cost < 0.8 * before
 

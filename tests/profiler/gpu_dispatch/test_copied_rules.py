@@ -16,7 +16,6 @@ CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
 def test_rules_were_compared_with_the_pinned_torch() -> None:
     """After an update, compare the sources that the files of profiler/gpu_dispatch name, of both releases."""
     pinned = re.search(r"^torch==(\d+)\.(\d+)", CONSTRAINTS.read_text(), re.MULTILINE)
-    assert pinned is not None
     assert tuple(map(int, pinned.groups())) == gpu_dispatch.COPIED_FROM
 
 

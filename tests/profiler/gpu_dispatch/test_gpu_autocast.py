@@ -74,8 +74,7 @@ def test_note_tells_that_torch_switched_autocast_off() -> None:
 
 class Checkpointed(Softmax):
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(super().forward, x, use_reentrant=False)
-        return out
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def test_checkpoints_of_torch_recompute_under_the_autocast_of_forward() -> None:
@@ -122,7 +121,6 @@ def test_fake_step_leaves_autocast_unchanged() -> None:
 def test_lists_are_those_of_torch(macro: str, names: frozenset[str]) -> None:
     header = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
     found = re.search(rf"#define AT_FORALL_{macro}\(_\)(.*?)\n\n", header.read_text(), re.DOTALL)
-    assert found is not None
     listed = (text.replace(" ", "").split(",") for text in re.findall(r"_\(([^()]*)\)", found[1]))
     found_names = {".".join(parts) for parts in listed}
     assert {name for name in found_names if "imname" not in name} == names  # up to 2.12, dimensions had names

@@ -68,8 +68,7 @@ class Model(nn.Module):
         self.body = body
 
     def forward(self, batch: Any) -> Tensor:
-        out: Tensor = self.linear(self.body(batch)).sin().sum()
-        return out
+        return self.linear(self.body(batch)).sin().sum()
 
 
 def contents(batch: Any) -> dict[str, Tensor]:
@@ -128,8 +127,7 @@ def test_tensors_of_a_batch_count_at_any_depth(batch: Any) -> None:
             self.linear = nn.Linear(4, 4)
 
         def forward(self, _batch: Any) -> Tensor:
-            out: Tensor = self.linear(X).sum()
-            return out
+            return self.linear(X).sum()
 
     assert profile(First(), batch).static.inputs == X.nbytes + Y.nbytes
 
@@ -170,8 +168,7 @@ def test_modules_that_forward_registers_are_removed_after_a_fake_step() -> None:
                 self.register_buffer("shift", torch.rand(4), persistent=False)
                 self.linear.add_module("inside", nn.ReLU())
                 self.linear.register_forward_hook(lambda _module, _args, out: out * 2)
-            out: Tensor = self.more(self.linear(x)) * self.scale + self.shift
-            return out
+            return self.more(self.linear(x)) * self.scale + self.shift
 
     model = Grows()
     profile(model, X, loss=torch.sum, on=DATASHEETS["h100"])

@@ -56,8 +56,7 @@ class Momentum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.update(self)
-        out: Tensor = (self.student(x).tanh() - self.teacher(x)).square().sum()
-        return out
+        return (self.student(x).tanh() - self.teacher(x)).square().sum()
 
 
 UPDATES = [follows_at_once, follows_in_an_object, fills_a_bank]
