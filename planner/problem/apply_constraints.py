@@ -24,6 +24,7 @@ from autoac.planner.formats.constraints import Constraints, Gradients
 from autoac.planner.formats.profile import CROSSES, FUNCTIONAL_COLLECTIVE, PINNED, Profile
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, OpId
+from autoac.planner.problem.microbatch import with_gradients
 from autoac.planner.problem.op_patterns import OpNames
 from autoac.planner.problem.save_sets import because_of, unsaved_with
 from autoac.planner.units import format_bytes
@@ -45,8 +46,7 @@ def constrained(profile: Profile | Graph, constraints: Constraints) -> Graph:
         ConflictingPins: an op would have to be both saved and recomputed. The error names both reasons.
         InvalidConstraints: `gradients` needs bytes that the profile does not record.
     """
-    graph = profile if isinstance(profile, Graph) else build(profile)
-    graph = _with_gradients(graph, profile, constraints.gradients)
+    graph = _with_gradients(profile, constraints.gradients)
     graph = replace(graph, static_bytes=graph.static_bytes + constraints.extra_static_bytes)
     if not constraints.save_collectives:
         ops = (replace(op, must_save="") if op.must_save == FUNCTIONAL_COLLECTIVE else op for op in graph.ops)
@@ -148,23 +148,24 @@ def _read_by_other_units(graph: Graph, units: Sequence[tuple[str, ...]]) -> Iter
             yield op.id
 
 
-def _with_gradients(graph: Graph, profile: Profile | Graph, gradients: Gradients) -> Graph:
-    if gradients == "as profiled":
-        return graph
+def _with_gradients(profile: Profile | Graph, gradients: Gradients) -> Graph:
     if isinstance(profile, Graph):
+        if gradients == "as profiled":
+            return profile
         raise InvalidConstraints(
             f"gradients must be 'as profiled' for a Graph, got {gradients!r}. A Graph does not separate "
             "gradients from other bytes: pass a Profile"
         )
-    existing, created = profile.static.gradients, profile.gradient_nbytes
-    if gradients == "absent" and existing:
+    if gradients == "absent" and (existing := profile.static.gradients):
         raise InvalidConstraints(
             f"gradients must be 'as profiled' or 'present' for this profile, got 'absent': "
             f"{format_bytes(existing)} of gradients existed when the step was profiled. Profile after "
             "optimizer.zero_grad(set_to_none=True)"
         )
-    if gradients == "absent":
-        return graph
+    if gradients != "present":
+        return build(profile)
+    profile = with_gradients(profile)
+    graph, others = build(profile), profile.gradient_nbytes
     return replace(
-        graph, static_bytes=graph.static_bytes + created, closing_bytes=graph.closing_bytes - created
+        graph, static_bytes=graph.static_bytes + others, closing_bytes=graph.closing_bytes - others
     )

@@ -56,7 +56,7 @@ def microbatch_of(profile: Profile, *, counted: int = 0) -> Profile:
     # As many as hold the bytes of those that wait, some of which may be of other sizes.
     nbytes = sum(_nbytes(profile, spans[other]) for other in waiting)
     number = -(-nbytes // max(1, _nbytes(profile, spans[forward])))
-    return _with_gradients(alone.model_copy(update={"waiting_microbatches": number}), counted)
+    return with_gradients(alone.model_copy(update={"waiting_microbatches": number}), counted)
 
 
 def _with_saved(profile: Profile, ops: Iterable[int]) -> Profile:
@@ -185,12 +185,14 @@ def _once(rows: Sequence[Sequence[int]]) -> list[int]:
     return [block for block in times if times[block] == 1]
 
 
-def _with_gradients(profile: Profile, counted: int) -> Profile:
+def with_gradients(profile: Profile, counted: int = 0) -> Profile:
     """Return the profile of a step that finds the gradients which the recorded one makes.
 
     Args:
         profile: of one forward and backward.
         counted: bytes of gradients that count elsewhere.
+
+    What is left in `gradient_nbytes` outlives backward, but no backward step makes it.
     """
     n, blocks, outlive = len(profile.ops), profile.temporaries, profile.gradient_nbytes
     rows, made = blocks.changes.rows(), profile.blocks_that_outlive_backward()
