@@ -24,7 +24,6 @@ from .executor import (
     checkpoint_sequential,
     save_recompute_policy,
     split_backward,
-    tag,
 )
 from .fit import Fit, FitRow, fit
 from .layouts import LayoutRow, compare_layouts, layouts_of
@@ -71,5 +70,4 @@ __all__ = [
     "pin",
     "save_recompute_policy",
     "split_backward",
-    "tag",
 ]

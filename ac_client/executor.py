@@ -5,7 +5,6 @@ from autoac.tape.runtime.checkpoint import checkpoint_sequential as checkpoint_s
 from autoac.tape.runtime.cursor import LeftThePath as LeftThePath
 from autoac.tape.runtime.nested_policies import PolicyConflict as PolicyConflict
 from autoac.tape.runtime.policy_context import save_recompute_policy as save_recompute_policy
-from autoac.tape.runtime.policy_context import tag as tag
 from autoac.tape.runtime.split_backward import split_backward as split_backward
 from autoac.tape.runtime.write_guard import ContentsDiffer as ContentsDiffer
 from autoac.tape.runtime.write_guard import StaleError as StaleError

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from autoac.planner.formats.policy import OFFLOAD, SAVE, Decision
@@ -49,7 +48,7 @@ def without_offload(decision: CheckpointPolicy) -> CheckpointPolicy:
 def _warn_of_offload() -> None:
     warnings.warn(
         "CheckpointPolicy.MUST_CPU_OFFLOAD and PREFER_CPU_OFFLOAD save on the device here; to offload what "
-        "is saved, run the region inside of torch.autograd.graph.save_on_cpu() or pass packing=",
+        "is saved, run the region inside of torch.autograd.graph.save_on_cpu()",
         stacklevel=4,
     )
 
@@ -226,17 +225,12 @@ def _checked_ops(ops: Iterable[Any]) -> Iterable[Any]:
         yield op
 
 
-Packing = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""Two functions: from a saved tensor to what autograd holds in its place, and back."""
-
-
 class PolicyFrame(NamedTuple):
     """A policy on the stack, and the line of code that pushed it."""
 
     policy: OpPolicy
     file: str
     line: int
-    packing: Packing | None = None
     checkpoint: UseGroup | None = None  # of what runs inside, if this is a call of `checkpoint`
     site: Hashable = None  # the code that runs inside; None in a plan
 
@@ -287,26 +281,22 @@ class PolicyStack:
     Attributes:
         frames: the policies.
         needs_output: True if a policy must see the output of an op.
-        packing: the innermost packing; None if no frame has one.
         grouping: a plan in which ops have use groups, or several checkpoints; None if ops run once.
         moving: a plan that moves outputs of ops to the host; None if there is none.
         holding: a plan that holds what a backward inside of forward unpacks; None if there is none.
         planned: the plan's decision for the op decided last; None if it has none, or other policies apply.
         saves_all: True if every op is saved.
         recomputes_all: True if every op is recomputed, except those with `OpFacts.must_save`.
-        forced_by: the policy that said MUST_RECOMPUTE for the op decided last; "" if none did.
     """
 
     __slots__ = (
         "_constant",
         "_cursor",
-        "forced_by",
         "frames",
         "grouping",
         "holding",
         "moving",
         "needs_output",
-        "packing",
         "planned",
         "recomputes_all",
         "saves_all",
@@ -315,16 +305,12 @@ class PolicyStack:
     def __init__(self, frames: Iterable[PolicyFrame]) -> None:
         self.frames = tuple(frames)
         self.needs_output = any(frame.policy.needs_output for frame in self.frames)
-        self.forced_by = ""
-        self.packing = next((f.packing for f in reversed(self.frames) if f.packing is not None), None)
         # Two common stacks of a single policy need no resolving.
         only = self.frames[0].policy if len(self.frames) == 1 else None
         self._constant = only.decision if isinstance(only, ConstantPolicy) else None
         self.saves_all = self._constant in SAVES
         self.recomputes_all = self._constant is not None and not self.saves_all
         self._cursor = only.cursor if isinstance(only, PlannedPolicy) else None
-        if self._constant is CheckpointPolicy.MUST_RECOMPUTE:
-            self.forced_by = str(self.frames[0])
         cursors = [f.policy.cursor for f in self.frames if isinstance(f.policy, PlannedPolicy)]
         self.grouping: Grouping | None = next((cursor for cursor in cursors if cursor.has_use_groups), None)
         self.moving: Cursor | None = next((cursor for cursor in cursors if cursor.has_moves), None)
@@ -347,8 +333,7 @@ class PolicyStack:
             return saved or facts.must_save not in LIFTABLE
         decision = self._constant
         if decision is None:
-            decision, decided_by = resolve(self.frames, op, facts, args, kwargs or {}, out)
-            self.forced_by = str(decided_by) if decision is CheckpointPolicy.MUST_RECOMPUTE else ""
+            decision = resolve(self.frames, op, facts, args, kwargs or {}, out)
         return decision in SAVES or (
             facts.must_save != ""
             and (facts.never_recomputed or decision is not CheckpointPolicy.MUST_RECOMPUTE)
@@ -365,15 +350,13 @@ class PolicyStack:
         deciding = [f for f in self.frames if isinstance(f.policy, (ConstantPolicy, PlannedPolicy))]
         if len(deciding) < len(self.frames) and not any(type(f.policy) is PlannedPolicy for f in deciding):
             return None
-        decision, decided_by = resolve(deciding, None, facts, (), {}, None)
-        self.forced_by = str(decided_by) if decision is CheckpointPolicy.MUST_RECOMPUTE else ""
-        return decision in SAVES
+        return resolve(deciding, None, facts, (), {}, None) in SAVES
 
 
 def resolve(
     frames: Sequence[PolicyFrame], op: Any, facts: OpFacts, args: Args, kwargs: Kwargs, out: Any
-) -> tuple[CheckpointPolicy, PolicyFrame | None]:
-    """Return the decision of the whole stack for one call, and the policy that made it.
+) -> CheckpointPolicy:
+    """Return the decision of the whole stack for one call.
 
     Raises:
         PolicyConflict: two policies of the stack insist on different decisions.
@@ -396,4 +379,4 @@ def resolve(
                 )
             continue
         result, decided_by = decision, frame
-    return result, decided_by
+    return result

@@ -244,7 +244,6 @@ class Node:
     __slots__ = (
         "args",
         "flags",
-        "forced_by",
         "func",
         "kwargs",
         "name",
@@ -281,7 +280,6 @@ class Node:
         self.outs: tuple[weakref.ref[NodeVersion] | None, ...] = ()  # one for each output tensor
         # Of an in-place op: the version that it reads and, weakly, the version that it makes.
         self.rewrites: tuple[tuple[NodeVersion, Callable[[], NodeVersion | None]], ...] = ()
-        self.forced_by = ""  # the policy that said MUST_RECOMPUTE, if any
         self.writes_sources = False  # replay must run it on copies of its sources
         self.used_outs = 0  # number of outputs with a use
 

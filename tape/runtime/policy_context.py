@@ -1,4 +1,4 @@
-"""Define the public context manager of regions, and tags for single tensors."""
+"""Define the public context manager of regions."""
 
 from __future__ import annotations
 
@@ -6,21 +6,12 @@ import sys
 import threading
 from collections.abc import Hashable
 from types import TracebackType
-from typing import Any, TypeVar
-
-from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy
+from typing import Any
 
 from autoac.tape.capture.step_tape import StepTape
 from autoac.tape.runtime.cursor import UseGroup
 from autoac.tape.runtime.cuts import Cuts
-from autoac.tape.runtime.nested_policies import (
-    Packing,
-    PlannedPolicy,
-    PolicyFrame,
-    parse_policy,
-    without_offload,
-)
+from autoac.tape.runtime.nested_policies import PlannedPolicy, PolicyFrame, parse_policy
 from autoac.tape.runtime.region import Region
 from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.inductor import dynamo_is_active, keep_dynamo_out
@@ -46,9 +37,6 @@ class save_recompute_policy:
     Args:
         policy: "recompute_all"; "must_save_all"; a list of ops to save; or a function
             `(ctx, out, op, *args, **kwargs) -> CheckpointPolicy | bool`, called after each op.
-        packing: a pair of functions, from a saved tensor to what autograd holds in its place, and back; for
-            offload, or for saving in half precision. The innermost one applies. torch.autograd.graph's hooks
-            around the region work as well. Tensors that only recomputes read are not packed.
         cuts: of an outermost "recompute_all" without a plan: say online what is held all the same (cuts.py).
         tape: of such a policy: records the step.
 
@@ -64,7 +52,6 @@ class save_recompute_policy:
         self,
         policy: Any,
         *,
-        packing: Packing | None = None,
         log: EventLog | None = None,
         checkpoint: UseGroup | None = None,
         site: Hashable = None,
@@ -72,7 +59,6 @@ class save_recompute_policy:
         tape: StepTape | None = None,
     ) -> None:
         self._policy = parse_policy(policy)
-        self._packing = packing
         self._checkpoint = checkpoint
         self._site = site
         self._log = log
@@ -100,9 +86,7 @@ class save_recompute_policy:
             if isinstance(self._policy, PlannedPolicy)
             else self._site or (caller.f_code, caller.f_lineno)
         )
-        frame = PolicyFrame(
-            self._policy, caller.f_code.co_filename, caller.f_lineno, self._packing, self._checkpoint, site
-        )
+        frame = PolicyFrame(self._policy, caller.f_code.co_filename, caller.f_lineno, self._checkpoint, site)
         region.push_policy(frame)
         self._entered = region, frame
 
@@ -141,31 +125,3 @@ _OUT_OF_COMPILED = (
     "which calls torch's own there"
 )
 keep_dynamo_out(save_recompute_policy.__enter__, f"save_recompute_policy records ops; {_OUT_OF_COMPILED}")
-
-
-_DECISIONS = {decision.name.lower(): decision for decision in CheckpointPolicy}
-Tagged = TypeVar("Tagged", bound=Tensor)
-
-
-def tag(tensor: Tagged, policy: str | CheckpointPolicy) -> Tagged:
-    """Decide whether one tensor, just made by an op inside a region, is saved; return the tensor.
-
-    A tag is the innermost decision: it replaces a PREFER of the policies around it, but not a MUST. Outside
-    of regions a tag has no effect.
-
-    Args:
-        tensor: the output of the op, or a view of it; the decision is for its whole storage.
-        policy: "must_save", "prefer_save", "must_recompute" or "prefer_recompute", also as torch's
-            CheckpointPolicy; "must_cpu_offload" and "prefer_cpu_offload" save on the device, with a warning.
-
-    Raises:
-        ValueError: `policy` is not one of these.
-        PolicyConflict: "must_save" where a policy insists on recomputing.
-        RuntimeError: "must_recompute" for a tensor that was saved when it was made.
-    """
-    decision = policy if isinstance(policy, CheckpointPolicy) else _DECISIONS.get(policy)
-    if decision is None:
-        raise ValueError(f"policy must be one of {', '.join(map(repr, _DECISIONS))}, got {policy!r}")
-    if active.region is not None:
-        active.region.tag(tensor, without_offload(decision))
-    return tensor

@@ -60,7 +60,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy
 
 from autoac.planner.formats.policy import OFFLOAD
 from autoac.planner.formats.profile import CROSSES
@@ -70,7 +69,7 @@ from autoac.tape.distributed.wrapped_tensors import below, note_meshes, wraps_ot
 from autoac.tape.runtime.cursor import UseGroup
 from autoac.tape.runtime.cuts import Cuts
 from autoac.tape.runtime.moves.region_moves import RegionMoves
-from autoac.tape.runtime.nested_policies import SAVES, PlannedPolicy, PolicyConflict, PolicyFrame, PolicyStack
+from autoac.tape.runtime.nested_policies import PlannedPolicy, PolicyFrame, PolicyStack
 from autoac.tape.runtime.nodes import FixedShapeOp, Node, NodeVersion, UnsupportedTensor, next_order
 from autoac.tape.runtime.recorded_function import RecordedFunction
 from autoac.tape.runtime.replay import EventLog, RegionGraph, nothing_held, recording_off
@@ -214,7 +213,6 @@ class Region(RecordingMode):
 
     def _resolve(self) -> None:
         self._policy = PolicyStack(self._frames)
-        self._hooks.packing = self._policy.packing
         self._hooks.in_checkpoint = any(frame.checkpoint is not None for frame in self._frames)
         self._hooks.grouping = self._grouping = self._policy.grouping
         if self._policy.moving is not None and self._moves is None:
@@ -297,30 +295,6 @@ class Region(RecordingMode):
             self.storages.pin(tensor)
         if self._tape is not None:
             self._tape.recorder.hold(tensors, reason)
-
-    def tag(self, tensor: Tensor, decision: CheckpointPolicy) -> None:
-        """Apply the innermost decision for one tensor that an op has made.
-
-        Raises:
-            PolicyConflict: "must_save" where a policy insists on recomputing.
-            RuntimeError: "must_recompute" for a tensor that was saved when it was made.
-        """
-        origin = self.storages.origin(tensor) if has_storage(tensor) else None
-        if type(origin) is not NodeVersion:
-            if decision is CheckpointPolicy.MUST_RECOMPUTE:
-                raise RuntimeError(
-                    "a tensor tagged must_recompute must be the output of a recomputed op, got a "
-                    f"{tensor.dtype} {list(tensor.shape)} that was saved when it was made, or made outside "
-                    "of the region. Run the op under save_recompute_policy(...) instead"
-                )
-        elif decision in SAVES:
-            forced_by = origin.node.forced_by
-            if not forced_by:
-                self.storages.pin(tensor)
-            elif decision is CheckpointPolicy.MUST_SAVE:
-                raise PolicyConflict(
-                    origin.node.name, f"MUST_RECOMPUTE by {forced_by}", "MUST_SAVE by the tag"
-                )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -590,7 +564,6 @@ class Region(RecordingMode):
                 if has_storage(tensor):
                     storages.drop(tensor)
             return out
-        node.forced_by = self._policy.forced_by
         made = storages.rewrite(rewritten, node) if rewritten else []
         if made and facts.in_place and len(written) == 1 and not later_runs:
             ((old, tensor),) = rewritten
@@ -600,7 +573,6 @@ class Region(RecordingMode):
         if facts.blank:
             storages.note_blank(outs[0])
         for group, run, rewrites in later_runs:
-            run.forced_by = node.forced_by
             run.rewrites = tuple(
                 (old, weakref.ref(first.add_later_run(group, run, tensor)))
                 for first, (old, tensor) in zip(made, rewrites, strict=True)

@@ -15,7 +15,7 @@ from autoac.tape.capture.step_tape import STAND_IN, StepTape
 from autoac.tape.checkpoints.own_checkpoints import running_call
 from autoac.tape.distributed.wrapped_tensors import WrapperHandle, wraps_others
 from autoac.tape.runtime.moves.region_moves import RegionMoves
-from autoac.tape.runtime.nested_policies import Grouping, Packing
+from autoac.tape.runtime.nested_policies import Grouping
 from autoac.tape.runtime.nodes import NodeVersion
 from autoac.tape.runtime.replay import RegionGraph
 from autoac.tape.runtime.saved_handles import (
@@ -43,7 +43,6 @@ class RegionHooks:
     """The saved-tensor hooks of one region.
 
     Attributes:
-        packing: the innermost `packing` of the policies; None if no policy has one.
         pack_in_call: set while a call is recorded as one op; returns None for a tensor from outside of it.
         grouping: says which run of an op serves a tensor that is packed now; None if ops run once.
         moves: of a plan that moves outputs of ops to the host.
@@ -53,7 +52,6 @@ class RegionHooks:
     """
 
     def __init__(self, storages: TrackedStorages, graph: RegionGraph) -> None:
-        self.packing: Packing | None = None
         self.pack_in_call: Callable[[Tensor], Any] | None = None
         self.grouping: Grouping | None = None
         self.moves: RegionMoves | None = None
@@ -63,7 +61,7 @@ class RegionHooks:
         self._storages = storages
         self._key = storages.key
         self._graph = graph
-        self._outer: Packing | None = None  # the hooks around the region
+        self._outer: tuple[Any, Any] | None = None  # pack and unpack of the hooks around the region
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
 
     def enter(self) -> None:
@@ -169,9 +167,8 @@ class RegionHooks:
                 if recipe is not None:
                     handle = handle_for(tensor, version, recipe, self._graph)
         if handle is None:
-            packing = self.packing or self._outer
-            if packing is not None:
-                return OuterHookHandle(tensor, *packing)
+            if self._outer is not None:
+                return OuterHookHandle(tensor, *self._outer)
             if self.tape is not None and running_call() and has_storage(tensor):
                 handle = SavedHandle(detached_alias(tensor), self._graph)  # not what `.data = ...` puts there
                 self._storages.note_saved(handle)

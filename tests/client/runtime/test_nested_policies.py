@@ -10,7 +10,6 @@ from stepping import recomputed
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy as P
 
-import ac_client
 from ac_client import PolicyConflict
 from autoac.tape.runtime.nested_policies import PolicyFrame, parse_policy, resolve
 from autoac.tape.runtime.policy_context import save_recompute_policy
@@ -40,7 +39,7 @@ def asked(word: P) -> object:
 )
 def test_stack_resolves_from_the_outermost_policy_to_the_innermost(stack: list[object], result: P) -> None:
     frames = [PolicyFrame(parse_policy(policy), "train.py", 1) for policy in stack]
-    assert resolve(frames, MM, facts_of(MM), (), {}, None)[0] is result
+    assert resolve(frames, MM, facts_of(MM), (), {}, None) is result
 
 
 def test_different_musts_are_an_error_that_names_both_policies() -> None:
@@ -115,65 +114,18 @@ def test_function_in_the_form_of_selective_checkpoint_is_rejected_with_advice() 
         save_recompute_policy(lambda ctx, op, *args, **kwargs: True)
 
 
-def recompute_of(policy: Any, tag: Any, **options: Any) -> tuple[list[str], Tensor]:
-    """Return the recomputed ops among sin, exp and cos with a tag on the output of exp, and the gradient."""
-    x, log = torch.linspace(0.1, 1, 6, requires_grad=True), EventLog()
-    with save_recompute_policy(policy, log=log, **options):
-        y = ac_client.tag(x.sin().exp(), tag).cos()
-    y.sum().backward()
-    assert x.grad is not None
-    return recomputed(log), x.grad
-
-
-@pytest.mark.parametrize("tag", ["must_save", "prefer_save", P.MUST_SAVE])
-def test_tagged_tensor_is_saved(tag: Any) -> None:
-    again, gradient = recompute_of("recompute_all", tag)
-    without, plain = recompute_of("recompute_all", "prefer_recompute")
-    assert without == ["aten.sin.default", "aten.exp.default"]
-    assert again == []  # exp saves its output, which is tagged, and nothing needs the output of sin
-    assert torch.equal(gradient, plain)
-
-
-def test_tag_outside_of_regions_has_no_effect() -> None:
-    x = torch.ones(2)
-    assert ac_client.tag(x, "must_save") is x
-
-
-def test_tag_against_a_policy_that_insists_is_an_error_that_names_both() -> None:
-    with pytest.raises(
-        PolicyConflict, match=r"MUST_RECOMPUTE by .*test_nested_policies.py:\d+.* and MUST_SAVE by the tag"
-    ):
-        recompute_of(P.MUST_RECOMPUTE, "must_save")
-    with pytest.raises(PolicyConflict, match=r"MUST_RECOMPUTE by the function .* and MUST_SAVE by the tag"):
-        recompute_of(asked(P.MUST_RECOMPUTE), "must_save")
-    assert recompute_of(P.MUST_RECOMPUTE, "prefer_save")[0] == ["aten.sin.default", "aten.exp.default"]
-
-
-def test_saved_tensor_cannot_be_tagged_must_recompute() -> None:
-    with pytest.raises(RuntimeError, match="was saved when it was made"):
-        recompute_of("must_save_all", "must_recompute")
-    with pytest.raises(ValueError, match="policy must be one of"):
-        recompute_of("recompute_all", "save")
-
-
 @pytest.mark.parametrize("policy", ["recompute_all", "must_save_all", [torch.ops.aten.exp]])
-def test_packing_decides_how_a_saved_tensor_is_held(policy: Any) -> None:
+def test_hooks_around_a_region_decide_how_a_saved_tensor_is_held(policy: Any) -> None:
     packed: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> Any:
         packed.append(tuple(tensor.shape))
         return tensor.numpy(force=True).copy()
 
-    _, plain = recompute_of(policy, "prefer_recompute")
-    assert not packed
-    _, gradient = recompute_of(policy, "prefer_recompute", packing=(pack, torch.from_numpy))
+    x = torch.linspace(0.1, 1, 6, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy), save_recompute_policy(policy):
+        y = x.sin().exp().cos()
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    (plain,) = torch.autograd.grad(x.sin().exp().cos().sum(), x)
     assert torch.equal(gradient, plain)
     assert packed
-
-
-def test_packing_in_half_precision_changes_the_expected_gradient() -> None:
-    half = (lambda t: t.to(torch.bfloat16), lambda t: t.to(torch.float32))
-    _, plain = recompute_of("must_save_all", "prefer_save")
-    _, coarse = recompute_of("must_save_all", "prefer_save", packing=half)
-    assert not torch.equal(coarse, plain)
-    assert torch.allclose(coarse, plain, rtol=0.02)
