@@ -34,10 +34,8 @@ from autoac.planner.formats.policy_set import SET_FORMAT
 from autoac.planner.units import format_bytes
 from autoac.profiler.compiler.private_compiler import check_version
 from autoac.profiler.model_device import check_one_device, device_of
-from autoac.tape.checkpoints.own_checkpoints import check_taken_over
 from autoac.tape.distributed.fsdp import layout_of, watch_sharding
 from autoac.tape.torch_facts.inductor import compiled_parts, is_called_compiled, uncompiled
-from autoac.tape.torch_facts.probes import check_torch
 
 log = logging.getLogger("ac_client")
 
@@ -108,9 +106,8 @@ def apply(
         AlreadyApplied: the model, a part of it, or a model that it is part of is planned already.
         MalformedPolicy: `policy` is the path of a file without a policy.
         CheckpointingActive: the model checkpoints itself, and the constraints do not take that over.
-        UnsupportedTorch: torch lacks a private name that the model needs, or behaves in another way than it
-            needs, or is too old for a compiled model (docs/versions.md). Also from a forward, for what
-            `apply` cannot see yet: a model that is compiled later.
+        UnsupportedTorch: torch is too old for a compiled model (docs/versions.md). Also from a forward, for
+            what `apply` cannot see yet: a model that is compiled later.
         CannotProfile: the model lies on several devices, or partly on the CPU. From a training forward: the
             model is traced, or for one of the reasons in docs/profiling.md.
         CannotCapture: a step is captured into a CUDA graph before its plan is final (docs/gpu.md). From a
@@ -123,7 +120,6 @@ def apply(
             error names the smallest budget for which it found one. From the second forward, as above.
     """
     check_model(model)
-    check_torch()
     watch_sharding()
     given, model = model, uncompiled(model)  # type: ignore[assignment]
     check_optimizer(optimizer, model)
@@ -138,8 +134,6 @@ def apply(
         rules = with_host_budget(rules, host_budget_gb, budget_bytes)
     check_verify(verify)
     check_unplanned(model, may_checkpoint=rules.take_over_checkpoints)
-    if rules.take_over_checkpoints:
-        check_taken_over()
     if is_called_compiled(given) or compiled_parts(model):
         check_version()
     if policy is None:

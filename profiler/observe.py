@@ -30,7 +30,6 @@ from autoac.tape.distributed.fsdp import check_reduced, check_sharded, parameter
 from autoac.tape.errors import CannotProfile
 from autoac.tape.torch_facts.batch_contents import batch_tensors
 from autoac.tape.torch_facts.private import disable_current_modes, tree_leaves
-from autoac.tape.torch_facts.probes import check_torch
 from autoac.tape.torch_facts.rng import generators_restored
 
 
@@ -82,7 +81,6 @@ def profile(
             CUDA's `cudaMallocAsync` and pluggable ones; or a part of the step allocates on a thread that
             torch.profiler does not watch.
         CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
-        UnsupportedTorch: torch lacks a name that the step needs, or behaves in another way.
         ValueError: `on` is neither a datasheet nor a device, or that device is not here.
         TypeError: `model` is not a module, or `loss` did not return a tensor.
     """
@@ -129,7 +127,6 @@ def observe(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got a {type(model).__name__}")
-    check_torch()
     _check_on(on)
     subject = TrainingStep(model, args, kwargs, loss, accumulates, loop)
     if times is None:

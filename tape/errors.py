@@ -8,7 +8,7 @@ ProfilerError
 |   +-- CannotCapture a step is captured into a CUDA graph before its plan is final
 +-- CannotFake        an op needs values, or a kernel, that a fake step does not have
 +-- PinConflict       a module and a module inside it have different pins
-+-- UnsupportedTorch  torch is too old, or lacks or has changed a private name; an ImportError too
++-- UnsupportedTorch  torch is too old or too new; an ImportError too
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ class PinConflict(ProfilerError):
 
 
 class UnsupportedTorch(ProfilerError, ImportError):
-    """This version of torch is not supported, or lacks or has changed what autoac, or a part of it, needs.
+    """This version of torch is not supported by autoac, or by a part of it.
 
     Attributes:
         installed: the version of torch.
-        why: what is missing or different.
-        feature: the part of autoac that needs it; "" if all of autoac does.
+        why: the reason.
+        feature: the part of autoac that does not support it; "" for all of autoac.
     """
 
     def __init__(

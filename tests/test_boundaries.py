@@ -156,7 +156,7 @@ ARROWS = arrows_of_table()
 # The second figure holds until the step is the unit of planning.
 BUDGETS = {
     "planner": (8_390, 0),  # goal: 8,200
-    "tape": (8_085, 0),  # goal: 7,300, and 200 until the step is the unit
+    "tape": (7_770, 0),  # goal: 7,300, and 200 until the step is the unit
     "profiler": (3_900, 200),
     "api": (4_200, 0),
     "ac_client": (7_000, 1_700),

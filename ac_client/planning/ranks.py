@@ -76,8 +76,7 @@ class Ranks:
             self.rank += dist.get_rank(group) * self.size
             self.size *= dist.get_world_size(group)
         self._all_here = False
-        _, device_of_group = private.require(private.MEETING)
-        backend = torch.device(device_of_group(groups[0]))
+        backend = private.device_of_group(groups[0])
         self._device = device if device.type == backend.type else backend
 
     def include(self, groups: Groups) -> bool:
@@ -120,8 +119,7 @@ class Ranks:
         """
         if self._all_here:
             return
-        find_store, _ = private.require(private.MEETING)
-        store = find_store()
+        store = private.default_store()
         for group in self._groups:
             if dist.get_backend(group) == "fake":  # whose other ranks may not exist
                 continue

@@ -1,4 +1,4 @@
-"""Wrap the private names of torch.compile that a plan for compiled models needs, which private.py lists.
+"""Wrap the private names of torch.compile that a plan for compiled models needs.
 
 A compiled step is planned between the two stages of AOTAutograd, for which torch has no hook. All of this is
 looked up when it is called, since importing Dynamo takes seconds.
@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 from torch import _guards
 
-from autoac.tape.errors import COMPILED_SINCE, NEWEST_TORCH, UnsupportedTorch
-from autoac.tape.torch_facts import minor_version, private
+from autoac.tape.errors import COMPILED_SINCE, UnsupportedTorch
+from autoac.tape.torch_facts import minor_version
 from autoac.tape.torch_facts.private import HigherOrderOperator
 
 
@@ -33,16 +33,15 @@ def check_version() -> None:
         raise UnsupportedTorch(
             torch.__version__,
             "a plan for compiled code replaces parts of torch.compile, which differ between versions",
-            private.COMPILED,
+            "a compiled model",
             oldest=COMPILED_SINCE,
             otherwise="plan the model without torch.compile",
         )
-    private.require(private.COMPILED)
 
 
 def is_tested() -> bool:
     """Return True if the names of this file were tested with the torch that is installed."""
-    return COMPILED_SINCE <= minor_version() <= NEWEST_TORCH
+    return minor_version() >= COMPILED_SINCE
 
 
 def aot_graph_compile() -> Any:
@@ -101,19 +100,18 @@ def wrap_callback(replaced: Callable[[Any], Any]) -> None:
 
 def reset_code_with(module_class: type, *, but: Any) -> None:
     """Have Dynamo forget code that checks for modules of a class, except that of the code object `but`."""
-    names = (
-        "torch._dynamo.convert_frame:input_codes.seen",
-        "torch._C._dynamo.eval_frame:_debug_get_cache_entry_list",
-        "torch._C._dynamo.eval_frame:reset_code",
-    )
-    seen, cache_entries, reset_code = (private.find(private.COMPILED, name) for name in names)
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._dynamo.convert_frame import input_codes
+
     checks = f"{id(module_class)})"
-    for tracked in list(seen):
+    for tracked in list(input_codes.seen):
         code = tracked()
         if code is None or code is but:
             continue
         parts = [
-            part for entry in cache_entries(code) for part in cast("Any", entry.guard_manager).code_parts
+            part
+            for entry in _debug_get_cache_entry_list(code)
+            for part in cast("Any", entry.guard_manager).code_parts
         ]
         if any("___check_type_id" in part and checks in part for part in parts):
             reset_code(code)

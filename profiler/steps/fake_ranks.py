@@ -27,7 +27,6 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     Raises:
         RuntimeError: a process group exists already.
         ValueError: `rank` is not one of `world_size`.
-        UnsupportedTorch: torch has no process group that sends nothing.
     """
     import torch.distributed as dist
 
@@ -38,9 +37,9 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
             f"a process group of {dist.get_world_size()} ranks exists: leave init_process_group out, or call "
             "it in another process"
         )
-    store, are_we_tracing, _ = private.require(private.FAKE_RANKS)
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=store())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=private.fake_store())
     fakes = _FakesOfRank(allow_non_fake_inputs=True)
+    are_we_tracing = private.functional_collectives()._are_we_tracing
     before = are_we_tracing.__code__
     are_we_tracing.__code__ = _no.__code__  # callers have imported it by name
     try:
@@ -62,8 +61,7 @@ class _FakesOfRank(FakeTensorMode):
         if func.name() == "_c10d_functional::wait_tensor":
             return args[0]  # for which torch's fake kernel makes another tensor
         if func.name() == "_c10d_functional::_wrap_tensor_autograd":
-            _, _, wrapper = private.require(private.FAKE_RANKS)
-            return wrapper(args[0])
+            return private.functional_collectives().AsyncCollectiveTensor(args[0])
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 

@@ -37,7 +37,7 @@ import torch
 import torch.utils.checkpoint as torchs
 from torch import Tensor
 
-from autoac.tape.torch_facts import private, probes
+from autoac.tape.torch_facts import private
 
 UNPLANNED = "not planned: "
 """How the message on something that could not be taken over begins."""
@@ -121,12 +121,6 @@ class plain_checkpoints:
         self._unplanned = unplanned
 
     def __enter__(self) -> None:
-        if not _thread.left_alone:
-            check_taken_over()
-        self.enter()
-
-    def enter(self) -> None:
-        """Enter without the probe of torch."""
         global _open
         self._entered = not _thread.left_alone
         if not self._entered:
@@ -153,38 +147,6 @@ class plain_checkpoints:
                 _replaced.clear()
 
 
-def checkpoints_enter_our_functions() -> bool:
-    """Return True if both kinds of torch's checkpoints run as plain calls where they should: a probe."""
-    numbers = []
-
-    def function(x: Tensor) -> Tensor:
-        numbers.append(running_call())
-        return x.sin()
-
-    x = torch.ones(2, device="cpu", requires_grad=True)
-    plain = plain_checkpoints()
-    plain.enter()
-    try:
-        for use_reentrant in (False, True):
-            torchs.checkpoint(function, x, use_reentrant=use_reentrant).sum().backward()
-    finally:
-        plain.__exit__()
-    return len(numbers) == 2 and all(numbers)
-
-
-def check_taken_over() -> None:
-    """Check that the checkpoints of a model can be taken over in this torch.
-
-    Raises:
-        UnsupportedTorch: they cannot.
-    """
-    probes.check(
-        private.CHECKPOINTS,
-        checkpoints_enter_our_functions,
-        otherwise="pass Constraints(take_over_checkpoints=False)",
-    )
-
-
 class checkpoints_left_alone:
     """Leave checkpoints to torch inside the body, on this thread, also inside `plain_checkpoints`.
 
@@ -207,10 +169,10 @@ class checkpoints_left_alone:
 
 
 def _replace() -> None:
-    generator, function = private.checkpoint_names()
+    generator = private.checkpoint_generator.__name__
     names: list[tuple[Any, str, Any]] = [
         (torchs, generator, _checkpoint_generator),
-        (torchs, function, _CheckpointFunction),
+        (torchs, "CheckpointFunction", _CheckpointFunction),
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", _enter_hooks),
     ]
     composable = sys.modules.get(private.COMPOSABLE_CHECKPOINT)
@@ -222,12 +184,12 @@ def _replace() -> None:
 
 
 _enter: Callable[..., None] = torch.autograd.graph.saved_tensors_hooks.__enter__
-_function: Any = getattr(torchs, "CheckpointFunction", torch.autograd.Function)
+_function: Any = torchs.CheckpointFunction
 
 
 def _checkpoint_generator(*args: Any, **kwargs: Any) -> Generator[None]:
     """Return the generator around a checkpointed call. Its arguments differ between releases of torch."""
-    generator: Callable[..., Generator[None]] = private.require(private.CHECKPOINTS)[0]
+    generator: Callable[..., Generator[None]] = private.checkpoint_generator
     if not checkpoints_are_plain():
         return generator(*args, **kwargs)
     call = inspect.signature(generator).bind(*args, **kwargs)

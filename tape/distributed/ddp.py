@@ -48,8 +48,6 @@ def buckets_of(model: nn.Module, device: torch.device | None) -> GradientBuckets
         inside = set(active.modules())
         if any(module in inside for module in model.modules()):
             wrappers.append(active)
-    for wrapper in wrappers:
-        private.require_attributes(private.DDP, wrapper, _OF_WRAPPER)
     mine = {id(parameter) for parameter in model.parameters()}
     counted: dict[int, int] = {}
     for wrapper in wrappers:
@@ -58,9 +56,6 @@ def buckets_of(model: nn.Module, device: torch.device | None) -> GradientBuckets
                 counted[id(parameter)] = parameter.nbytes
     views = any(w.gradient_as_bucket_view for w in wrappers) and mine <= counted.keys()
     return GradientBuckets(sum(counted.values()), views)
-
-
-_OF_WRAPPER = ("_module_parameters", "require_backward_grad_sync", "require_forward_param_sync")
 
 
 def build_replicating(model: nn.Module) -> None:

@@ -19,14 +19,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from inspect import unwrap
 from typing import Any
 
 from torch import Tensor, nn
 
 from autoac.tape.distributed.wrapped_tensors import with_memory
 from autoac.tape.errors import CannotProfile, ShardsInUse
-from autoac.tape.torch_facts import private, probes
+from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.inductor import hidden_from_modes, recording_modes
 from autoac.tape.torch_facts.module_paths import ROOT
 from autoac.tape.torch_facts.private import tree_leaves
@@ -40,17 +39,12 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def watch_sharding() -> None:
-    """Hide what FSDP does around a module's forward from the modes that record, from now on.
-
-    Raises:
-        UnsupportedTorch: `fully_shard` was called, and works in another way in this torch.
-    """
+    """Hide what FSDP does around a module's forward from the modes that record, from now on."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not fsdp.FSDPModule.__subclasses__():  # `fully_shard` makes them
         return
     if _watched:
         return
-    probes.check(private.FSDP, fsdp_calls_what_is_watched)
     group_class = private.fsdp_param_group_class()
     for name in ("lazy_init", "unshard", "wait_for_unshard", "reshard"):
         setattr(group_class, name, hidden_from_modes(getattr(group_class, name)))
@@ -60,23 +54,6 @@ def watch_sharding() -> None:
 
 
 _watched: list[Any] = []  # the class of parameter groups, once its methods are watched
-
-
-def fsdp_calls_what_is_watched() -> bool:
-    """Return True if the code of FSDP names what this file replaces: a probe that needs no other rank."""
-    group_class, state_class = private.fsdp_param_group_class(), private.fsdp_state_class()
-    return all(
-        set(names.split()) <= set(unwrap(getattr(owner, caller)).__code__.co_names)
-        for owner, caller, names in (
-            (state_class, "_lazy_init", "lazy_init"),
-            (state_class, "_pre_forward", "pre_forward"),
-            (state_class, "_post_forward", "post_forward"),
-            (group_class, "pre_forward", "unshard wait_for_unshard"),
-            (group_class, "post_forward", "reshard"),
-            (group_class, "unshard", "_all_gather_comm"),
-            (group_class, "post_backward", "_reduce_scatter_comm _all_reduce_hook"),
-        )
-    )
 
 
 def _crossing(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,29 +81,11 @@ def _states_of(model: nn.Module) -> dict[str, Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # not imported: nothing is sharded
         return {}
-    states = {
+    return {
         path or ROOT: module._get_fsdp_state()
         for path, module in model.named_modules()
         if isinstance(module, fsdp.FSDPModule)
     }
-    for state in states.values():
-        private.require_attributes(private.FSDP, state, _OF_STATE)
-        for group in _groups_of(state):
-            private.require_attributes(private.FSDP, group, _OF_GROUP)
-            for param in group.fsdp_params:
-                private.require_attributes(private.FSDP, param, _OF_PARAM)
-    return states
-
-
-_OF_STATE = ("_is_root", "_state_ctx", "_comm_ctx", "_training_state")
-_OF_GROUP = (
-    *("fsdp_params", "mesh_info", "offload_policy", "_all_gather_comm", "_reduce_scatter_comm"),
-    *("_all_reduce_hook", "_partial_reduce_output", "_reshard_after_forward"),
-)
-_OF_PARAM = (
-    *("sharded_param", "_sharded_local_tensor", "all_gather_outputs", "unsharded_accumulated_grad"),
-    *("is_dtensor", "_module_info", "_setattr_on_modules", "alloc_all_gather_outputs"),
-)
 
 
 def _groups_of(state: Any) -> list[Any]:

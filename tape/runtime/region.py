@@ -88,7 +88,6 @@ from autoac.tape.torch_facts.op_facts import (
     written_tensors,
 )
 from autoac.tape.torch_facts.op_signature import outputs_of, tensors_in
-from autoac.tape.torch_facts.probes import check_torch
 from autoac.tape.torch_facts.rng import capture_generator, generator_of
 from autoac.tape.torch_facts.storage_table import has_storage, window_of
 from autoac.tape.torch_facts.streams import has_streams, hold_for_current_stream, streams_seen
@@ -144,9 +143,7 @@ class Region(RecordingMode):
 
         Raises:
             RuntimeError: torch does not allow saved-tensor hooks here.
-            UnsupportedTorch: torch behaves in another way than the runtime needs.
         """
-        check_torch()
         watch_sharding()
         watch_functions()
         self._compiled_unseen = not watch_compiled()

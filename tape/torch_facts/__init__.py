@@ -2,7 +2,7 @@
 
 import torch
 
-from autoac.tape.errors import OLDEST_TORCH, UnsupportedTorch
+from autoac.tape.errors import NEWEST_TORCH, OLDEST_TORCH, UnsupportedTorch
 
 
 def minor_version() -> tuple[int, int]:
@@ -11,12 +11,10 @@ def minor_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-if minor_version() < OLDEST_TORCH:
-    raise UnsupportedTorch(torch.__version__, "it is too old")
+if not OLDEST_TORCH <= minor_version() <= NEWEST_TORCH:
+    raise UnsupportedTorch(torch.__version__, "autoac uses private names of torch, and was tested with these")
 try:
     from autoac.tape.torch_facts import private as private
-except UnsupportedTorch:
-    raise
 except (AttributeError, ImportError) as error:
     raise UnsupportedTorch(
         torch.__version__, f"it lacks a private name that autoac reads ({error})"

@@ -1,14 +1,11 @@
 """List every private name of torch that the profiler and the client use, each with its reason.
 
-torch promises nothing about these names, so a new release of torch is checked against this file first.
-
-- The core: names that every planned step needs are looked up when this package is imported. If one is
-  missing, the import raises `UnsupportedTorch`. Names keep torch's spelling without the underscore.
-- `FEATURES`: names that one feature needs, with their spellings in the releases that are supported. If one
-  is missing, `UnsupportedTorch` names the feature as soon as it is used; the rest works.
+torch promises nothing about these names, so only the releases that the tests ran under are accepted
+(tape/torch_facts/__init__.py). Names keep torch's spelling without the underscore.
 
 Some are only looked up when they are called, because a build without CUDA lacks them, or because importing
-them loads a part of torch that the user may not need.
+them loads a part of torch that the user may not need. Those of torch.compile are in
+profiler/compiler/private_compiler.py.
 
 Private attributes are read where they are used, since a call would cost time for each op:
 
@@ -32,9 +29,8 @@ Private attributes are read where they are used, since a call would cost time fo
 from __future__ import annotations
 
 import ctypes
-import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pkgutil import resolve_name
 from typing import Any
@@ -49,175 +45,8 @@ from torch.autograd import function as _function
 from torch.autograd import grad_mode as _grad_mode
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree
+from torch.utils import checkpoint as _checkpoint
 from torch.utils import weak as _weak
-
-from autoac.tape.errors import COMPILED_SINCE, OLDEST_TORCH, UnsupportedTorch
-
-# Features that need names of their own, as error messages call them.
-CHECKPOINTS = "taking over the checkpoints of a model's own code"
-DROP_IN = "ac_client.checkpoint"
-SPLIT = "split_backward"
-FSDP = "fully_shard"
-SHARDED_OPS = "DTensor"
-DDP = "DistributedDataParallel"
-REPLICATE = "replicate"
-GROUPS = "a functional collective"
-FAKE_RANKS = "fake_ranks"
-MEETING = "a plan of several ranks"
-GPU = "a fake step of a GPU"
-COMPILED = "a compiled model"
-
-FEATURES: dict[str, tuple[str, ...]] = {
-    CHECKPOINTS: (
-        # What all callers of torch's checkpoint look up when they are called (own_checkpoints.py). The first
-        # is new in 2.14, where the second only calls it.
-        "torch.utils.checkpoint:_checkpoint_without_reentrant_generator_impl"
-        " torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
-        "torch.utils.checkpoint:CheckpointFunction",
-        "torch.utils.checkpoint:_checkpoint_debug_enabled",
-    ),
-    DROP_IN: (
-        "torch.utils.checkpoint:_checkpoint_debug_enabled",
-        "torch.utils.checkpoint:_allowed_determinism_checks_to_fns",
-        "torch.utils.checkpoint:_CachingTorchDispatchMode",
-        "torch.utils.checkpoint:_CachedTorchDispatchMode",
-    ),
-    SPLIT: (
-        # State of a thread that autograd takes along to the threads of its devices.
-        "torch._C:_stash_obj_in_tls",
-        "torch._C:_remove_obj_from_tls torch._C:_stash_obj_in_tls",  # 2.13; before it, None is stashed
-    ),
-    FSDP: (
-        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
-        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init",
-        "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
-        *(
-            f"torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.{name}"
-            for name in ("lazy_init", "unshard", "wait_for_unshard", "reshard", "pre_forward", "post_forward")
-        ),
-        *(
-            f"torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.{name}"
-            for name in ("is_unsharded",)
-        ),
-    ),
-    SHARDED_OPS: tuple(
-        f"torch.distributed.tensor._sharding_prop:ShardingPropagator{name}"
-        for name in ("", "._propagate_tensor_meta_non_cached", ".propagate_op_sharding_non_cached")
-    ),
-    REPLICATE: (
-        "torch.distributed._composable.contract:STATE_KEY",
-        "torch.distributed._composable.replicate:replicate.state",
-    ),
-    GROUPS: ("torch._C._distributed_c10d:_resolve_process_group", "torch.distributed:ProcessGroup.unbox"),
-    MEETING: (
-        "torch.distributed.distributed_c10d:_get_default_store",
-        "torch.distributed.distributed_c10d:_get_object_coll_device",  # on which a group communicates
-    ),
-    FAKE_RANKS: (
-        "torch.testing._internal.distributed.fake_pg:FakeStore",  # registers the backend "fake"
-        # Functional collectives and DTensor take every fake tensor for a traced one, and then run other ops.
-        "torch.distributed._functional_collectives:_are_we_tracing",
-        "torch.distributed._functional_collectives:AsyncCollectiveTensor",
-    ),
-    GPU: (
-        "torch._C:_dispatch_get_registrations_for_dispatch_key",  # lists of autocast
-        "torch.library:_scoped_library",  # kernels that last as long as a with-block
-        "torch:_from_functional_tensor",  # the fake tensor
-    ),
-    COMPILED: (
-        "torch._functorch._aot_autograd.graph_compile:aot_stage2_autograd",
-        "torch._functorch._aot_autograd.graph_compile:_apply_tensorify_python_scalars",
-        "torch._functorch._aot_autograd.schemas:SerializableAOTDispatchCompiler",
-        "torch._functorch._aot_autograd.utils:make_boxed_func",
-        "torch._functorch.compile_utils:fx_graph_cse",
-        "torch._functorch.config:cse",
-        "torch._functorch.config:donated_buffer",
-        "torch._functorch.config:joint_custom_pass",
-        "torch._functorch.partitioners:_extract_fwd_bwd_modules",
-        "torch._functorch.partitioners:get_default_op_list",
-        "torch._functorch.partitioners:min_cut_rematerialization_partition",
-        "torch._dynamo.eval_frame:_callback_from_stance",
-        "torch._dynamo.eval_frame:OptimizedModule",
-        "torch._dynamo.convert_frame:input_codes.seen",
-        "torch._dynamo.backends.debugging:boxed_nop",
-        "torch._dynamo.config:suppress_errors",
-        "torch._dynamo.config:use_lazy_graph_module",
-        "torch._dynamo.compiled_autograd:_disable",
-        "torch._inductor.output_code:CompiledFxGraph",
-        "torch._dynamo.utils:preserve_rng_state",
-        "torch._dynamo.utils:_disable_saved_tensors_hooks_during_tracing",
-        "torch._C._dynamo.eval_frame:_debug_get_cache_entry_list",
-        "torch._C._dynamo.eval_frame:reset_code",
-        "torch._guards:TracingContext.try_get",
-        "torch._guards:CompileContext.try_get",
-        "torch._guards:tracing",
-        "torch._guards:compile_context",
-        "torch._decomp.decompositions_for_rng:PhiloxStateTracker",
-        "torch._dispatch.python:enable_python_dispatcher",
-        "torch._prims.rng_prims:run_and_save_rng_state",
-        "torch._prims.rng_prims:run_with_rng_state",
-        "torch.fx._lazy_graph_module:_use_lazy_graph_module",
-        "torch.fx._lazy_graph_module:_make_graph_module",
-        "torch.fx.experimental.symbolic_shapes:optimization_hint",
-        "torch.utils._sympy.symbol:SymT.FLOAT",
-        "torch.utils._sympy.symbol:symbol_is_type",
-    ),
-}
-"""Names that one feature needs: `module:name`, of which a blank separates spellings, the newest first."""
-
-
-def find(feature: str, *spellings: str) -> Any:
-    """Return what torch has under the first of some spellings that it knows.
-
-    Raises:
-        UnsupportedTorch: it knows none.
-    """
-    for spelling in spellings:
-        try:
-            return resolve_name(spelling)
-        except (AttributeError, ImportError):
-            continue
-    raise lacks(feature, " or ".join(spellings))
-
-
-def lacks(feature: str, names: str) -> UnsupportedTorch:
-    """Return the error about names that torch does not have, and a feature needs."""
-    return UnsupportedTorch(
-        torch.__version__,
-        f"it lacks {names.replace(':', '.')}",
-        feature,
-        oldest=COMPILED_SINCE if feature == COMPILED else OLDEST_TORCH,
-    )
-
-
-@functools.cache
-def require(feature: str) -> tuple[Any, ...]:
-    """Return the names of a feature, in the order of `FEATURES`. Imports what has them.
-
-    Raises:
-        UnsupportedTorch: torch lacks one of them.
-    """
-    return tuple(find(feature, *names.split()) for names in FEATURES[feature])
-
-
-def require_attributes(feature: str, owner: Any, names: Iterable[str]) -> None:
-    """Check that an object of torch has the attributes that a feature reads, once for each class.
-
-    Raises:
-        UnsupportedTorch: it lacks one.
-    """
-    kind = type(owner)
-    if kind in _checked:
-        return
-    for name in names:
-        if not hasattr(owner, name):
-            raise lacks(feature, f"{kind.__module__}.{kind.__qualname__}.{name}")
-    _checked.add(kind)
-
-
-_checked: set[type] = set()  # classes of torch
-
 
 # Ops, and the containers of their arguments.
 OpOverload = _ops.OpOverload  # what a dispatch mode is called with
@@ -375,7 +204,7 @@ STEP_HOOKS_OF_ALL_OPTIMIZERS: tuple[dict[int, Any], ...] = (
 )
 
 
-# State of a thread that autograd takes along to the threads of its devices. SPLIT has what writes it.
+# State of a thread that autograd takes along to the threads of its devices.
 is_key_in_tls = _C._is_key_in_tls
 get_from_tls = _C._get_obj_in_tls
 
@@ -384,34 +213,22 @@ def stash_in_tls(key: str, value: Any) -> None:
     """Put a value into the state of this thread."""
     if torch.__version__.startswith("2.11."):  # takes a reference that it does not count
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    require(SPLIT)[0](key, value)
+    _C._stash_obj_in_tls(key, value)
 
 
 def remove_from_tls(key: str) -> None:
     """Remove a value from the state of this thread; up to torch 2.12, leave None in its place."""
-    stash, remove = require(SPLIT)
-    if remove is stash:
+    remove = getattr(_C, "_remove_obj_from_tls", None)
+    if remove is None:
         stash_in_tls(key, None)
     else:
         remove(key)
 
 
-def registrations_for_dispatch_key(key: str) -> list[str]:
-    """Return the ops that have a kernel for a dispatch key."""
-    ops: list[str] = require(GPU)[0](key)
-    return ops
-
-
-def scoped_library(*args: Any) -> AbstractContextManager[Any]:
-    """Return a library whose kernels last as long as a with-block."""
-    library: AbstractContextManager[Any] = require(GPU)[1](*args)
-    return library
-
-
-def from_functional_tensor(tensor: Any) -> Any:
-    """Return the fake tensor that a functional tensor wraps."""
-    return require(GPU)[2](tensor)
-
+# Fake steps of a GPU.
+registrations_for_dispatch_key: Callable[[str], list[str]] = _C._dispatch_get_registrations_for_dispatch_key
+scoped_library: Callable[..., AbstractContextManager[Any]] = torch.library._scoped_library  # for a with-block
+from_functional_tensor: Callable[[Any], Any] = torch._from_functional_tensor  # the fake tensor that it wraps
 
 # Flags of the process by which kernels are chosen: the public accessors are slow, or check and warn.
 get_deterministic_algorithms = _C._get_deterministic_algorithms
@@ -438,30 +255,28 @@ begin_range: Callable[[str], Any] = _autograd._record_function_with_args_enter  
 end_range: Callable[[Any], None] = _autograd._record_function_with_args_exit
 record_ranges: Callable[[bool], None] = _autograd._enable_record_function  # that begin on this thread
 
-# torch.utils.checkpoint: the module that imports the generator by name (own_checkpoints.py).
-COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
-
-
-def checkpoint_names() -> tuple[str, str]:
-    """Return the names under which torch's checkpoint looks up its generator and its autograd Function."""
-    generator, function, _ = require(CHECKPOINTS)
-    return generator.__name__, function.__name__
+# torch.utils.checkpoint. All its callers look up the generator when they are called (own_checkpoints.py), up
+# to torch 2.13 by the second name.
+checkpoint_generator: Any = getattr(_checkpoint, "_checkpoint_without_reentrant_generator_impl", None) or (
+    _checkpoint._checkpoint_without_reentrant_generator
+)
+COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"  # imports it by name
 
 
 def checkpoint_debugs(debug: bool) -> bool:
     """Return True if a checkpoint called with `debug` records its ops for error messages."""
-    enabled = find(DROP_IN, FEATURES[DROP_IN][0])
+    enabled = _checkpoint._checkpoint_debug_enabled
     return debug if enabled is None else enabled
 
 
 def determinism_checks() -> list[str]:
     """Return the values of `determinism_check` that torch's checkpoint accepts."""
-    return list(require(DROP_IN)[1])
+    return list(_checkpoint._allowed_determinism_checks_to_fns)
 
 
 def selective_context_classes() -> tuple[Any, Any]:
     """Return the classes of the two contexts that `create_selective_checkpoint_contexts` makes."""
-    return require(DROP_IN)[2:]
+    return _checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode
 
 
 # Dynamo: imports none of its Python, which takes seconds.
@@ -476,7 +291,7 @@ FRAME_TRACED = _C._dynamo.eval_frame._FrameAction.DEFAULT
 def compiled_autograd_off() -> AbstractContextManager[None]:
     """Run backward in eager mode, even where compiled autograd is active, which would trace it."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return nullcontext() if module is None else find(COMPILED, f"{module.__name__}:_disable")()
+    return nullcontext() if module is None else module._disable()
 
 
 def clear_cublas_workspaces() -> None:
@@ -492,12 +307,12 @@ def sleep_of(device: torch.device) -> Callable[[int], None] | None:
 def optimized_module_class() -> type[nn.Module] | None:
     """Return the class of what `torch.compile(module)` returns; None if nothing has loaded Dynamo yet."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return None if dynamo is None else find(COMPILED, f"{dynamo.__name__}:OptimizedModule")
+    return None if dynamo is None else dynamo.OptimizedModule
 
 
 def compiled_graph_class() -> Any:
     """Return the class of Inductor's compiled code, which has no hook around its calls. Imports Inductor."""
-    return find(COMPILED, "torch._inductor.output_code:CompiledFxGraph")
+    return resolve_name("torch._inductor.output_code:CompiledFxGraph")
 
 
 def graph_of_function(cls: Any) -> Any:
@@ -507,67 +322,53 @@ def graph_of_function(cls: Any) -> Any:
 
 def process_group_named(name: str) -> Any:
     """Return the process group that functional collectives know by `name`; None if there is none."""
-    resolve, _ = require(GROUPS)
     try:
-        return resolve(name)
+        return resolve_name("torch._C._distributed_c10d:_resolve_process_group")(name)
     except (LookupError, RuntimeError, ValueError):
         return None
 
 
 def unboxed_group(boxed: Any) -> Any:
     """Return the process group in a `ScriptObject`."""
-    return require(GROUPS)[1](boxed)
+    return resolve_name("torch.distributed:ProcessGroup.unbox")(boxed)
 
 
 def replicate_states(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """Return the modules in `model` that `replicate` was called on, each with its state there."""
     if "torch.distributed._composable.replicate" not in sys.modules:
         return []
-    key, state_of = require(REPLICATE)
+    key = resolve_name("torch.distributed._composable.contract:STATE_KEY")
+    state_of = resolve_name("torch.distributed._composable.replicate:replicate.state")
     contracted = [module for module in model.modules() if key in module.__dict__]
     states = ((module, state_of(module)) for module in contracted)
-    replicated = [(module, state) for module, state in states if state is not None]
-    for _, state in replicated:
-        require_attributes(REPLICATE, state, ("_no_sync", "_init_args", "_init_kwargs", "lazy_init"))
-    return replicated
+    return [(module, state) for module, state in states if state is not None]
 
 
 def fsdp_param_group_class() -> Any:
     """Return the class that gathers, frees and reduces the parameters of an FSDP unit. Imports FSDP."""
-    return find(FSDP, "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup")
-
-
-def fsdp_state_class() -> Any:
-    """Return the class of the state of an FSDP unit. Imports FSDP."""
-    return require(FSDP)[0]
+    return resolve_name("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup")
 
 
 def sharding_propagator() -> Any:
     """Return the class that finds out how an op on DTensors shards its outputs. Imports DTensor."""
-    return require(SHARDED_OPS)[0]
+    return resolve_name("torch.distributed.tensor._sharding_prop:ShardingPropagator")
 
 
-def _check_attributes() -> None:
-    """Read the private attributes that are listed above.
-
-    Raises:
-        AttributeError: torch has one of them no more.
-    """
-    for owner, names in (
-        (torch.Tensor, "_version _base _is_view _is_zerotensor _post_accumulate_grad_hooks"),
-        (torch.UntypedStorage, "_cdata"),
-        (torch.ops.aten.mm.default, "_schema _op _op_dk _overloadpacket _uncache_dispatch"),
-        (torch.ScriptObject, "_type"),
-        (nn.parallel.DistributedDataParallel, "_get_active_ddp_module"),
-        (nn.Identity(), "_parameters _modules _backward_hooks _backward_pre_hooks _compiled_call_impl"),
-        # What the functions of this file read.
-        (_C, "_get_dispatch_mode _TorchDispatchModeKey _accelerator_getStream _get_privateuse1_backend_name"),
-        (_C, "_dispatch_has_kernel_for_dispatch_key _dispatch_kernel_for_dispatch_key_is_fallthrough"),
-        (_functorch, "peek_interpreter_stack pop_dynamic_layer_stack push_dynamic_layer_stack"),
-        (_forward_ad, "_current_level"),
-    ):
-        for name in names.split():
-            getattr(owner, name)
+def default_store() -> Any:
+    """Return the store of the job, by which ranks find each other."""
+    return resolve_name("torch.distributed.distributed_c10d:_get_default_store")()
 
 
-_check_attributes()
+def device_of_group(group: Any) -> torch.device:
+    """Return the device on which a process group communicates."""
+    return torch.device(resolve_name("torch.distributed.distributed_c10d:_get_object_coll_device")(group))
+
+
+def fake_store() -> Any:
+    """Return a store for the process group that sends nothing. Its module registers the backend "fake"."""
+    return resolve_name("torch.testing._internal.distributed.fake_pg:FakeStore")()
+
+
+def functional_collectives() -> Any:
+    """Return the module of functional collectives."""
+    return resolve_name("torch.distributed._functional_collectives")

@@ -31,7 +31,7 @@ from autoac.tape.torch_facts import private
 from autoac.tape.unseen.ambient_state import AmbientState
 
 by_name = torchs.checkpoint  # as libraries import it
-NAMES = private.checkpoint_names()
+NAMES = private.checkpoint_generator.__name__, "CheckpointFunction"
 GENERATOR, FUNCTION = (getattr(torchs, name) for name in NAMES)
 ENTER = torch.autograd.graph.saved_tensors_hooks.__enter__
 

@@ -433,7 +433,7 @@ def test_ranks_communicate_over_the_device_of_their_model(
     talks_over: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over the current one, which is every rank's first GPU if nobody set it, NCCL refuses to."""
-    monkeypatch.setattr(private, "require", lambda feature: (None, lambda group: talks_over))
+    monkeypatch.setattr(private, "device_of_group", lambda group: torch.device(talks_over))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda group: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
