@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PIN := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast test-torch test-oldest nightly check check-install check-resolve schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-ranks bench-placements bench-block-bounds bench-random-plans bench-offload bench-predictions bench-fit bench-splitting clean
+.PHONY: setup demo test test-fast test-torch test-oldest nightly check check-install check-resolve schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-observed bench-compiled bench-profile bench-streams bench-moves bench-loops bench-below-minimum bench-nested bench-use-groups bench-unseen bench-collectives bench-ranks bench-placements bench-block-bounds bench-random-plans bench-offload bench-predictions bench-fit bench-splitting clean
 
 setup: $(READY)
 
@@ -133,6 +133,13 @@ bench-streams: $(READY)
 # 1,000 random programs that move outputs to the host, on the stand-in: some minutes.
 bench-moves: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m standin.worst_timing moves
+
+# 1,000 random training loops on the stand-in and 300 on a CPU, then the written ones and pipelines: hours.
+bench-loops: $(READY)
+	$(BIN)/python -m benchmarks.loops --random 1000 --on standin
+	$(BIN)/python -m benchmarks.loops --random 300
+	$(BIN)/python -m benchmarks.loops --on standin
+	$(BIN)/python -m benchmarks.loops --pipelines
 
 # Six models below the smallest peak of recompute alone, between two arenas of a CPU and on the stand-in.
 bench-below-minimum: $(READY)

@@ -697,3 +697,194 @@ def a_step_raises(env: Env) -> None:
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+# --- loops whose form changes, and models that share a device (tests/client/planning/test_training_loops.py)
+
+
+def each_step(
+    env: Env, model: nn.Module, train: Callable[[int], None], optimizer: Any = None, *, zeroes: bool = True
+) -> None:
+    """Run `train` in each step, then the optimizer; the model is planned, unless an optimizer is passed."""
+    optimizer = optimizer or planned(env, model)
+    for i in env.steps():
+        with env.step():
+            train(i)
+            optimizer.step()
+            if zeroes:
+                optimizer.zero_grad()
+
+
+def loss_of(env: Env, model: nn.Module, seed: int) -> Tensor:
+    x, y = rows(env, seed)
+    return F.cross_entropy(model(x), y)
+
+
+@loop
+def forwards_pair_later(env: Env) -> None:
+    model = mlp(drop=0.1)
+    each_step(
+        env,
+        model,
+        lambda i: torch.autograd.backward([loss_of(env, model, 2 * i + n) for n in range(1 + (i > 1))]),
+    )
+
+
+@loop
+def pairs_and_single_forwards_take_turns(env: Env) -> None:
+    model = mlp()
+
+    def train(i: int) -> None:
+        torch.autograd.backward([loss_of(env, model, 3 * i + n) for n in range(2)])
+        loss_of(env, model, 3 * i + 2).backward()
+
+    each_step(env, model, train)
+
+
+@loop
+def large_loss_later(env: Env) -> None:
+    model = mlp(out=WIDTH)
+    head = torch.randn(WIDTH, 2048, device=env.device)
+
+    def train(i: int) -> None:
+        x, y = rows(env, i)
+        out = model(x)
+        (F.cross_entropy(out @ head, y) if i > 1 else out.square().mean()).backward()
+
+    each_step(env, model, train)
+
+
+def twice(env: Env, begins: int) -> None:
+    """Retain the graph from the step `begins` on."""
+    model = mlp()
+
+    def train(i: int) -> None:
+        loss = loss_of(env, model, i)
+        if i >= begins:
+            loss.backward(retain_graph=True)
+        loss.backward()
+
+    each_step(env, model, train)
+
+
+@loop
+def retained_graph(env: Env) -> None:
+    twice(env, 0)
+
+
+@loop
+def retained_graph_later(env: Env) -> None:
+    twice(env, 2)
+
+
+@loop
+def optimizer_steps_later(env: Env) -> None:
+    model = mlp()
+    optimizer = planned(env, model)
+    for i in env.steps():
+        with env.step():
+            loss_of(env, model, i).backward()
+            if i > 1:
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
+def gradients_are_never_zeroed(env: Env) -> None:
+    model = mlp()
+    each_step(env, model, lambda i: loss_of(env, model, i).backward(), zeroes=False)
+
+
+@loop
+def zeroes_between_forward_and_backward_at_first(env: Env) -> None:
+    model = mlp()
+    optimizer = planned(env, model)
+    for i in env.steps():
+        with env.step():
+            loss = loss_of(env, model, i)
+            if i < 3:
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+@loop
+def another_dtype_later(env: Env) -> None:
+    model = mlp()
+    optimizer = planned(env, model)
+    for i in env.steps():
+        if i == 2:
+            model.double()
+            optimizer.state.clear()
+        with env.step():
+            x, y = rows(env, i)
+            F.cross_entropy(model(x.to(next(model.parameters()).dtype)), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
+def layers_skipped_at_first(env: Env) -> None:
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.every = mlp(6), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            for n, layer in enumerate(self.layers):
+                x = layer(x) if self.every or n % 2 == 0 else x
+            return x
+
+    whole = Skipping()
+
+    def step(i: int) -> None:
+        whole.every = i > 1
+        loss_of(env, whole, i).backward()
+
+    each_step(env, whole, step)
+
+
+@loop
+def outputs_held_later(env: Env) -> None:
+    model = LanguageModel()
+
+    def train(i: int) -> None:
+        ids = tokens(env, i)
+        if i < 2:
+            model(ids, labels=ids)["loss"].backward()
+        else:
+            out = model(ids, labels=ids)
+            out["loss"].backward()
+
+    each_step(env, model, train)
+
+
+@loop
+def meta_learning(env: Env) -> None:
+    model = mlp(2)
+
+    def train(i: int) -> None:
+        weights: dict[str, Tensor] = dict(model.named_parameters())
+        x, y = rows(env, i)
+        for _ in range(2):
+            loss = F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y)
+            made = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+            weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), made, strict=True)}
+        F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y).backward()
+
+    each_step(env, model, train)
+
+
+@loop
+def encoder_and_decoder(env: Env) -> None:
+    models = [mlp(3, WIDTH).to(env.device), mlp(3).to(env.device)]
+    optimizer = AdamW([p for model in models for p in model.parameters()])
+    for model in models:
+        env.plan(model)
+        env.keep(model)
+
+    def train(i: int) -> None:
+        x, y = rows(env, i)
+        F.cross_entropy(models[1](models[0](x)), y).backward()
+
+    each_step(env, models[0], train, optimizer)
