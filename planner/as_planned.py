@@ -13,6 +13,7 @@ from autoac.planner.plan import Plan, moving, plan_of
 from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.graph import Graph, Moment, OpId
 from autoac.planner.problem.moves import Link, Move, triggers, with_moves
+from autoac.planner.problem.passes import with_passes
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.problem.use_groups import with_use_groups
 from autoac.planner.solver.highs import Stopped
@@ -57,7 +58,7 @@ def carried(policy: Policy, profile: Profile) -> Plan:
         for key, latest in policy.use_groups.items()
         if key in position and all(name in position for name in latest)
     }
-    graph = with_use_groups(graph, groups)
+    graph = with_passes(with_use_groups(graph, groups))
     moves = _moves_of(policy, graph)
     rates = profile.link
     link = Link(math.inf, math.inf, 0.0, 0) if rates is None else Link.of(rates, 0)

@@ -438,7 +438,7 @@ def decided(profile: Profile, graph: Graph, save_set: SaveSet, moves: Sequence[M
     key_of = dict(zip(ops, profile.keys(), strict=True))
     fates = decisions(profile, frozenset(i for i, op in enumerate(key_of) if op in save_set))
     use_groups = {}
-    for row in graph.runs:
+    for row in () if graph.by_pass else graph.runs:
         if row[0] not in save_set:
             use_groups[key_of[row[0]]] = tuple(key_of[OpId(graph.ops[run].latest_use)] for run in row)
             if len(row) > 1:

@@ -141,8 +141,7 @@ def observe(
         step = _observed(subject, device, leave_checkpoints=not take_over_checkpoints)
         if step.needs_checkpoints:
             step = _observed(subject, device, needs_checkpoints=True)
-    found = step.profile(model, optimizer, times).with_dropped_outputs(loop.drops)
-    return found.with_retained_graph() if loop.retains else found
+    return step.profile(model, optimizer, times).with_dropped_outputs(loop.drops)
 
 
 def _observed(

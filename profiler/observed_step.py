@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -77,6 +78,7 @@ class _Latest(threading.local):
 
 
 _latest = _Latest()
+HELD = 0.03  # of what forwards saved: if backward leaves less, the graph is taken to be over
 _recorded: list[weakref.ref[ObservedStep]] = []  # whose record has begun, the latest last
 
 
@@ -106,8 +108,8 @@ class ObservedStep:
     Attributes:
         model: that runs the step.
         thread: that runs its forwards.
-        recording: True from the first forward until the end of the first backward through the step.
-        retains: the first backward through the step has retained its graph.
+        recording: True from the first forward until a backward through the step has freed its graph, or the
+            next step begins.
         groups: in the collectives of the latest forward.
         needs_checkpoints: the model does, and some ran as plain calls: the step has no profile.
         holds_gradients: gradients of the step before exist as backward begins.
@@ -133,7 +135,6 @@ class ObservedStep:
         self.recording = False
         self.needs_checkpoints = False
         self.holds_gradients = False
-        self.retains = False
         self.groups: Any = None
         static = static_bytes(model, args, kwargs, 0, device, accumulates=self._accumulates)
         # Shards that a forward before, as of an evaluation, has left gathered. Other steps gather them again.
@@ -165,11 +166,14 @@ class ObservedStep:
             checkpoints_left_alone(needed=True) if leave_checkpoints or needs_checkpoints else nullcontext()
         )
         self._unplanned = dict.fromkeys([NEEDED] if needs_checkpoints else ())
-        self._begin = self._end = self._last = -1  # marks of backward
+        self._begin = self._end = self._last = -1  # marks of all passes of backward
+        self._pass = -1  # mark at which the pass that runs began; -1: none runs
+        self._pass_ends: list[int] = []  # marks
         self._freed = -1  # mark after which the workspaces are free
         self._untraced = ExitStack()  # what ends with the backward that runs
         self._was_recorded = False  # at first
         self._reached = False  # backward has, an output of the step
+        self._reaches = False  # the pass that runs has
         self._kept_nbytes = 0  # of the tensors that backward starts from
         self._seeds: set[int] = set()  # addresses of the gradients that backward starts with
         self._leaves: list[weakref.ref[Tensor]] = []  # that forward made, and that get gradients
@@ -190,11 +194,11 @@ class ObservedStep:
     @property
     def in_backward(self) -> bool:
         """Return True while a backward runs."""
-        return self._begin >= 0 and not self.has_backward
+        return self._pass >= 0
 
     @property
     def has_backward(self) -> bool:
-        """Return True if a backward through the step has ended."""
+        """Return True if a backward through the step has ended, perhaps one of several."""
         return self._end >= 0
 
     @property
@@ -327,9 +331,7 @@ class ObservedStep:
         """
         if self._others_follow and not self._reached:  # so far, backward was that of the other models
             self._tape.hidden.append((self._begin, self._allocations.mark()))
-        self._reached = True
-        if not self.has_backward:
-            self.retains = private.current_graph_task_keeps_graph() and not torch.is_grad_enabled()
+        self._reached = self._reaches = True
         self._outside = max(self._outside, outside_nbytes)
 
     def outside_nbytes(self, profile: Profile) -> int:
@@ -345,7 +347,10 @@ class ObservedStep:
     def begin_backward(self) -> None:
         """Note that backward begins. Calls of it are noted without this."""
         self._tape.held.look()
-        self._begin = self._allocations.mark()
+        self._pass, self._reaches = self._allocations.mark(), False
+        if self.has_backward:
+            return
+        self._begin = self._pass
         model = self.model() if self._gradient_nbytes else None
         self.holds_gradients = model is not None and any(
             gradient_of(parameter) is not None for parameter in parameters_of(model)
@@ -358,20 +363,23 @@ class ObservedStep:
         self._calls.close()
 
     def end_backward(self) -> None:
-        """Note that the first backward through the step is over; later ones are not recorded."""
+        """Note that a backward through the step is over."""
         self.take_in()
         note_moving_buffers(self._tape)
         self._tape.held.look()
-        self._tape.saved.closed = True
+        self._pass = -1
         self._end = self._allocations.mark()
+        self._pass_ends.append(self._end)
         leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         self._held = self._addresses(leaves), self._addresses(gradients)
 
     def end(self) -> None:
-        """End the record."""
+        """End the record, if it has not ended: the step is over, or a backward has freed its graph."""
+        if not self.recording:
+            return
         compile_within(None)
-        self._last = self._allocations.mark()
+        self._tape.saved.closed = True
         self._calls.close()
         if free_workspaces(self._device):
             self._freed = self._allocations.mark()
@@ -384,10 +392,10 @@ class ObservedStep:
         if self.in_forward:
             return
         self.begin_backward()
-        self._seeds = set(self._addresses([one for one in gradients if one is not None]))
+        self._seeds.update(self._addresses([one for one in gradients if one is not None]))
         newest = self._tape.recorder.newest
         leaves = leaves_of([root for root in roots if isinstance(root, Tensor)])
-        self._leaves = [weakref.ref(leaf) for leaf in leaves if newest.get(leaf) is not None]
+        self._leaves += [weakref.ref(leaf) for leaf in leaves if newest.get(leaf) is not None]
 
     def _backward_returned(self, raised: bool) -> None:
         self._untraced.close()
@@ -396,14 +404,33 @@ class ObservedStep:
             return
         if raised:
             self.discard()  # it saw only a part of a backward
-        elif self._reached or self._tape.saved.first_task >= 0:
+        elif self._reaches or (not self.has_backward and self._tape.saved.first_task >= 0):
             with self._or_discard():
                 self.end_backward()
-                self.end()
+                self._last = self._allocations.mark()
+                if not self._holds_graph():
+                    self.end()
         else:
             if self._others_follow:
-                self._tape.hidden.append((self._begin, self._allocations.mark()))
-            self._begin = -1
+                self._tape.hidden.append((self._pass, self._allocations.mark()))
+            self._pass = -1
+            if not self.has_backward:
+                self._begin = -1
+
+    def _holds_graph(self) -> bool:
+        """Return True if a large part of what the reached forwards saved is held: more passes may follow."""
+        saved, record = self._tape.saved, self._tape.recorder.record
+        forward_of = [bisect_left(record.forward_ends, packed) for packed in saved.packed]
+        reached = {forward_of[event.saved] for event in saved.events if event.kind == "unpack"}
+        gone = {event.saved for event in saved.events if event.kind == "drop"}
+        held: dict[int, bool] = {}  # by storage
+        for h, version in enumerate(saved.versions):
+            if forward_of[h] in reached:
+                storage = record.versions[version].storage
+                held[storage] = held.get(storage, False) or h not in gone
+        nbytes = [record.storages[storage].nbytes for storage in held]
+        still = sum(n for n, is_held in zip(nbytes, held.values(), strict=True) if is_held)
+        return still > HELD * sum(nbytes)
 
     def discard(self) -> None:
         """Record no more, and forget the step."""
@@ -463,15 +490,15 @@ class ObservedStep:
                 ends = note_leaves(leaves_of(roots))
             self.begin_backward()
             self.unwatch_calls()
-            retains = subject.loop.retains
             with compiled_autograd_off(), torch.autocast(self._device.type, enabled=False):
                 seeds = [torch.ones_like(root) for root in roots]
                 self._allocations.backward_runs(True)
-                torch.autograd.backward(roots, seeds, retains, inputs=ends)
+                torch.autograd.backward(roots, seeds, inputs=ends)
                 self._allocations.backward_runs(False)
                 del seeds
             self.end_backward()
             del roots, ends
+            self._last = self._allocations.mark()
             self.end()
             del held
         finally:
@@ -495,6 +522,7 @@ class ObservedStep:
             self._begin,
             self._end,
             self._last,
+            self._pass_ends[:-1],
             freed_between(self._allocations, self._last, self._freed) if self._freed >= 0 else (),
             op_times=median_and_spread(in_step_us, signatures, replays),
             unplanned=tuple(self._unplanned),

@@ -55,7 +55,7 @@ def assemble(step: StepRecord, rounding: int, **head: Any) -> Profile:
         if version.previous < 0 and (output := blocks[version.storage]) is not None:
             outputs[version.op].append(output)
 
-    steps = _backward_steps(step, other)
+    steps, pass_ends = _backward_steps(step, other)
     ends = [following.begin for following in steps[1:]] + [at[step.backward_end]]
     end_marks = [following.begin_mark for following in steps[1:]] + [step.backward_end]
     moments = _Moments([at[op.begin_mark] for op in forward.ops], at[step.backward_begin], ends)
@@ -164,6 +164,7 @@ def assemble(step: StepRecord, rounding: int, **head: Any) -> Profile:
         reasons=tuple(reasons),
         forward_ends=tuple(forward.forward_ends) if len(forward.forward_ends) > 1 else (),
         link=None,
+        pass_ends=pass_ends,
         waiting_microbatches=0,
         loss_begins=end if (end := max(forward.forward_ends, default=0)) < len(forward.ops) else None,
     )
@@ -392,7 +393,7 @@ class _Event:
 
     position: int
     mark: int  # at or before `position`
-    kind: str  # "unpack", "unpin", "drop"
+    kind: str  # "unpack", "unpin", "drop", "pass"
     end: int = -1  # position at which an unpack ends
     saved: int = -1
     node: str = ""
@@ -400,7 +401,7 @@ class _Event:
 
 def _backward_events(step: StepRecord) -> list[_Event]:
     at = step.allocations.positions
-    events = []
+    events = [_Event(at[mark], mark, "pass") for mark in step.pass_ends]
     for event in step.saved.events:
         if not step.backward_begin <= event.mark <= step.backward_end:
             continue
@@ -413,16 +414,20 @@ def _backward_events(step: StepRecord) -> list[_Event]:
     return sorted(events, key=lambda event: (event.position, event.mark))
 
 
-def _backward_steps(step: StepRecord, other: _LiveBytes) -> list[_BackwardStep]:
+def _backward_steps(step: StepRecord, other: _LiveBytes) -> tuple[list[_BackwardStep], tuple[int, ...]]:
     """Cut backward into steps: in each, unpacks, then work, then frees of unpacked tensors, then drops.
 
     Autograd drops what it saved only after it has checked the node's gradients, which can allocate. Unpacked
     tensors are freed by then, so that work becomes a step of its own.
+
+    Returns:
+        The steps, and how many there are up to the end of each pass but the last.
     """
     at = step.allocations.positions
     begin, end = at[step.backward_begin], at[step.backward_end]
     current = _BackwardStep(begin, step.backward_begin)
     steps = [current]
+    pass_ends: list[int] = []
     closing = False  # the current step has freed or dropped something
     previous = begin
     mark = step.backward_begin  # the latest so far: a tensor of an early unpack may be freed late
@@ -447,12 +452,14 @@ def _backward_steps(step: StepRecord, other: _LiveBytes) -> list[_BackwardStep]:
         closing = True
         if event.kind == "drop":
             current.drops.append(event.saved)
+        elif event.kind == "pass":
+            pass_ends.append(len(steps))
         previous = event.position
     if other.changes_between(previous, end) and closing:
         steps.append(_BackwardStep(previous, step.backward_end, work=previous))
     elif current.work < 0:
         current.work = previous
-    return steps
+    return steps, tuple(dict.fromkeys(end for end in pass_ends if end < len(steps)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from ac_client.planning.plan_batch import (
     Observation,
     first_line,
     forwards_of,
+    passes_of,
 )
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.planning.ranks import (
@@ -143,6 +144,7 @@ class PolicyChooser:
     def _end_observation(self, observation: Observation, call: ModelCall) -> None:
         """Plan the step of `observation`, which is over; the caller holds the lock of the planner."""
         step = observation.step
+        step.end()
         if observation.meets and self.ranks is None and step.groups is not None:
             with self._giving_up():
                 self.ranks, unknown = ranks_of_collectives(step.groups, call.model)
@@ -186,6 +188,7 @@ class PolicyChooser:
         observation = self._planner.observation
         if observation is None or observation.meets or not observation.step.has_backward:
             return
+        observation.step.end()
         batch = tuple(tensor for ref in observation.batch if (tensor := ref()) is not None)
         errors = ProfilerError, PlannerError, RemoteError
         try:
@@ -211,12 +214,7 @@ class PolicyChooser:
                 self._store.current = observation.then(profile, call, observation)
                 return
             loop, profile = _as_shown(profile)
-            bucket, retained = None, profile.with_retained_graph() if observation.step.retains else None
-            if retained is not None:
-                with suppress(*NO_PLAN):  # its peak is an upper bound: one backward may be all there is
-                    bucket = self._plan(call, replace(loop, retains=True), retained, observation.shape)
-            if bucket is None:
-                bucket = self._plan(call, loop, profile, observation.shape, observed=True)
+            bucket = self._plan(call, loop, profile, observation.shape, observed=True)
             self._note(observation, bucket, profile)
             if buckets.single_policy is None:
                 buckets.remember(observation.key, bucket)
@@ -435,5 +433,5 @@ class PolicyChooser:
 
 def _as_shown(profile: Profile) -> tuple[Loop, Profile]:
     """Return the form of the loop that an observed step has shown, and the profile of a step in that loop."""
-    loop = Loop(forwards_of(profile), profile.droppable_outputs)
+    loop = Loop(forwards_of(profile), profile.droppable_outputs, passes_of(profile))
     return loop, profile.with_dropped_outputs(loop.drops)

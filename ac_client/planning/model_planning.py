@@ -33,7 +33,7 @@ from ac_client.planning.next_action import (
     next_action,
 )
 from ac_client.planning.options import ApplyOptions
-from ac_client.planning.plan_batch import BatchPlanner, Observation, first_line, forwards_of
+from ac_client.planning.plan_batch import BatchPlanner, Observation, first_line, forwards_of, passes_of
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError, Policy, PolicySet, Profile
@@ -235,9 +235,9 @@ class ModelPlanning:
         shape = call.shape
 
         def plan(found: Profile, following: ModelCall, observation: Observation) -> PlannedBucket:
-            terms = replace(action.terms, loop=replace(action.terms.loop, forwards=forwards_of(found)))
-            found = found.with_dropped_outputs(terms.loop.drops)
-            found = found.with_retained_graph() if terms.loop.retains else found
+            loop = replace(action.terms.loop, forwards=forwards_of(found), passes=passes_of(found))
+            terms = replace(action.terms, loop=loop)
+            found = found.with_dropped_outputs(loop.drops)
             again = replace(action, terms=terms)
             if action.if_freed is not None and not observation.step.holds_gradients:
                 again = replace(action, terms=action.if_freed, profiles=False)
@@ -248,7 +248,8 @@ class ModelPlanning:
             as_planned = (
                 terms.loop == planned and found.waiting_microbatches < bucket.planned_for.microbatches
             )
-            if terms.loop.forwards < planned.forwards or (action.row == "loop" and as_planned):
+            fewer = loop.forwards < planned.forwards or loop.passes < planned.passes
+            if fewer or (action.row == "loop" and as_planned):
                 return bucket  # the steps that have more forwards take turns with these
             if again.profiles:
                 self._plan_observed(bucket, again, following, found, shape)

@@ -357,9 +357,9 @@ def _last_step(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _loop(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Plan for the form of loop that the steps since have shown: more forwards, a graph that is retained.
+    """Plan for the form of loop that the steps since have shown: more forwards, more passes of backward.
 
-    Loops: one that begins to pair forwards (siamese) or to retain graphs after its first step.
+    Loops: one that begins to pair forwards (siamese), or has a second loss, after its first step.
     """
     if facts.loop is None:
         return None
@@ -416,20 +416,22 @@ def _graph_created(planned: PlannedFor, facts: StepFacts) -> Action | None:
     return Keep(warning)
 
 
-def _graph_retained(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Plan for a backward that frees nothing. Loops: several losses with one backward each."""
+def _passes(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Observe a step with more passes of backward than planned for. Loops: a second loss now and then."""
     backward = facts.backward
-    if backward is None or backward.creates_graph or not backward.retains_graph:
+    if backward is None or backward.creates_graph or planned.fits(1):
         return None
-    if planned.loop.retains or planned.fits(1):
+    if backward.passes <= planned.loop.passes:
         return None
     warning = _may_go_over(
         planned,
-        "a backward retains its graph (retain_graph=True) and frees nothing that forward saved",
+        f"{backward.passes} passes of backward go through one graph (retain_graph=True), and the plan is for "
+        f"{planned.loop.passes}",
         "one backward of the sum of the losses needs less",
         again=True,
     )
-    return PlanAgain(replace(planned, loop=replace(planned.loop, retains=True)), warning=warning)
+    loop = replace(planned.loop, passes=backward.passes)
+    return PlanAgain(replace(planned, loop=loop), warning=warning)
 
 
 def _outputs_held(planned: PlannedFor, facts: StepFacts) -> Action | None:
@@ -502,7 +504,7 @@ LOOP: dict[str, Row] = {
 }
 BACKWARD: dict[str, Row] = {
     "graph created": _graph_created,
-    "graph retained": _graph_retained,
+    "passes": _passes,
     "outputs held": _outputs_held,
     "gradients held": _gradients_held,
     "loss outside": _loss_outside,
@@ -516,8 +518,8 @@ def loop_in_words(loop: Loop) -> str:
     """Return what a training loop does, in words."""
     n = loop.forwards
     words = f"{n} forward{'s' if n > 1 else ''} before one backward"
-    if loop.retains:
-        words += " that retains its graph"
+    if loop.passes > 1:
+        words += f" of {loop.passes} passes"
     return words + (", and outputs that are dropped before it" if loop.drops else "")
 
 

@@ -507,6 +507,11 @@ def forwards_of(profile: Profile) -> int:
     return len(profile.forward_ends) or 1
 
 
+def passes_of(profile: Profile) -> int:
+    """Return how many passes of backward went through the forwards of a profile."""
+    return len(profile.pass_ends) + 1
+
+
 def _explain(error: PlannerError, profile: Profile, loop: Loop) -> None:
     """Say what the loop, or the model, could change so that a plan fits."""
     if drops := profile.droppable_outputs - loop.drops:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from autoac.planner.errors import MalformedPolicy, MalformedProfile, UnknownVersion
 from autoac.planner.units import printable
 
-VERSION: Final = 6  # of every format; a file of another version is made again
+VERSION: Final = 7  # of every format; a file of another version is made again
 
 MAX_INT = 2**53  # integers beyond this do not survive JSON readers that use doubles
 MAX_COMPLAINTS = 5

@@ -68,7 +68,7 @@ class Policy(FrozenModel):
     """The decisions of a plan, with its predictions, in the format that is stored, sent and carried out."""
 
     format: Literal["autoac.policy"] = FORMAT
-    version: Literal[6] = VERSION
+    version: Literal[7] = VERSION
     model: Title
     fingerprint: Name  # of the profile: the same model, shapes and kind of device
     profile_digest: Name

@@ -41,7 +41,7 @@ class PolicySet(FrozenModel):
     """The policies of one model by the shape of its batch, in the form that is stored and carried out."""
 
     format: Literal["autoac.policy-set"] = SET_FORMAT
-    version: Literal[6] = VERSION
+    version: Literal[7] = VERSION
     buckets: tuple[Bucket, ...]
 
     def bucket(self, shape: Shape) -> Bucket | None:

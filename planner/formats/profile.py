@@ -17,7 +17,6 @@ import json
 from collections import Counter
 from collections.abc import Collection, Sequence
 from enum import IntFlag
-from operator import add
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
@@ -266,7 +265,7 @@ class Profile(FrozenModel):
     """The record of one training step. The module docstring explains how to read the tables."""
 
     format: Literal["autoac.profile"] = FORMAT
-    version: Literal[6] = VERSION
+    version: Literal[7] = VERSION
     model: Title
     inputs: tuple[Name, ...]  # "int64[4, 128]", in the order of the arguments
     environment: Environment
@@ -290,6 +289,9 @@ class Profile(FrozenModel):
     notes: tuple[Name, ...]  # which numbers are estimates, and what the profiler could not record
     # If several forwards of the model run before one backward: the number of ops up to the end of each.
     forward_ends: tuple[Index, ...]
+    # If backward has several passes: the number of its steps up to the end of each pass but the last. A pass
+    # recomputes afresh. What the loop does between two passes is in the first steps of the later one.
+    pass_ends: tuple[Index, ...]
     waiting_microbatches: Count  # other forwards like this one, which wait for a backward of their own
     loss_begins: Index | None  # the first op of a loss that is not in the model's forward
 
@@ -317,12 +319,14 @@ class Profile(FrozenModel):
         within("backward.name", self.backward.name, len(self.nodes))
         within("backward.unpacks", self.backward.unpacks.items, len(self.saved))
         within("forward_ends", self.forward_ends, n + 1)
+        within("pass_ends", self.pass_ends, len(self.backward))
         within("temporaries.changes", self.temporaries.changes.items, len(self.temporaries))
         if (rows := len(self.temporaries.changes)) != end:
             raise ValueError(f"temporaries.changes must have a row for each of {end} moments, got {rows}")
         within("loss_begins", () if self.loss_begins is None else (self.loss_begins,), n)
-        if any(a > b for a, b in itertools.pairwise(self.forward_ends)):
-            raise ValueError("forward_ends must ascend")
+        for name, ends in (("forward_ends", self.forward_ends), ("pass_ends", self.pass_ends)):
+            if any(a > b for a, b in itertools.pairwise(ends)):
+                raise ValueError(f"{name} must ascend, got {ends}")
         for step, unpacks in enumerate(self.backward.unpacks.rows()):
             for saved in unpacks:
                 if self.saved.dropped[saved] <= n + step:
@@ -412,37 +416,6 @@ class Profile(FrozenModel):
         times = Counter(self.temporaries.changes.items)
         rows = self.temporaries.changes.rows()[len(self.ops) :]
         return [[block for block in row if times[block] == 1] for row in rows]
-
-    def with_retained_graph(self) -> Profile:
-        """Return the profile of the second of two backwards over one graph, which the first one retains.
-
-        All gradients are there as it begins. What it adds to a gradient is freed when the backward step is
-        over that makes it. It drops no saved tensor, as if a third one followed, so its peak is an upper
-        bound for both. A backward that gives gradients to other leaves than the recorded one is not derived.
-        """
-        n, end = len(self.ops), len(self.ops) + len(self.backward)
-        rows, made = self.temporaries.changes.rows(), self.blocks_that_outlive_backward()
-        nbytes = [sum(self.temporaries.nbytes[block] for block in row) for row in made]
-        total = sum(nbytes)
-        if total:
-            rows = [row + tuple(made[i - n]) if i >= n else row for i, row in enumerate(rows)]
-            rows[n - 1] += (len(self.temporaries),)  # all gradients
-        missing = [total - before for before in itertools.accumulate(nbytes[:-1], initial=0)]
-        backward = {
-            name: tuple(map(add, getattr(self.backward, name), missing))
-            for name in ("other_nbytes", "peak_nbytes")
-            if total
-        }
-        dropped = tuple(moment if moment <= n else end for moment in self.saved.dropped)
-        return self.model_copy(
-            update={
-                "backward": self.backward.model_copy(update=backward),
-                "saved": self.saved.model_copy(update={"dropped": dropped}),
-                "temporaries": Temporaries(
-                    nbytes=self.temporaries.nbytes + (total,) * (total > 0), changes=Ragged.of(rows)
-                ),
-            }
-        )
 
     def output_nbytes(self, positions: Collection[int]) -> int:
         """Return the bytes of the storages of the outputs at `positions`."""

@@ -33,6 +33,9 @@ h. *Compiled.* A compiled graph holds a saved version that only its own ops read
 i. *Use groups.* An op may be recomputed once for each group of its uses. Each of these runs is an op with
    outputs of its own, and rules c to g apply to it. NOTE [ Use groups ] in problem/use_groups.py says which
    uses are in which group. Forward runs the op once.
+j. *Passes.* Uses and cached versions belong to one pass of backward. If a step differentiates a graph several
+   times, each pass begins with nothing cached, and with a use for each saved tensor that autograd still
+   holds. problem/passes.py makes the runs of each pass.
 """
 
 from __future__ import annotations

@@ -135,6 +135,7 @@ def build(profile: Profile) -> Graph:
         static_bytes=profile.static.total,
         closing_bytes=profile.gradient_nbytes + profile.optimizer_workspace_nbytes,
         waiting_microbatches=profile.waiting_microbatches,
+        pass_ends=profile.pass_ends,
     )
     pinned = [OpId(i) for i, flags in enumerate(columns.flags) if flags & OpFlag.MUST_RECOMPUTE]
     return _with_must_recompute(graph, pinned) if pinned else graph

@@ -100,6 +100,17 @@ class SavedTensor:
     unpacked: tuple[StepId, ...]
     dropped: Moment  # first moment at which autograd no longer holds the tensor
     needed_until: Moment = Moment(0)  # of a backward inside of forward: the first moment after it; 0: none
+    of_pass: int = -1  # what tells the uses of a pass of backward from others (passes.py); -1: there is one
+
+    @property
+    def position(self) -> int:
+        """Return the position of its use, which says what run of an op serves it (use_groups.py)."""
+        return self.packed - 1 if self.of_pass < 0 else pass_position(self.of_pass)
+
+
+def pass_position(number: int) -> int:
+    """Return the position of all uses in a pass of backward. Those of later passes are smaller."""
+    return -2 - number
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +147,8 @@ class Graph:
         0  # other microbatches in flight; each holds what this one holds after forward
     )
     runs: tuple[tuple[OpId, ...], ...] = ()  # of each op with use groups; see use_groups.py
+    pass_ends: tuple[int, ...] = ()  # steps up to the end of each pass of backward but the last (passes.py)
+    by_pass: bool = False  # runs are of passes of backward: what one makes is gone before the next
     forward_ends: tuple[Moment, ...] = ()  # after each forward of the model; (): all ops are one forward
 
     @property

@@ -28,6 +28,8 @@ def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
     for first, *others in graph.runs:
         if first in result:
             result.update(others)
+        elif graph.by_pass:
+            result.difference_update(others)
     return _without_vain_keeps(graph, frozenset(result)) if graph.runs else frozenset(result)
 
 

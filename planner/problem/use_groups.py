@@ -58,20 +58,41 @@ def with_use_groups(graph: Graph, groups: UseGroups) -> Graph:
     Versions, storages, saved tensors and steps of `graph` keep their ids. Ops and moments move up by the runs
     that are inserted before them.
     """
-    if not groups:
-        return graph
+    return with_runs(graph, groups) if groups else graph
+
+
+def with_runs(graph: Graph, groups: Mapping[OpId, tuple[int, ...]]) -> Graph:
+    """Return `graph` with runs of these ops.
+
+    Args:
+        graph: without runs.
+        groups: by op, the position of the latest use that each run serves, the latest first. A negative
+            position is no op's: only saved tensors and runs that name it are there.
+    """
     new_id, moved = _with_room(graph, (len(groups.get(op.id, (op.id,))) for op in graph.ops))
     ops: list[Op] = []
     versions, storages = list(moved.versions), list(moved.storages)
+    rerun: dict[
+        tuple[VersionId, int], StorageVersion
+    ] = {}  # by version and position, what a later run writes
     for op in graph.ops:
-        latest = groups.get(op.id)
-        ops.append(replace(op, id=new_id[op.id], latest_use=-1 if latest is None else new_id[latest[0]]))
-        for k, position in enumerate((latest or ())[1:], start=2):
+        latest = [new_id[position] if position >= 0 else position for position in groups.get(op.id, (-1,))]
+        ops.append(replace(op, id=new_id[op.id], latest_use=latest[0]))
+        for k, position in enumerate(latest[1:], start=2):
             run, writes = OpId(len(ops)), []
             for w in op.writes:
-                writes.append(VersionId(len(versions)))
-                versions.append(StorageVersion(writes[-1], run, StorageId(len(storages)), None, (), ()))
-                storages.append(Storage(StorageId(len(storages)), graph.nbytes(w), Moment(0), (writes[-1],)))
+                over, previous = graph.versions[w].previous, None
+                if over is not None and (over, position) in rerun:  # it writes in place again
+                    written = rerun[over, position]
+                    storage, previous = storages[written.storage], written.id
+                else:
+                    storage = Storage(StorageId(len(storages)), graph.nbytes(w), Moment(0), ())
+                    storages.append(storage)
+                value = StorageVersion(VersionId(len(versions)), run, storage.id, previous, (), ())
+                storages[storage.id] = replace(storage, versions=(*storage.versions, value.id))
+                versions.append(value)
+                writes.append(value.id)
+                rerun[w, position] = value
             ops.append(
                 replace(
                     op,
@@ -83,7 +104,7 @@ def with_use_groups(graph: Graph, groups: UseGroups) -> Graph:
                     rerun_us=op.recompute_us,
                     extra_bytes=0,
                     must_recompute=False,
-                    latest_use=new_id[position],
+                    latest_use=position,
                 )
             )
     inserted = replace(
@@ -188,7 +209,7 @@ def _assigned(graph: Graph, serving: Sequence[Sequence[OpId]]) -> Graph:
     packed: dict[VersionId, list[SavedTensorId]] = {v: [] for v in original}
     for v in original:
         for h in graph.versions[v].saved_tensors:
-            now = version_at(v, saved_tensors[h].packed - 1)
+            now = version_at(v, saved_tensors[h].position)
             saved_tensors[h] = replace(saved_tensors[h], version=now)
             packed[now].append(h)
     for v, reading in readers.items():

@@ -261,7 +261,7 @@ def _add_use_group_rows(variables: Variables, table: RowTable) -> None:
             table.add([0, 0], np.array([variables.x_end(run), saved]), 1.0, 1)
             if windows.role[run] is Role.FREE:
                 kept = [int(variables.s_of_op[run]), int(variables.s_of_op[before]), variables.x_end(before)]
-                table.add([0] * 3, np.array(kept), [1.0, -1.0, -1.0], 0)
+                table.add([0] * 3, np.array(kept), [1.0, -1.0, 0.0 if variables.graph.by_pass else -1.0], 0)
             before = run
         for run in (first, *others):
             is_for_readers = windows.first_needed[run] == NEVER and not windows.may_not_run[run]

@@ -29,6 +29,7 @@ class StepRecord:
     backward_begin: int  # mark
     graph_end: int  # mark: backward is over, and the graph ends
     backward_end: int  # mark
+    pass_ends: Sequence[int] = ()  # marks: where each pass of backward but the last is over
     workspaces: Sequence[AllocatedBlock] = ()  # allocated in this step, and there in the whole of the next
     op_times: Mapping[Hashable, OpTime] = field(default_factory=dict)  # by signature
     unplanned: Sequence[str] = ()  # messages on what decides itself what autograd holds

@@ -20,7 +20,7 @@ class Loop:
 
     forwards: int = 1  # that run before one backward, which covers all of them
     drops: frozenset[int] = frozenset()  # outputs not held until backward, by position among all
-    retains: bool = False  # backward frees nothing that forward saved (`retain_graph=True`)
+    passes: int = 1  # of backward, through the same graph (`retain_graph=True`)
 
 
 ONE_FORWARD = Loop()

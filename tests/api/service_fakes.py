@@ -75,6 +75,7 @@ def chain_profile(*sizes: int, model: str = "Chain") -> Profile:
         link=None,
         notes=(),
         forward_ends=(),
+        pass_ends=(),
         waiting_microbatches=0,
         loss_begins=None,
         outputs=Outputs(position=(), storage=(), released=()),

@@ -133,7 +133,7 @@ def test_random_bytes_are_refused(serve: Serve, body: str) -> None:
 def test_ten_million_ops_are_refused_without_using_memory(http: TestClient) -> None:
     numbers = random.Random(0)
     rows = b"".join(b"%d," % numbers.getrandbits(32) + b"0," * 99 for _ in range(100_000))
-    ops = b'{"profile": {"format": "autoac.profile", "version": 6, "ops": {"flops": [' + rows
+    ops = b'{"profile": {"format": "autoac.profile", "version": 7, "ops": {"flops": [' + rows
     body = zstandard.compress(ops + b"0]}}, " + b'"budget_gb": 1}')
     assert len(body) < MIB
     _forget_peak()

@@ -133,8 +133,8 @@ def test_other_planner_errors_are_raised_as_such(in_app: Transport, profile: Pro
     [
         ({"type": "unknown-version", "format": "autoac.profile", "known": 0}, "version 0.*on the service"),
         (
-            {"type": "unknown-version", "format": "autoac.profile", "known": 7},
-            "version 7.*upgrade autoac here",
+            {"type": "unknown-version", "format": "autoac.profile", "known": 8},
+            "version 8.*upgrade autoac here",
         ),
         ({"type": "malformed-profile", "detail": "ops.new: extra"}, "ops.new: extra.*the same release"),
     ],
@@ -148,9 +148,9 @@ def test_service_of_another_release_is_planned_around(
 
 
 def test_service_refuses_a_version_that_it_does_not_read(in_app: Transport, profile: Profile) -> None:
-    newer = profile.model_copy(update={"version": 7})
+    newer = profile.model_copy(update={"version": 8})
     with pytest.raises(
-        ServiceUnavailable, match=r"reads version 6 .* writes version 7: upgrade .* on the service"
+        ServiceUnavailable, match=r"reads version 7 .* writes version 8: upgrade .* on the service"
     ):
         ask(newer, in_app())
 

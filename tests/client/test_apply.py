@@ -88,7 +88,7 @@ def test_file_without_a_policy_is_refused_by_name(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00 weights")
     with pytest.raises(MalformedPolicy, match=r"policy\.json: not a valid policy: not JSON"):
         ac_client.apply(new_model(), policy=path)
-    path.write_text('{"format": "autoac.profile", "version": 6}')
+    path.write_text('{"format": "autoac.profile", "version": 7}')
     with pytest.raises(MalformedPolicy, match=r"policy\.json: not a valid policy: .* got a profile"):
         ac_client.apply(new_model(), policy=path)
 

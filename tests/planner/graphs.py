@@ -165,6 +165,7 @@ class Tape:
             link=None,
             notes=(),
             forward_ends=(),
+            pass_ends=(),
             waiting_microbatches=0,
             loss_begins=None,
             outputs=Outputs(position=(), storage=(), released=()),

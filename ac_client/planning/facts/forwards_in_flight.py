@@ -34,15 +34,19 @@ from autoac.tape.torch_facts.storage_table import has_storage
 class BackwardFacts(NamedTuple):
     """Facts about a backward at the moment at which it reaches the graph of a forward. Sizes are in bytes."""
 
-    first: bool = True  # False: an earlier backward was there, and retained what it used
+    passes: int = 1  # of backward that have reached the forward, this one included
     creates_graph: bool = False  # it does, or an earlier one did
-    retains_graph: bool = False  # known on the caller's thread, or if it is not the first
     dropped: frozenset[int] = frozenset()  # outputs that the loop has let go of, by position among all
     dropped_nbytes: int = 0  # of these, without what backward starts from
     nbytes_outside: int = 0  # made between the model and the loss; on a CPU by differentiable ops
     held_nbytes: int = 0  # of outputs that only the loop can hold, and that the plan counts as dropped
     nbytes_live: int = 0  # that the plan counts between forward and backward
     graphs: int = 1  # of forwards, created since the last backward that freed one
+
+    @property
+    def first(self) -> bool:
+        """Return True if no earlier backward has reached the forward."""
+        return self.passes == 1
 
 
 Listener = Callable[[BackwardFacts], None]
@@ -138,9 +142,10 @@ class _InFlight:
             return
         gone = [i for i, (ref, _) in enumerate(self._outputs) if ref is not None and ref() is None]
         nbytes = sum({id(self._outputs[i][0]): self._outputs[i][1] for i in gone}.values())
-        retains, outside = _of_caller() if first else (True, 0)
+        outside = _outside_nbytes() if first else 0
         self._created_graph |= torch.is_grad_enabled()
-        self.listener(BackwardFacts(first, self._created_graph, retains, frozenset(gone), nbytes, outside))
+        passes = len(self._tasks)
+        self.listener(BackwardFacts(passes, self._created_graph, frozenset(gone), nbytes, outside))
 
 
 def _held(tensor: Tensor) -> tuple[weakref.ref[Any], int]:
@@ -153,22 +158,19 @@ def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _of_caller() -> tuple[bool, int]:
-    """Return whether the running backward retains its graph, and the bytes made between it and the model.
+def _outside_nbytes() -> int:
+    """Return the bytes made between the model and the backward that runs, with the largest gradients.
 
-    The bytes include the largest gradients, before and after a node. Both facts are read from the frame that
-    called the engine, if it is on this thread, as on a CPU.
+    They are read from the frame that called the engine, if it is on this thread, as on a CPU.
     """
     frame = _frame_of(private.engine_run_backward.__code__)
     if frame is None:
-        return False, 0
-    known = frame.f_locals
-    roots, args = known.get("t_outputs", ()), known.get("args", ())
+        return 0
+    roots = frame.f_locals.get("t_outputs", ())
     del frame
-    retains = bool(args[1]) if len(args) > 1 else False  # gradients, retain_graph, create_graph, ...
     nodes = [getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots]
     sizes = [_output_nbytes(node) for node in _outside(nodes)]
-    return retains, sum(sizes) + 2 * max(sizes, default=0)
+    return sum(sizes) + 2 * max(sizes, default=0)
 
 
 def _frame_of(code: CodeType) -> FrameType | None:

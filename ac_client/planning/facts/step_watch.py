@@ -85,7 +85,7 @@ class StepWatch:
                 needs = replace(counted, state=present)
         graph = self._in_flight.kept_nbytes(bucket.profile.kept_nbytes)
         batch = self._kept_batch(call)
-        now = 0 if graph is None or waiting or loop.retains else graph + batch
+        now = 0 if graph is None or waiting else graph + batch
         if not waiting and bucket.statistics.compared < WATCHED_STEPS:
             state = (needs or bucket.planned_for.optimizers).state
             counts = bucket.profile.static.model_copy(update={"optimizer_state": state})

@@ -8,6 +8,7 @@ from functools import cached_property
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.distant_uses import distant_uses
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
+from autoac.planner.problem.passes import with_passes
 from autoac.planner.problem.save_sets import chosen_use_groups
 from autoac.planner.problem.use_groups import later_runs, with_use_groups
 from autoac.planner.solver.arrays import GraphArrays, as_arrays
@@ -27,13 +28,14 @@ class SearchProblem:
     def __init__(self, graph: Graph, options: Options | None = None) -> None:
         self.options = options or Options()
         self.step = graph  # as it was given
-        use_groups = distant_uses(graph) if self.options.use_groups and not graph.runs else {}
-        self.graph = with_use_groups(graph, use_groups)
+        several = bool(graph.runs or graph.pass_ends)
+        use_groups = distant_uses(graph) if self.options.use_groups and not several else {}
+        self.graph = with_passes(with_use_groups(graph, use_groups))
 
     @cached_property
     def without_groups(self) -> SearchProblem:
         """Return the problem of `step`, without the use groups that this class adds."""
-        has_ours = self.graph is not self.step
+        has_ours = self.graph is not self.step and not self.graph.by_pass
         return SearchProblem(self.step, replace(self.options, use_groups=False)) if has_ours else self
 
     def to_step(self, save_set: SaveSet) -> SaveSet:
@@ -50,8 +52,8 @@ class SearchProblem:
 
     def chosen(self, save_set: SaveSet) -> tuple[Graph, SaveSet]:
         """Return the graph with only the use groups that `save_set` needs, and its save set."""
-        if self.graph is self.step:
-            return self.step, save_set
+        if self.graph is self.step or self.graph.by_pass:
+            return self.graph, save_set
         groups, saved = chosen_use_groups(self.graph, save_set)
         graph = with_use_groups(self.step, groups)
         others = later_runs(graph)

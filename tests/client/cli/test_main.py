@@ -492,7 +492,7 @@ def test_names_from_files_cannot_steer_the_terminal(folder, capsys, caplog):
     (folder / "steering.json").write_text(json.dumps(data))
     (folder / "other.json").write_text(json.dumps(data | {"model": "\x1b]0;title\x07"}))
     (folder / "field.json").write_text(json.dumps(data | {STEERING: 1}))
-    (folder / "set.json").write_text(json.dumps({"format": "autoac.policy-set", "version": 6, STEERING: 1}))
+    (folder / "set.json").write_text(json.dumps({"format": "autoac.policy-set", "version": 7, STEERING: 1}))
     (folder / f"{STEERING}.json").write_text("{")
     (folder / "\x1b[1m.toml").write_text("[models.")
     for argv in (
@@ -522,7 +522,7 @@ def test_names_from_files_cannot_steer_the_terminal(folder, capsys, caplog):
 
 @pytest.mark.parametrize("format", ["policy", "profile", "policy-set"])
 def test_all_commands_refuse_a_key_that_occurs_twice(folder, capsys, format):
-    (folder / "twice.json").write_text(f'{{"format": "autoac.{format}", "version": 6, "a": 1, "a": 2}}')
+    (folder / "twice.json").write_text(f'{{"format": "autoac.{format}", "version": 7, "a": 1, "a": 2}}')
     for argv in (
         ["explain", "twice.json"],
         ["diff", "twice.json", POLICY_FILE],

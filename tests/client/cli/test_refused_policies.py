@@ -17,7 +17,7 @@ POLICY_FILE = Path(__file__).parents[3] / "examples" / "regenerate" / "policies"
 
 POLICY = {
     "format": "autoac.policy",
-    "version": 6,
+    "version": 7,
     "model": "Net",
     "fingerprint": "f",
     "profile_digest": "d",

@@ -202,18 +202,6 @@ def test_training_whose_first_step_is_observed_equals_plain_training(
     assert ac_client.applied(planned.model).policy is not None
 
 
-def test_retained_graph_that_fits_no_plan_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    planned = training()
-    ac_client.apply(planned.model, budget_gb=0.875 * budget(), group=None)
-    two_backwards(planned, 3)
-    messages = [record.getMessage() for record in caplog.records]
-    assert any("a backward retains its graph" in message for message in messages)
-    assert not any("cannot be kept" in message for message in messages)
-    two_backwards(planned, 1)
-    assert any("cannot be kept" in record.getMessage() for record in caplog.records)
-    assert planned.model.calls == 4
-
-
 def test_observed_step_over_the_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     for limit, said in ((1 / 1024, 1), (budget(), 0)):
         planned = training()

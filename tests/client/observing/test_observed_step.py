@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.profiler import CannotProfile, Loop, observe, profile
-from autoac.tape.torch_facts.gradients import roots_of
 from benchmarks.models.modules import Transformer
-from benchmarks.models.tiny import ZOO, ZooModel
-from benchmarks.observed_profile import A_CPU, IN_BACKWARD, IN_KERNELS, differing, peaks
+from benchmarks.observed_profile import A_CPU, IN_BACKWARD, IN_KERNELS, differing
 from tests.programs import COLUMNS, ROWS, Program
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,24 +28,6 @@ class Run(nn.Module):
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         return self.program.run(list(inputs))
-
-
-@pytest.mark.parametrize("entry", ZOO[:8], ids=lambda entry: entry.name)
-def test_peak_of_a_second_backward_follows_from_the_profile_of_the_first(entry: ZooModel) -> None:
-    model = entry.make().train()
-    found = profile(model, **entry.batch()).with_retained_graph()
-    assert peaks(found) == peaks(found.with_retained_graph())
-    model.zero_grad()
-    model(**entry.batch())  # what a first forward alone makes
-    batch = entry.batch()
-    torch.manual_seed(0)
-    with AllocatorTimeline(base=found.static.total) as timeline:
-        output = model(**batch)
-        roots = [root for root in roots_of(output) if root.requires_grad]
-        for _ in range(2):
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots], retain_graph=True)
-    # The first backward has dropped numbers that became tensors, and the next ones do not.
-    assert peaks(found)[0] in range(timeline.peak_bytes - 64, round(1.01 * timeline.peak_bytes))
 
 
 @pytest.mark.parametrize("first", range(0, 100, 50))

@@ -72,12 +72,8 @@ KEPT: list[tuple[str, PlannedFor, StepFacts]] = [
     ),
     ("the loop is as planned", PLANNED, StepFacts(loop=Loop())),
     ("two forwards in flight fit", LOOSE, StepFacts(waiting=1, loop=Loop())),
-    ("a retained graph fits", LOOSE, backward(retains_graph=True)),
-    (
-        "a retained graph was planned for",
-        replace(PLANNED, loop=Loop(retains=True)),
-        backward(retains_graph=True),
-    ),
+    ("a second pass fits", LOOSE, backward(passes=2)),
+    ("a second pass was planned for", replace(PLANNED, loop=Loop(passes=2)), backward(passes=2)),
     ("a gradient penalty fits", LOOSE, backward(creates_graph=True)),
     ("outputs are dropped, as planned", HELD, backward(dropped=frozenset({1, 2}))),
     ("outputs are dropped now and then", PLANNED, backward(dropped=frozenset({1}), dropped_nbytes=300)),
@@ -231,13 +227,13 @@ def test_more_forwards_in_flight_are_warned_of_and_observed() -> None:
 
 def test_loop_that_differs_in_dropped_outputs_alone_needs_no_profile() -> None:
     assert not again("loop", HELD, StepFacts(loop=Loop(), can_profile=False)).profiles
-    assert again("loop", HELD, StepFacts(loop=Loop(retains=True))).profiles
+    assert again("loop", HELD, StepFacts(loop=Loop(passes=2))).profiles
 
 
 def test_gradient_penalty_is_warned_of_however_often_backward_runs() -> None:
     for facts in (
         backward(creates_graph=True),
-        backward(creates_graph=True, retains_graph=True, first=False),
+        backward(creates_graph=True, passes=2),
     ):
         action = next_action(PLANNED, facts)
         assert isinstance(action, Keep)
@@ -245,9 +241,9 @@ def test_gradient_penalty_is_warned_of_however_often_backward_runs() -> None:
         assert f"headroom_bytes=...) for it: {format_bytes(2 * PLANNED.forward_nbytes)}" in action.warning
 
 
-def test_retained_graph_is_planned_for() -> None:
-    action = again("graph retained", PLANNED, backward(retains_graph=True))
-    assert action.terms.loop == Loop(retains=True)
+def test_more_passes_of_backward_are_observed() -> None:
+    action = again("passes", PLANNED, backward(passes=2))
+    assert action.terms.loop == Loop(passes=2)
     assert "retain_graph=True" in action.warning
 
 
@@ -277,7 +273,7 @@ def test_larger_loss_outside_of_the_model_is_warned_of_and_observed() -> None:
 
 def test_plan_that_was_made_elsewhere_stays_with_the_warning_of_each_row() -> None:
     elsewhere = replace(PLANNED, stays=ELSEWHERE)
-    action = next_action(elsewhere, backward(retains_graph=True))
+    action = next_action(elsewhere, backward(passes=2))
     assert isinstance(action, Keep)
     assert "It was planned elsewhere and stays; one backward" in action.warning
     assert next_action(elsewhere, StepFacts(gradients=70)) == Keep()

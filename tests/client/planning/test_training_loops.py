@@ -314,7 +314,7 @@ def test_retained_graph_is_planned_for(later: bool, caplog: pytest.LogCaptureFix
     assert all("retain_graph=True" in one for one in said)
     report = measured(model, step)
     assert report.predicted_peak_bytes < report.save_all_peak_bytes
-    assert report.measured_peak_bytes <= budget
+    assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
     assert_gradients_of_the_plain_model(model, WithLoss(), step)
     assert warnings(caplog) == said
 
@@ -760,10 +760,9 @@ def test_peak_with_nothing_recomputed_is_that_of_the_loop_that_runs(caplog: pyte
 
 
 @pytest.mark.parametrize("loss", [None, lambda out: out.loss], ids=["", "loss"])
-@pytest.mark.parametrize("retains", [False, True])
-def test_peaks_of_dropped_outputs_follow_from_one_profile(loss: Any, retains: bool) -> None:
+def test_peaks_of_dropped_outputs_follow_from_one_profile(loss: Any) -> None:
     def loop(*dropped: int) -> Loop:
-        return Loop(drops=frozenset(dropped), retains=retains)
+        return Loop(drops=frozenset(dropped))
 
     held = observe(Head(), batches(), {}, loss=loss, loop=loop())
     dropped = observe(Head(), batches(), {}, loss=loss, loop=loop(1))

@@ -108,8 +108,8 @@ def test_policy_set_round_trips_through_json() -> None:
         ("[]", MalformedPolicy),
         ("{", MalformedPolicy),
         ('{"format": "autoac.policy-set", "version": 1}', UnknownVersion),
-        ('{"format": "autoac.policy-set", "version": 6, "buckets": [{}]}', MalformedPolicy),
-        ('{"format": "autoac.policy", "version": 6, "buckets": []}', MalformedPolicy),
+        ('{"format": "autoac.policy-set", "version": 7, "buckets": [{}]}', MalformedPolicy),
+        ('{"format": "autoac.policy", "version": 7, "buckets": []}', MalformedPolicy),
     ],
 )
 def test_text_that_is_not_a_policy_set_is_rejected(text: str, error: type[Exception]) -> None:
