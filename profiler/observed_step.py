@@ -169,7 +169,7 @@ class ObservedStep:
         self._begin = self._end = self._last = -1  # marks of all passes of backward
         self._pass = -1  # mark at which the pass that runs began; -1: none runs
         self._pass_ends: list[int] = []  # marks
-        self._freed = -1  # mark after which the workspaces are free
+        self._freed: tuple[int, int] | None = None  # marks: workspaces are freed in between
         self._untraced = ExitStack()  # what ends with the backward that runs
         self._was_recorded = False  # at first
         self._reached = False  # backward has, an output of the step
@@ -381,8 +381,9 @@ class ObservedStep:
         compile_within(None)
         self._tape.saved.closed = True
         self._calls.close()
+        begin = self._allocations.mark()
         if free_workspaces(self._device):
-            self._freed = self._allocations.mark()
+            self._freed = begin, self._allocations.mark()
         self.recording = False
         self._allocations.close()
 
@@ -523,7 +524,7 @@ class ObservedStep:
             self._end,
             self._last,
             self._pass_ends[:-1],
-            freed_between(self._allocations, self._last, self._freed) if self._freed >= 0 else (),
+            freed_between(self._allocations, *self._freed) if self._freed is not None else (),
             op_times=median_and_spread(in_step_us, signatures, replays),
             unplanned=tuple(self._unplanned),
             temporary=tape.temporary,

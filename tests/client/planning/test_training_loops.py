@@ -258,7 +258,7 @@ def test_gradient_penalty_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixt
         (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         (out.mean() + gradient.square().mean()).backward()
 
-    model = ac_client.apply(Layers(), budget_for(Layers(), 1.2) / GIB)
+    model = ac_client.apply(Layers(), budget_for(Layers(), 1.8) / GIB)
     for _ in range(2):
         step(model)
         model.zero_grad()
