@@ -67,7 +67,7 @@ def with_runs(graph: Graph, groups: Mapping[OpId, tuple[int, ...]]) -> Graph:
     Args:
         graph: without runs.
         groups: by op, the position of the latest use that each run serves, the latest first. A negative
-            position is no op's: only saved tensors and runs that name it are there.
+            position belongs to no op: saved tensors and runs name it.
     """
     new_id, moved = _with_room(graph, (len(groups.get(op.id, (op.id,))) for op in graph.ops))
     ops: list[Op] = []
