@@ -57,10 +57,11 @@ def examine(
     most, least = max(plain.peaks), of_plain.rest + plain.gradient_nbytes
     if above == "minimum":
         refused = Run(loop, meter(), 1)
-        least = getattr(refused.error, "smallest_found", None)
-        if least is None:
+        found: int | None = getattr(refused.error, "smallest_found", None)
+        if found is None:
             yield Row(name, 1, most, faults=(f"no smallest peak: {refused.error!r}",))
             return
+        least = found
     for share in shares:
         budget = int(least + share * max(0, most - least))
         yield judged(f"{name} {share}", budget, plain, Run(loop, meter(), budget))

@@ -216,15 +216,23 @@ class Training:
         )
 
     def backward(self, waiting: Waiting) -> None:
-        {
-            "one": lambda: waiting.main.backward(),
-            "adaptive": lambda: self.adaptive(waiting),
-            "early": lambda: (waiting.early.backward(retain_graph=True), waiting.main.backward()),
-            "retained": lambda: (waiting.main.backward(retain_graph=True), waiting.main.backward()),
-            "batched": lambda: self.batched(waiting),
-            "engine": lambda: run_engine(waiting.main),
-            "thread": lambda: on_thread(waiting.main.backward),
-        }[self.loop.passes]()
+        match self.loop.passes:
+            case "one":
+                waiting.main.backward()
+            case "adaptive":
+                self.adaptive(waiting)
+            case "early":
+                waiting.early.backward(retain_graph=True)
+                waiting.main.backward()
+            case "retained":
+                waiting.main.backward(retain_graph=True)
+                waiting.main.backward()
+            case "batched":
+                self.batched(waiting)
+            case "engine":
+                run_engine(waiting.main)
+            case "thread":
+                on_thread(waiting.main.backward)
         if waiting.sent:
             torch.autograd.backward(waiting.sent, [one.grad for one in waiting.received])
 
@@ -262,12 +270,12 @@ def merged(all_waiting: Sequence[Waiting]) -> Waiting:
 
 def run_engine(loss: Tensor) -> None:
     """Run backward as apex and Megatron do."""
-    Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+    Variable._execution_engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
-def on_thread(function: Callable[[], None]) -> None:
+def on_thread(function: Callable[[], Any]) -> None:
     thread = threading.Thread(target=function)
     thread.start()
     thread.join()

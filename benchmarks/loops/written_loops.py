@@ -38,6 +38,9 @@ class Env(Protocol):
     def keep(self, *modules: nn.Module) -> None:
         """Compare the weights and buffers of these modules at the end."""
 
+    def note(self, *modules: nn.Module) -> None:
+        """Compare the weights, buffers and gradients of these modules, as they are now."""
+
 
 Loop = Callable[[Env], None]
 
