@@ -63,7 +63,8 @@ def _segments() -> list[dict[str, Any]]:
 def call_in_backward(call: Callable[[], None], device: torch.device) -> None:
     """Call `call` on the thread on which backward runs ops of `device`: on a GPU, not this thread."""
     with torch.enable_grad():
-        out = torch.zeros((), device=device, requires_grad=True).clone()
+        leaf = torch.zeros((), device=device, requires_grad=True)
+        out = leaf.clone()
     out.register_hook(lambda _gradient: call())
     with private.compiled_autograd_off():
-        out.backward()
+        torch.autograd.grad(out, leaf)  # inside of vmap, as of `is_grads_batched`, backward() is an error

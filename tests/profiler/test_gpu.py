@@ -20,6 +20,15 @@ def test_call_in_backward_runs_once_inside_the_engine() -> None:
     assert tasks[0] >= 0
 
 
+def test_call_in_backward_runs_inside_of_a_batched_pass() -> None:
+    calls: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x.clone()
+    y.register_hook(lambda _: libraries.call_in_backward(lambda: calls.append(1), torch.device("cpu")))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
+    assert calls == [1]
+
+
 def test_call_in_backward_is_never_compiled() -> None:
     def refuse(graph: object) -> None:
         raise AssertionError("it was compiled")
