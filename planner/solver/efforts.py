@@ -16,7 +16,7 @@ from functools import partial
 from autoac.planner.memory.simulate import fits, peak_bytes
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
-from autoac.planner.solver.highs import Outcome, Stopped, check_work
+from autoac.planner.solver.highs import Outcome, check_work
 from autoac.planner.solver.incumbent import SHARE, Incumbent
 from autoac.planner.solver.moments import ConstrainedMoment
 from autoac.planner.solver.program import UNDECIDED, BuiltProgram, assignment, build_program
@@ -165,13 +165,14 @@ def neighborhood(share: float, reach: float, now: Round) -> Iterator[EffortResul
         slack = max(target - relaxed.bound, 0.0)
         cutoff = relaxed.bound + reach * slack
     outcome = now.allowance.solve(
-        built.program.costing_at_most(cutoff).priced_out(relaxed, share * slack),
+        built.program.priced_out(relaxed, share * slack),
         built.cost_scale,
         target=target,
+        cutoff=cutoff,
         relaxed_work=relaxed.work,
         options={"mip_max_nodes": FEW_NODES},
     )
-    yield _solution(now, outcome)
+    yield _solution(now, outcome, cutoff)
 
 
 def blocks(now: Round) -> Iterator[EffortResult]:
@@ -213,33 +214,32 @@ def full_program(now: Round) -> Iterator[EffortResult]:
         is_up_to_best = cutoff_cost >= best.cost
         cutoff = cutoff_cost / built.cost_scale
         program = built.program
-        if math.isfinite(cutoff):
-            program = program.costing_at_most(cutoff)
-            if now.options.fix_by_price:
-                program = program.priced_out(now.relaxed, cutoff - now.relaxed.bound)
+        if math.isfinite(cutoff) and now.options.fix_by_price:
+            program = program.priced_out(now.relaxed, cutoff - now.relaxed.bound)
         outcome = now.allowance.solve(
             program,
             built.cost_scale,
             gap=best.allowed_gap * SHARE,
             relaxed_work=now.relaxed.work,
+            cutoff=cutoff,
             target=None if now.budget is None else best.target / built.cost_scale,
             start=assignment(now.problem.windows, built, known)
             if known is not None and is_up_to_best
             else None,
         )
-        yield _solution(now, outcome, min(outcome.bound * built.cost_scale, cutoff_cost))
-        if outcome.stopped is not Stopped.INFEASIBLE:
+        yield _solution(now, outcome, cutoff, min(outcome.bound * built.cost_scale, cutoff_cost))
+        if outcome.bound < cutoff:
             return
         if is_up_to_best:
             yield EffortResult(bound=math.inf)
             return
 
 
-def _solution(now: Round, outcome: Outcome, bound: float = -math.inf) -> EffortResult:
+def _solution(now: Round, outcome: Outcome, cutoff: float, bound: float = -math.inf) -> EffortResult:
     if outcome.values is None:
         return EffortResult(bound=bound)
-    save_set = now.built.save_set(outcome.values)
-    return EffortResult(save_set, bound, _cost(now, outcome), adds_rows=True, is_solution=True)
+    save_set, is_within = now.built.save_set(outcome.values), outcome.bound < cutoff
+    return EffortResult(save_set, bound, _cost(now, outcome), adds_rows=is_within, is_solution=is_within)
 
 
 def _cost(now: Round, outcome: Outcome) -> float:

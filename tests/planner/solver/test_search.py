@@ -107,7 +107,7 @@ def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
     class Recorded(Allowance):
         def solve(self, program: Program, scale: float, **options: Any) -> Outcome:
             if "gap" in options:
-                asked.append(program.rows.upper[-1] * scale)
+                asked.append(options["cutoff"] * scale)
             return super().solve(program, scale, **options)
 
     only(monkeypatch, full_program)
