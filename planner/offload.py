@@ -225,7 +225,7 @@ def _search(
         built = build_program(
             arrays, budget, known, options=problem.options, moves=MoveProblem(nbytes, link.slower(share))
         )
-        relaxed = allowance.solve(built.program, built.cost_scale, relaxed=len(nbytes) > FEW)
+        relaxed = allowance.solve(built.program, relaxed=len(nbytes) > FEW)
         if relaxed.values is None or built.moves is None:
             break
         if share == 1.0:

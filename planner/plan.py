@@ -333,7 +333,9 @@ def _search(
     search = Search(problem, budget, goal=goal, allowance=allowance, start=start)
     if search.best.save_set is None:
         floor_work = min(FLOOR_WORK_LIMIT, FLOOR_SHARE * max(allowance.work_left, 0.0))
-        smallest = search_peak_within(search, allowance.with_work(floor_work))
+        of_floor = allowance.with_work(floor_work)
+        smallest = search_peak_within(search, of_floor)
+        allowance.spend(floor_work - of_floor.work_left)
         if smallest.proven > budget:
             raise infeasible(problem.graph, budget, smallest)
         search.best.offer(smallest.save_set)

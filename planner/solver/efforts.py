@@ -140,7 +140,7 @@ def lowered_limits(now: Round) -> Iterator[EffortResult]:
         if left == 0 or now.allowance.over:
             return
         built = build_program(now.problem.arrays, limit, now.moments, options=now.options)
-        relaxed = now.allowance.solve(built.program, built.cost_scale, relaxed=True)
+        relaxed = now.allowance.solve(built.program, relaxed=True)
 
 
 def neighborhood(share: float, reach: float, now: Round) -> Iterator[EffortResult]:
@@ -166,7 +166,6 @@ def neighborhood(share: float, reach: float, now: Round) -> Iterator[EffortResul
         cutoff = relaxed.bound + reach * slack
     outcome = now.allowance.solve(
         built.program.priced_out(relaxed, share * slack),
-        built.cost_scale,
         target=target,
         cutoff=cutoff,
         relaxed_work=relaxed.work,
@@ -218,7 +217,6 @@ def full_program(now: Round) -> Iterator[EffortResult]:
             program = program.priced_out(now.relaxed, cutoff - now.relaxed.bound)
         outcome = now.allowance.solve(
             program,
-            built.cost_scale,
             gap=best.allowed_gap * SHARE,
             relaxed_work=now.relaxed.work,
             cutoff=cutoff,

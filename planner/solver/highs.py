@@ -10,17 +10,18 @@ A limit in seconds gives another answer on a slower or busier machine. So effort
 work*, about a second of one core each, from counts of HiGHS that do not depend on a clock:
 
 - for a program without integers, simplex iterations (`simplex_iteration_limit`);
-- for a program with integers, how often branch and bound checks its limits. HiGHS calls back there
-  (`kCallbackMipInterrupt`): after a round of cuts, a heuristic, a node. It does not report its simplex
-  iterations by then, so they are not counted.
+- for a program with integers, simplex iterations too. HiGHS reports them only at the end, so until then the
+  limit counts how often branch and bound checks its limits, where HiGHS calls back
+  (`kCallbackMipInterrupt`): after a round of cuts, a heuristic, a node.
 
 An iteration is weighed by the nonzeros of the program. Between two checks, HiGHS solves the relaxation again,
 with changes, so a check is weighed by what the relaxation took (`check_work`). Where that took long, the
 changes take more than in proportion: on an unrolled LSTM, a round of cuts takes longer than the relaxation.
-The constants are measured means, off by a factor of three for a single program; it matters that the same
-program always takes the same work. HiGHS has no other limit that is a count and is checked within the root
-node, where most of our time goes: so a program whose root node would take more than the work that is left
-is not begun (`Round.root_is_too_dear` in efforts.py). For neighborhoods, `mip_max_nodes` is used in addition.
+After the root node, a check takes a quarter (`NODE_SHARE`). Iterations are within a factor of two of the CPU
+time, checks within four; the same program always takes the same work. HiGHS has no other limit that is a
+count and is checked within the root node, where most of our time goes: so a program whose root node would
+take more than the work that is left is not begun (`Round.root_is_too_dear` in efforts.py). For neighborhoods,
+`mip_max_nodes` is used in addition.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ SOLVE = 0.01
 # The same, for each nonzero of a program.
 BUILD = 1e-6  # with presolve, and the simulation of the candidate
 SIMPLEX_ITERATION = 1e-9
-MIP_CHECK = 1e-7
+MIP_ITERATION = 1e-8  # and in addition,
+MIP_ITERATION_AT_LEAST = 4e-4  # for each iteration
+MIP_CHECK = 5e-7
+NODE_SHARE = 0.25  # of a check's work, after the root node
 CHECK_SHARE = 0.2  # see `check_work`
 FEW_CHECKS = 2  # of presolve, which takes little
 MOST_ITERATIONS = 2**31 - 1  # the largest value that HiGHS accepts
@@ -101,12 +105,12 @@ class Stopped(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The state of a running solve. `gap` is relative, and infinite until a candidate exists."""
+    """The state of a search: the best plan and what is proven. `gap` is relative, infinite without a plan."""
 
     primal: float
     dual: float
     gap: float
-    seconds: float  # since this solve began
+    seconds: float  # of the solver's own clock
     point: int = 0  # of a frontier: the number of the plan, from 1; 0 for the smallest peak or a single plan
     points: int = 0  # of a frontier: how many plans
 
@@ -193,14 +197,14 @@ class _Meter:
 
     def __init__(self, nonzeros: int, linear: bool, limit: float, relaxed_work: float) -> None:
         self._nonzeros, self._linear, self._limit = max(nonzeros, 1), linear, limit
-        self._checks, self._each_check = 0, MIP_CHECK + check_work(relaxed_work) / self._nonzeros
+        self._checks, self._each_check = 0.0, MIP_CHECK + check_work(relaxed_work) / self._nonzeros
         left = (limit - SOLVE) / self._nonzeros - BUILD
         most = left / SIMPLEX_ITERATION if linear else FEW_CHECKS + left / self._each_check
         self.most = int(min(max(most, 0), MOST_ITERATIONS))  # iterations, or checks
 
-    def check(self) -> bool:
+    def check(self, nodes: int) -> bool:
         """Count a check that branch and bound makes of its limits; return True if it was one too many."""
-        self._checks += 1
+        self._checks += NODE_SHARE if nodes else 1
         return self.exhausted
 
     @property
@@ -211,12 +215,9 @@ class _Meter:
         """Return the work of the solve so far. If the work limit ended the solve, return the limit."""
         if self.exhausted or (self._linear and iterations >= self.most):
             return self._limit
-        each = BUILD
-        if self._linear:
-            each += SIMPLEX_ITERATION * iterations
-        elif self._checks > FEW_CHECKS:
-            each += self._each_check * (self._checks - FEW_CHECKS)
-        return SOLVE + self._nonzeros * each
+        each = self._nonzeros * (SIMPLEX_ITERATION if self._linear else MIP_ITERATION)
+        each += 0 if self._linear else MIP_ITERATION_AT_LEAST
+        return SOLVE + self._nonzeros * BUILD + each * iterations
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
@@ -272,7 +273,7 @@ def solve(
     target: float | None = None,
     cutoff: float = math.inf,
     start: Floats | None = None,
-    progress: OnProgress | None = None,
+    progress: Callable[[float], bool] | None = None,
     relaxed: bool = False,
     relaxed_work: float = 0.0,
     options: Mapping[str, Any] | None = None,
@@ -288,7 +289,7 @@ def solve(
         cutoff: prove no bound above this cost, which is less work. As a row of the program, it would take
             several times as long: HiGHS centers in what the rows leave, which is nearly nothing then.
         start: a feasible assignment to start from.
-        progress: called now and then while solving; returning True stops the solver.
+        progress: called now and then with the seconds so far; returning True stops the solver.
         relaxed: ignore that variables are integer.
         relaxed_work: units of work that the program takes with `relaxed`, if known; it weighs checks.
         options: further options of HiGHS.
@@ -303,8 +304,8 @@ def solve(
     if not linear and (progress is not None or math.isfinite(work_limit)):
 
         def on_callback(kind: Any, message: str, out: Any, into: Any, _data: Any) -> None:
-            now = Progress(out.mip_primal_bound, out.mip_dual_bound, out.mip_gap, out.running_time)
-            if meter.check() or (progress is not None and progress(now)):
+            is_over = meter.check(out.mip_node_count)
+            if is_over or (progress is not None and progress(out.running_time)):
                 into.user_interrupt = True
 
         hooks |= {

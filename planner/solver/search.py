@@ -155,7 +155,7 @@ class Search:
         built = build_program(
             self.problem.arrays, self.budget, moments, excluded=self.excluded, options=self.options
         )
-        relaxed = self.allowance.solve(built.program, built.cost_scale, relaxed=True)
+        relaxed = self.allowance.solve(built.program, relaxed=True)
         self.best.raise_bound(relaxed.bound * built.cost_scale)
         return Round(
             self.problem, self.budget, moments, self.options, built, relaxed, self.best, self.allowance

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from autoac.planner.errors import InvalidLimit
@@ -64,6 +65,7 @@ class Allowance:
         self.work_left = work_limit
         self.interrupted = self.out_of_time = False
         self._stopwatch, self._progress = stopwatch, progress
+        self._latest = Progress(math.inf, -math.inf, math.inf, 0.0)
 
     def with_work(self, work_limit: float) -> Allowance:
         """Return an allowance of `work_limit` for another search, which shares the time that is left."""
@@ -108,7 +110,6 @@ class Allowance:
     def solve(
         self,
         program: Program,
-        scale: float,
         *,
         gap: float = 0.0,
         target: float | None = None,
@@ -118,7 +119,7 @@ class Allowance:
         start: Floats | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Outcome:
-        """Solve `program` as `highs.solve` does; progress has the objective's units times `scale`."""
+        """Solve `program` as `highs.solve` does."""
         outcome = solve(
             program,
             time_limit_s=self._left_s,
@@ -129,7 +130,7 @@ class Allowance:
             start=start,
             relaxed=relaxed,
             relaxed_work=relaxed_work,
-            progress=self._scaled(scale),
+            progress=self._is_stopped,
             options=HEURISTICS_OFF | dict(options or {}),
         )
         self._count(outcome)
@@ -144,21 +145,20 @@ class Allowance:
     def spend(self, work: float) -> bool:
         """Count work that is not the solver's; return False if nothing more may be spent."""
         self.work_left -= work
+        self.interrupted |= self._is_stopped()
         return not self.over
 
     def report(self, best: float | None, bound: float) -> None:
         """Call `progress` with the best cost so far and the proven bound."""
-        if self._progress is not None:
-            primal = math.inf if best is None else best
-            gap = math.inf if best is None else relative_gap(best, bound)
-            now = Progress(primal, bound, gap, self._stopwatch.solver_s)
-            self.interrupted |= bool(self._progress(now))
+        primal, gap = (math.inf, math.inf) if best is None else (best, relative_gap(best, bound))
+        self._latest = Progress(primal, bound, gap, 0.0)
+        self.interrupted |= self._is_stopped()
 
-    def _scaled(self, scale: float) -> OnProgress | None:
+    def _is_stopped(self, seconds: float = 0.0) -> bool:
+        """Call `progress` with the last report, `seconds` into a solve; return True if it says to stop."""
         if self._progress is None:
-            return None
-        report = self._progress
-        return lambda now: report(Progress(now.primal * scale, now.dual * scale, now.gap, now.seconds))
+            return False
+        return bool(self._progress(replace(self._latest, seconds=self._stopwatch.solver_s + seconds)))
 
 
 def relative_gap(best: float, bound: float) -> float:

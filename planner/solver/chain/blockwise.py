@@ -36,8 +36,8 @@ LOWERED = 5  # times that a limit is lowered by what the simulator finds too muc
 ROUNDED = (0.1, 0.01, 0.0025)  # shares of the cost that bounds may lose by rounding
 FAR = 0.1  # share of the budget: with a peak so far above it, too few bytes are counted to find a plan
 MOST_BELOW = 4.0  # a known plan that costs this many times as much says little about how far to round
-WORK_OF_PAIR = 1.5e-7  # of a label and a save set that may follow; see NOTE [ Work ] in highs.py
-WORK_OF_BLOCK = 5e-4
+WORK_OF_PAIR = 3e-7  # of a label and a save set that may follow; see NOTE [ Work ] in highs.py
+WORK_OF_BLOCK = 1e-3
 
 # With menus in turn (see `Blockwise.plans`):
 MANY = 0.25  # of all blocks: if more of them need menus in turn, such menus are made

@@ -39,6 +39,7 @@ from autoac.planner.solver.recompute_windows import NEVER
 MOST_IN_TURN = 24  # decisions of a block that can be made in turn
 MOST_SAVE_SETS = 8192  # with more, no further op is decided
 WORK_OF_NUMBER = 2e-9  # units of work to compare one number of two save sets
+WORK_OF_GROUP = 2e-4  # and for each group of save sets that are compared
 
 
 def needs_turns(block: Block) -> bool:
@@ -156,7 +157,8 @@ def _undominated(table: BlockTable, begin: int, spend: Spend) -> Ints:
     order = np.argsort(group.ravel(), kind="stable")
     for same in np.split(order, np.flatnonzero(np.diff(group.ravel()[order])) + 1):
         kept.append(same[not_dominated(numbers[same])])
-        spend(WORK_OF_NUMBER * numbers.shape[1] * len(same) * (len(kept[-1]) + len(table.block.ops)))
+        compared = numbers.shape[1] * len(same) * (len(kept[-1]) + len(table.block.ops))
+        spend(WORK_OF_GROUP + WORK_OF_NUMBER * compared)
     return np.sort(np.concatenate(kept))
 
 
