@@ -537,6 +537,7 @@ def predict(
                     profile,
                     budget_bytes=budget,
                     constraints=Constraints(host_budget_bytes=HOST_BYTES) if way.moves else None,
+                    progress=plan_batch.PlanNotice(name),
                 )
             except InfeasibleBudget as error:
                 yield [*line, f"needs {format_bytes(error.smallest_found or 0)}", "", "", "", ""]

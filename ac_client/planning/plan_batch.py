@@ -6,7 +6,9 @@ The planner of this process makes the plan, or a planning service if there is on
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,11 +41,13 @@ from autoac.planner import (
     PlannerError,
     Policy,
     Profile,
+    Progress,
     SolverOutOfTime,
     as_planned,
 )
 from autoac.planner import plan_with_host as plan_profile
 from autoac.planner.formats.policy_set import Shape
+from autoac.planner.plan import DEFAULT_WORK_LIMIT
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.microbatch import microbatch_of
 from autoac.planner.units import format_bytes
@@ -62,7 +66,9 @@ log = logging.getLogger("ac_client")
 MOST_TRIES = 3  # to leave room for a plan's fragments
 MOST_MISSED = 3  # steps that are observed in vain, since another thread calls backward
 NO_PLAN = InfeasibleBudget, SolverOutOfTime
-WORK_LIMIT = 10.0  # units of work for a plan that a training step waits for: NOTE [ Work ] in highs.py
+WAIT_STEPS, WAIT_S = 20, 2.0  # a plan takes the CPU time of so many steps, or so many seconds if more
+NEAR = 0.005  # of the step: a plan proven so close to the fastest is good enough for a training loop
+FIRST_NOTICE_S, NEXT_NOTICE_S = 2.0, 10.0
 
 
 def spare_bytes(reserved: int) -> int:
@@ -70,12 +76,37 @@ def spare_bytes(reserved: int) -> int:
     return min(60 << 20, reserved // 8) + reserved // 200
 
 
-def plan(profile: Profile, **terms: Any) -> Plan:
-    """Plan with little work, and where that finds no plan, with as much as a plan that is asked for."""
+class PlanNotice:
+    """Warn that a training step waits for its plan: after two seconds, and then every ten."""
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._clock = what, clock
+        self._began, self._next_s, self.most_s = clock(), FIRST_NOTICE_S, 0.0
+
+    def __call__(self, now: Progress) -> None:
+        waited_s = self._clock() - self._began
+        if waited_s >= self._next_s:
+            self._next_s = waited_s + NEXT_NOTICE_S
+            gap = "no plan yet" if math.isinf(now.gap) else f"gap of the best plan {now.gap:.1%}"
+            left_s = max(self.most_s - waited_s, 1)
+            log.warning("%s: %s, at most about %.0f s of CPU time more", self._what, gap, left_s)
+
+
+def waiting_work(profile: Profile) -> float:
+    """Return the units of work for a plan that a training step waits for: NOTE [ Work ] in highs.py."""
+    step_us = sum(profile.ops.runtime_us) + sum(profile.backward.runtime_us)
+    return min(max(WAIT_S, WAIT_STEPS * step_us / 1e6), DEFAULT_WORK_LIMIT)
+
+
+def plan(profile: Profile, *, progress: PlanNotice, **terms: Any) -> Plan:
+    """Plan with the work of a few steps, and where that finds no plan, with as much as for `autoac plan`."""
+    progress.most_s = waiting_work(profile)
     try:
-        return plan_profile(profile, work_limit=WORK_LIMIT, **terms)
+        return plan_profile(profile, work_limit=progress.most_s, step_gap=NEAR, progress=progress, **terms)
     except SolverOutOfTime:
-        return plan_profile(profile, **terms)
+        log.warning("no plan was found in the CPU time of %d steps: the search goes on", WAIT_STEPS)
+        progress.most_s += DEFAULT_WORK_LIMIT
+        return plan_profile(profile, progress=progress, **terms)
 
 
 _beginning = threading.RLock()  # held while a step begins to be recorded: one at a time
@@ -360,7 +391,8 @@ class BatchPlanner:
         latest = self._latest
         if latest is not None and latest[0] is profile and latest[1] == terms:
             return latest[2]
-        log.info("%s: planning %d ops for %s", self.name, len(profile.ops), format_bytes(limit))
+        what = f"{self.name}: planning {len(profile.ops)} ops for {format_bytes(limit)}"
+        log.info(what)
         service, constraints = self.options.service, self.host.added_to(self.options.constraints)
         budget = limit + constraints.headroom_bytes
         if extra_static:
@@ -389,6 +421,7 @@ class BatchPlanner:
             budget_bytes=budget,
             constraints=constraints,
             start=() if start is None else (start,),
+            progress=PlanNotice(what),
         )
         stored.write(made.policy())
         self._latest = profile, terms, (made.policy(), made)
