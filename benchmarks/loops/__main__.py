@@ -20,6 +20,7 @@ can be compared with `diff`. The faults that the verdict names:
 - *over, said a step later*: the warning came in the step after;
 - *kept by checkpoints* (random loops): a warning says that the budget cannot be kept;
 - *false words*: warnings of measured steps, and no step was over;
+- *never planned*: every step ran without a plan;
 - *planned again*: plans and observed steps after the loop has repeated four times.
 
 Contents are not compared: that takes up to 2 MiB in the first step of each plan, half of what these models

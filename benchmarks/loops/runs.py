@@ -130,6 +130,7 @@ class Messages(logging.Handler):
         super().__init__(logging.INFO)
         self.warnings: list[tuple[int, str]] = []  # with their steps
         self.planned: list[int] = []  # the step of each observed step and each plan
+        self.plans = 0
         self.step = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -138,6 +139,7 @@ class Messages(logging.Handler):
             self.warnings.append((self.step, text))
         elif "observing one step" in text or ": planning " in text:
             self.planned.append(self.step)
+            self.plans += ": planning " in text
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -165,7 +167,12 @@ class Messages(logging.Handler):
 
     def claims(self, measured: set[int]) -> int:
         """Count the warnings of `measured` steps that say more than what may happen, or what is assumed."""
-        hedged = ("may go over", "The plan is for a loop that drops them", "an observed step")
+        hedged = (
+            "may go over",
+            "The plan is for a loop that drops them",
+            "an observed step",
+            "without a plan",
+        )
         return sum(n in measured and not any(hedge in text for hedge in hedged) for n, text in self.warnings)
 
 
@@ -294,6 +301,8 @@ def judged(
         faults.append("kept by checkpoints: a warning says that the budget cannot be kept")
     elif not over and (claims := messages.claims({i for i, peak in enumerate(peaks) if peak})):
         faults.append(f"false words: {claims}")
+    if not messages.plans and run.error is None:
+        faults.append("never planned")
     planned = sorted(set(messages.planned))
     if period is not None and (late := [i for i in planned if i >= SETTLED * period]):
         faults.append(f"planned again: {_steps(late)}")
