@@ -74,19 +74,15 @@ def hungrier(profile: Profile, nbytes: int) -> Profile:
     return profile.model_copy(update={"backward": profile.backward.model_copy(update={"peak_nbytes": peaks})})
 
 
-def test_no_profile_is_sent_where_a_policy_is_stored(in_app: Transport, step: Profile) -> None:
-    transport = in_app(InProcess(plan))
-    made = ask(transport, step, tightest(step))
-    assert transport.posts == 1
-    assert ask(transport, slower(step), tightest(step)).decisions == made.decisions
-    assert transport.posts == 1
-    assert "recompute" in made.decisions.values()
-
-
-def test_stored_policy_has_the_predictions_for_this_profile(in_app: Transport, step: Profile) -> None:
+def test_stored_policy_is_taken_without_the_profile_and_predicts_for_it(
+    in_app: Transport, step: Profile
+) -> None:
     transport = in_app(InProcess(plan))
     made = ask(transport, step, tightest(step))
     taken = ask(transport, slower(step), tightest(step))
+    assert transport.posts == 1
+    assert taken.decisions == made.decisions
+    assert "recompute" in made.decisions.values()
     assert taken.profile_digest == slower(step).digest
     assert taken.predicted.recompute_us == pytest.approx(1.1 * made.predicted.recompute_us)
     assert taken.predicted.step_us == plan(slower(step), budget_bytes=GIB).step_us
@@ -290,12 +286,6 @@ def test_tries_are_bounded_in_number_and_in_time(step: Profile, pauses: list[flo
     with pytest.raises(ServiceUnavailable, match="503"):
         ask(httpx2.MockTransport(never), step, timeout_s=0.9)
     assert len(pauses) == ac_client.service_client.connection.TRIES - 1  # a second would have been too long
-
-
-def test_key_with_too_many_jobs_is_unavailable(step: Profile) -> None:
-    """The service has no place now, so that the plan is made in process, as where it is overloaded."""
-    with pytest.raises(ServiceUnavailable, match="429"):
-        ask(httpx2.MockTransport(lambda request: busy(429)), step)
 
 
 @pytest.mark.parametrize(

@@ -117,17 +117,20 @@ class Running:
 
     url: str
     pid: int
+    log: Path
 
     def connect(self) -> socket.socket:
         address = httpx2.URL(self.url)
         return socket.create_connection((address.host, address.port), timeout=30)
 
 
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Running]:
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Run a service on a free port."""
-    log = tmp_path / "log"
-    environment = os.environ | {
+    folder = tmp_path_factory.mktemp("running")
+    log = folder / "log"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AUTOAC_")} | {
+        "XDG_DATA_HOME": str(folder),
         "AUTOAC_PORT": "0",
         "AUTOAC_MAX_SENT_BYTES": "2000000",
         "AUTOAC_HEAD_TIMEOUT_S": "1",
@@ -135,13 +138,13 @@ def running(tmp_path: Path) -> Iterator[Running]:
     with log.open("wb") as stream:
         service = subprocess.Popen([sys.executable, "-m", "autoac.api"], env=environment, stderr=stream)
     try:
-        yield Running(listening(service, log), service.pid)
+        yield Running(listening(service, log), service.pid, log)
     finally:
         service.send_signal(signal.SIGTERM)
         service.wait(20)
 
 
-def test_over_the_network(running: Running, tmp_path: Path) -> None:
+def test_over_the_network(running: Running) -> None:
     with httpx2.Client(base_url=running.url, timeout=30) as http:
         assert http.get("/livez").json() == {"status": "alive"}
         assert http.head("/").headers["content-type"].startswith("text/html")
@@ -153,7 +156,7 @@ def test_over_the_network(running: Running, tmp_path: Path) -> None:
         assert too_large.status_code == 413
         assert http.get("/livez").status_code == 200
     assert_half_sent_heads_are_closed(running)
-    for line in (tmp_path / "log").read_text().splitlines():  # uvicorn's lines too
+    for line in running.log.read_text().splitlines():  # uvicorn's lines too
         assert {"event", "level", "timestamp"} <= json.loads(line).keys()
 
 

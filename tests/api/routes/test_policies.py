@@ -34,11 +34,6 @@ def post(serve: Serve) -> Post:
     return posted
 
 
-def test_options_reach_the_planner(post: Post, profile: Profile) -> None:
-    stopped = post(request(profile, gap=0.25, time_limit_s=7)).json()["stopped"]
-    assert stopped == "gap 0.25, time limit 7 s"
-
-
 def test_time_limit_is_capped(post: Post, profile: Profile) -> None:
     solver = InProcess(save_all, most_seconds=20)
     assert (
@@ -74,8 +69,6 @@ BROKEN = {
     "empty": (b"", 400, "not-json"),
     "not UTF-8": (b'"\xff"', 400, "not-json"),
     "NaN": (b'{"budget_gb": NaN}', 400, "not-json"),
-    "nested too deeply": (b"[" * 100_000, 400, "not-json"),
-    "an endless number": (b'{"budget_bytes": ' + b"9" * 5000 + b"}", 400, "not-json"),
     "no object": (b"[]", 422, "malformed-request"),
     "no profile": (b'{"budget_gb": 1}', 422, "malformed-request"),
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -172,6 +172,25 @@ def visit(browser: Any, stored: Stored) -> Iterator[Visit]:
     assert strange == []
 
 
+Opened = Callable[..., tuple[Live, Visit]]
+
+
+@pytest.fixture
+def opened(browser: Any, sqlite_template: Path, tmp_path: Path) -> Iterator[Opened]:
+    """Return a function that starts a service with an empty database, and opens a tab on it."""
+    path = tmp_path / "service.sqlite3"
+    shutil.copy(sqlite_template, path)
+    with ExitStack() as stack:
+
+        def start(**options: Any) -> tuple[Live, Visit]:
+            live = stack.enter_context(listening(path, **options))
+            made = Visit(browser, live.url)
+            stack.callback(made.page.close)
+            return live, made
+
+        yield start
+
+
 def names(row: Any) -> list[str]:
     return [text.strip() for text in row.locator("th, td").all_inner_texts()]
 
@@ -199,45 +218,36 @@ def test_lists_are_left_by_keyboard(visit: Visit, stored: Stored) -> None:
     page.wait_for_selector(READY)
 
 
-def test_lists_have_ten_rows_to_a_page(browser: Any, sqlite_template: Path, tmp_path: Path) -> None:
-    path = tmp_path / "service.sqlite3"
-    shutil.copy(sqlite_template, path)
-    with listening(path) as live:
-        for i in range(23):
-            live.policy(chain_profile(model=f"Chain {i % 2}"), (i + 1) << 30)
-        made = Visit(browser, live.url)
-        try:
-            for where in ("/", f"/profiles/{chain_profile(model='Chain 0').digest}", "/jobs"):
-                page = made.go(where)
-                table = "#jobs" if where == "/jobs" else "#policies"
-                rows = f"{table} tbody tr"
-                shown = page.locator(rows).all_inner_texts()
-                newer, older = (
-                    page.locator("section", has=page.locator(table)).get_by_text(word)
-                    for word in ("Newer", "Older")
-                )
-                assert len(shown) == 10
-                assert newer.is_disabled()
-                seen = [shown]
-                while older.is_enabled():
-                    first = seen[-1][0].split("\t")[0]
-                    older.click()
-                    made.until(
-                        "([rows, old]) => !document.querySelector(rows).innerText.startsWith(old)",
-                        [rows, first],
-                    )
-                    seen.append(page.locator(rows).all_inner_texts())
-                assert len({row for rows_ in seen for row in rows_}) == (12 if "profiles" in where else 23)
-                first = seen[-1][0].split("\t")[0]
-                newer.click()
-                made.until(
-                    "([rows, old]) => !document.querySelector(rows).innerText.startsWith(old)", [rows, first]
-                )
-                assert page.locator(rows).count() == 10
-            assert page.evaluate("() => document.documentElement.scrollHeight") < 1500
-            assert made.complaints == []
-        finally:
-            made.page.close()
+def test_lists_have_ten_rows_to_a_page(opened: Opened) -> None:
+    live, made = opened()
+    for i in range(23):
+        live.policy(chain_profile(model=f"Chain {i % 2}"), (i + 1) << 30)
+    for where in ("/", f"/profiles/{chain_profile(model='Chain 0').digest}", "/jobs"):
+        page = made.go(where)
+        table = "#jobs" if where == "/jobs" else "#policies"
+        rows = f"{table} tbody tr"
+        shown = page.locator(rows).all_inner_texts()
+        newer, older = (
+            page.locator("section", has=page.locator(table)).get_by_text(word) for word in ("Newer", "Older")
+        )
+        assert len(shown) == 10
+        assert newer.is_disabled()
+        seen = [shown]
+        while older.is_enabled():
+            first = seen[-1][0].split("\t")[0]
+            older.click()
+            made.until(
+                "([rows, old]) => !document.querySelector(rows).innerText.startsWith(old)",
+                [rows, first],
+            )
+            seen.append(page.locator(rows).all_inner_texts())
+        assert len({row for rows_ in seen for row in rows_}) == (12 if "profiles" in where else 23)
+        first = seen[-1][0].split("\t")[0]
+        newer.click()
+        made.until("([rows, old]) => !document.querySelector(rows).innerText.startsWith(old)", [rows, first])
+        assert page.locator(rows).count() == 10
+    assert page.evaluate("() => document.documentElement.scrollHeight") < 1500
+    assert made.complaints == []
 
 
 def test_policy_page_draws_the_step_and_lists_saved_ops(visit: Visit, stored: Stored) -> None:
@@ -405,34 +415,28 @@ def frontier_of(live: Live, profile: Profile, points: int) -> dict[str, Any]:
     return made.json()
 
 
-def test_empty_service_explains_how_to_begin(browser: Any, sqlite_template: Path, tmp_path: Path) -> None:
-    path = tmp_path / "service.sqlite3"
-    shutil.copy(sqlite_template, path)
-    with listening(path, below="/autoac") as live:  # and below a path of a proxy
-        made = Visit(browser, live.url)
-        try:
-            page = made.go("/")
-            assert f'service="{live.url}"' in page.inner_text("#python")
-            assert f"{live.url}/v1/profiles" in page.inner_text("#shell")
-            assert page.locator("#empty button").count() == 2
-            assert not page.is_visible("#profiles")
-            page = made.go("/difference")
-            assert "Two policies are needed" in page.inner_text("#none")
-            page = made.go("/jobs")
-            assert "No job was asked for" in page.inner_text("#jobs")
-            live.policy(chain_profile(), 1 << 30)
-            page.click("nav a >> nth=0")
-            page.wait_for_selector(READY)
-            page.click("#policies a >> nth=0")
-            page.wait_for_url("**/autoac/policies/*")
-            page.wait_for_selector(READY)
-            page.click("#to-profile")
-            page.wait_for_url("**/autoac/profiles/*")
-            page.wait_for_selector(READY)
-            assert all(one.url.startswith((live.url, "data:")) for one in made.requests)
-            assert made.complaints == []
-        finally:
-            made.page.close()
+def test_empty_service_explains_how_to_begin(opened: Opened) -> None:
+    live, made = opened(below="/autoac")
+    page = made.go("/")
+    assert f'service="{live.url}"' in page.inner_text("#python")
+    assert f"{live.url}/v1/profiles" in page.inner_text("#shell")
+    assert page.locator("#empty button").count() == 2
+    assert not page.is_visible("#profiles")
+    page = made.go("/difference")
+    assert "Two policies are needed" in page.inner_text("#none")
+    page = made.go("/jobs")
+    assert "No job was asked for" in page.inner_text("#jobs")
+    live.policy(chain_profile(), 1 << 30)
+    page.click("nav a >> nth=0")
+    page.wait_for_selector(READY)
+    page.click("#policies a >> nth=0")
+    page.wait_for_url("**/autoac/policies/*")
+    page.wait_for_selector(READY)
+    page.click("#to-profile")
+    page.wait_for_url("**/autoac/profiles/*")
+    page.wait_for_selector(READY)
+    assert all(one.url.startswith((live.url, "data:")) for one in made.requests)
+    assert made.complaints == []
 
 
 def test_jobs_show_progress_and_can_be_cancelled(visit: Visit, stored: Stored) -> None:
@@ -477,26 +481,18 @@ def test_two_policies_are_compared(visit: Visit, stored: Stored) -> None:
     assert page.evaluate(same)
 
 
-def test_difference_without_a_profile_has_no_bytes(
-    browser: Any, sqlite_template: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "service.sqlite3"
-    shutil.copy(sqlite_template, path)
-    with listening(path) as live:
-        profiles = [chain_profile(1 << 20), chain_profile(1 << 20, 1 << 20)]
-        ids = [live.policy(profile, 1 << 45) for profile in profiles]
-        made = Visit(browser, live.url)
-        try:
-            for deleted in (False, True):
-                if deleted:
-                    assert live.http.delete(f"/v1/profiles/{profiles[1].digest}").status_code == 204
-                page = made.go(f"/difference?before={ids[0]}&after={ids[1]}")
-                assert ("was deleted" in page.inner_text("#verdict")) == deleted
-                assert page.locator("#changes thead th").count() == (4 if deleted else 6)
-                assert "absent" in page.inner_text("#changes")
-            assert made.complaints == []
-        finally:
-            made.page.close()
+def test_difference_without_a_profile_has_no_bytes(opened: Opened) -> None:
+    live, made = opened()
+    profiles = [chain_profile(1 << 20), chain_profile(1 << 20, 1 << 20)]
+    ids = [live.policy(profile, 1 << 45) for profile in profiles]
+    for deleted in (False, True):
+        if deleted:
+            assert live.http.delete(f"/v1/profiles/{profiles[1].digest}").status_code == 204
+        page = made.go(f"/difference?before={ids[0]}&after={ids[1]}")
+        assert ("was deleted" in page.inner_text("#verdict")) == deleted
+        assert page.locator("#changes thead th").count() == (4 if deleted else 6)
+        assert "absent" in page.inner_text("#changes")
+    assert made.complaints == []
 
 
 def test_names_are_shown_as_text_and_pages_have_landmarks(visit: Visit, stored: Stored) -> None:
@@ -534,39 +530,31 @@ def test_dark_and_light_follow_the_system_and_the_button_is_remembered(browser: 
         dark.page.close()
 
 
-def test_key_is_requested_and_sent_only_in_the_header(
-    browser: Any, sqlite_template: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "service.sqlite3"
-    shutil.copy(sqlite_template, path)
-    with listening(path, TOKEN) as live:
-        live.policy(chain_profile(), 1 << 30)
-        made = Visit(browser, live.url)
-        try:
-            made.page.goto(f"{live.url}/")
-            made.page.wait_for_selector("#key-dialog[open]")
-            assert "Chain" not in made.page.content()
-            made.page.keyboard.type("not the key at all")
-            made.page.keyboard.press("Enter")
-            made.until("() => document.querySelector('#key-why').textContent.includes('does not know')")
-            made.page.keyboard.type(TOKEN)
-            made.page.keyboard.press("Enter")
-            made.page.wait_for_selector(READY)
-            assert "Chain" in made.page.inner_text("#profiles")
-            made.page.click("#profiles a")
-            made.page.wait_for_url("**/profiles/*")
-            made.page.wait_for_selector(READY)  # without being asked again
-            kept = made.page.evaluate(
-                "() => [Object.values(sessionStorage), Object.values(localStorage), document.cookie]"
-            )
-            assert kept == [[TOKEN], [], ""]
-            asked = [one for one in made.requests if "/v1/" in one.url]
-            assert asked[-1].headers["authorization"] == f"Bearer {TOKEN}"
-            assert not any(word in one.url for one in made.requests for word in ("token", "key="))
-            made.page.click("#key-button")
-            made.page.click("#key-forget")
-            assert made.page.evaluate("() => sessionStorage.length") == 0
-            refused = [text for text in made.complaints if "401" not in text]  # Chromium says those by itself
-            assert refused == []
-        finally:
-            made.page.close()
+def test_key_is_requested_and_sent_only_in_the_header(opened: Opened) -> None:
+    live, made = opened(token=TOKEN)
+    live.policy(chain_profile(), 1 << 30)
+    made.page.goto(f"{live.url}/")
+    made.page.wait_for_selector("#key-dialog[open]")
+    assert "Chain" not in made.page.content()
+    made.page.keyboard.type("not the key at all")
+    made.page.keyboard.press("Enter")
+    made.until("() => document.querySelector('#key-why').textContent.includes('does not know')")
+    made.page.keyboard.type(TOKEN)
+    made.page.keyboard.press("Enter")
+    made.page.wait_for_selector(READY)
+    assert "Chain" in made.page.inner_text("#profiles")
+    made.page.click("#profiles a")
+    made.page.wait_for_url("**/profiles/*")
+    made.page.wait_for_selector(READY)  # without being asked again
+    kept = made.page.evaluate(
+        "() => [Object.values(sessionStorage), Object.values(localStorage), document.cookie]"
+    )
+    assert kept == [[TOKEN], [], ""]
+    asked = [one for one in made.requests if "/v1/" in one.url]
+    assert asked[-1].headers["authorization"] == f"Bearer {TOKEN}"
+    assert not any(word in one.url for one in made.requests for word in ("token", "key="))
+    made.page.click("#key-button")
+    made.page.click("#key-forget")
+    assert made.page.evaluate("() => sessionStorage.length") == 0
+    refused = [text for text in made.complaints if "401" not in text]  # Chromium says those by itself
+    assert refused == []
