@@ -8,7 +8,7 @@ import pytest
 
 from ac_client.demo import comparison, rows
 from ac_client.demo.comparison import HALF, OURS, Line
-from ac_client.demo.rows import Row, measure, thin_out
+from ac_client.demo.rows import Row, measure
 from ac_client.demo.setting import TINY
 from ac_client.measure.forked_call import iterate_in_child, run_in_child
 from ac_client.measure.memory_timeline import LiveBytes
@@ -104,13 +104,3 @@ def test_thinned_timeline_keeps_the_peak_and_the_end():
     assert max(live for _, live in thin) == 9
     assert thin[-1] == (0.008, 2)
     assert len(thin) < len(changes)
-
-
-def test_thinning_keeps_the_highest_and_the_last():
-    levels = [1, 5, 2, 9, 3, 4, 0, 7, 6, 2]
-    kept = thin_out(levels, 4)
-    assert kept[0] == 0
-    assert kept[-1] == len(levels) - 1
-    assert max(levels[i] for i in kept) == 9
-    assert len(kept) < len(levels)
-    assert thin_out(levels, 10) == list(range(10))

@@ -39,16 +39,12 @@ def test_peak_since_a_mark_starts_with_the_bytes_live_there():
 
 
 def test_counts_start_at_the_base():
+    with AllocatorTimeline(base=7) as timeline:
+        pass
+    assert (timeline.peak_bytes, timeline.events) == (7, ())
     with AllocatorTimeline(base=100) as timeline:
         torch.empty(10)
     assert timeline.peak_bytes == 140
-
-
-def test_peak_of_an_empty_block_is_its_base():
-    with AllocatorTimeline(base=7) as timeline:
-        pass
-    assert timeline.peak_bytes == 7
-    assert timeline.events == ()
 
 
 def test_frees_of_memory_from_an_earlier_block_are_ignored():
