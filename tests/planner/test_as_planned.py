@@ -5,14 +5,26 @@ from __future__ import annotations
 import graphs
 import pytest
 
-from autoac.planner import Constraints, OtherProfile, as_planned, bounds, build, carried, plan, simulate
+from autoac.planner import (
+    Constraints,
+    OtherProfile,
+    Policy,
+    as_planned,
+    bounds,
+    build,
+    carried,
+    plan,
+    simulate,
+)
 
 
-def test_policy_and_its_profile_rebuild_the_plan() -> None:
-    profile = graphs.gpt2(2)
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_policy_and_its_profile_rebuild_the_plan(waiting: int) -> None:
+    profile = graphs.gpt2(2, vocabulary=1024).model_copy(update={"waiting_microbatches": waiting})
     known = bounds(build(profile))
     made = plan(profile, budget_bytes=(known.floor + known.ceiling) // 2)
-    again = as_planned(made.policy(), profile)
+    assert made.policy().predicted.microbatches == waiting + 1
+    again = as_planned(Policy.from_json(made.policy().to_json()), profile)
     assert (again.peak, again.peak_at, again.recompute_us) == (made.peak, made.peak_at, made.recompute_us)
     assert (again.recompute_set, again.bound_us) == (made.recompute_set, made.bound_us)
     assert again.policy() == made.policy()

@@ -7,28 +7,8 @@ from dataclasses import replace
 import pytest
 from graphs import chain
 
-from autoac.planner import Constraints, InfeasibleBudget, plan
-from autoac.planner.infeasibility import Blame, PinnedBytes, blame_in_words, find_blame
-
-
-def blame(constraints: Constraints, budget: int) -> Blame:
-    graph = chain(1, 8, 1, 8, 0)
-    with pytest.raises(InfeasibleBudget) as caught:
-        plan(graph, budget_bytes=budget, constraints=constraints)
-    return find_blame(caught.value, graph, constraints, constraints.forward_budget_bytes)
-
-
-def test_pins_are_blamed_with_the_bytes_that_they_hold() -> None:
-    found = blame(Constraints(pin_save=("op1", "op3")), 10)
-    assert sum(pin.nbytes for pin in found.pins) == 16
-    assert {pin.n_ops for pin in found.pins} == {1}
-    assert found.forward_limit is None
-
-
-def test_limit_of_forward_is_blamed_if_a_plan_fits_without_it() -> None:
-    found = blame(Constraints(forward_budget_bytes=5), 12)
-    assert (found.forward_limit, found.reserve, found.pins) == (5, 7, ())
-    assert found.peak_without_limit <= 12
+from autoac.planner import InfeasibleBudget, plan
+from autoac.planner.infeasibility import Blame, PinnedBytes, blame_in_words
 
 
 def test_blame_is_written_a_line_for_each_constraint() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory.test_moves import timed_step
 
-from autoac.planner import Graph, Policy, as_planned, bounds, build, find_minimum_peak, plan, simulate
+from autoac.planner import Graph, build, find_minimum_peak, plan, simulate
 from autoac.planner.formats.profile import LinkRates
 from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.memory.schedule import Backward, Compute, Free, Recompute, recompute_us, schedule
@@ -163,13 +163,3 @@ def test_saved_bytes_of_a_chain_count_once_for_each_microbatch() -> None:
     # With 24 bytes for three microbatches it pays to keep small values only.
     assert plan(two_wait, budget_bytes=24).recompute_us == 2.0
     assert plan(graph, budget_bytes=24).recompute_us == 0.0
-
-
-def test_a_plan_with_waiting_microbatches_is_rebuilt_from_its_policy() -> None:
-    profile = graphs.gpt2(2, vocabulary=1024).model_copy(update={"waiting_microbatches": 2})
-    graph = build(profile)
-    budget = (bounds(graph).floor + 2 * peak_bytes(graph, graph.everything)) // 3
-    made = plan(profile, budget_bytes=budget)
-    assert made.policy().predicted.microbatches == 3
-    again = as_planned(Policy.from_json(made.policy().to_json()), profile)
-    assert (again.peak, again.peak_at, again.recompute_us) == (made.peak, made.peak_at, made.recompute_us)

@@ -12,7 +12,7 @@ from graphs import chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoac.planner import Plan, as_planned, build, picture, plan, simulate
+from autoac.planner import Plan, build, picture, plan, simulate
 from autoac.planner.memory.lifetimes import lives
 from autoac.planner.memory.simulate import extra_bytes
 from autoac.planner.problem.graph import OpId, SaveSet
@@ -148,12 +148,6 @@ def test_equal_save_sets_share_one_track() -> None:
     profile = graphs.gpt2(1, batch=1, length=32, vocabulary=64)
     drawn = picture(plan(profile, budget_gb=100))  # nothing is recomputed, and there is but one block
     assert [track.id for track in drawn.tracks] == ["plan"]
-
-
-def test_a_policy_and_its_profile_give_the_same_picture() -> None:
-    made = planned()
-    again = as_planned(made.policy(), made.profile)
-    assert picture(again).tracks == picture(made).tracks
 
 
 def test_backward_step_is_in_the_module_of_its_forward_op() -> None:

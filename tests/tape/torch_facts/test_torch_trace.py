@@ -15,7 +15,6 @@ import torch
 from stepping import SeenOps
 from torch.profiler import record_function
 
-from autoac.profiler import ProfilerBusy
 from autoac.tape.capture.allocations import AllocationRecord, allocated_between
 from autoac.tape.torch_facts.torch_trace import AllocationEvent, MarkEvent, NodeEvent, TorchTrace
 
@@ -63,13 +62,6 @@ def test_dispatch_modes_do_not_see_marks() -> None:
         torch.ones(3).sin()
     assert watching.ops == ["aten.ones.default", "aten.sin.default"]
     assert [entry.name for entry in recording.events() if isinstance(entry, MarkEvent)] == ["here"]
-
-
-def test_second_trace_on_a_thread_is_refused() -> None:
-    with TorchTrace(CPU), pytest.raises(ProfilerBusy), TorchTrace(CPU):
-        pass
-    with TorchTrace(CPU):
-        pass
 
 
 class CDevice(ctypes.Structure):
