@@ -31,6 +31,18 @@ def until(holds: Callable[[], Any], seconds: float = 120, every: float = 0.02) -
         time.sleep(every)
 
 
+def engine_lets_go(device: Any) -> None:
+    """Have autograd's thread of a device drop the last node that it ran.
+
+    It does so after backward has returned, at the latest before it runs another backward. A plan that is made
+    until then counts what that node holds as another tensor on the device.
+    """
+    import torch
+
+    nothing = torch.zeros(0, device=device, requires_grad=True)
+    (nothing * 1).backward(torch.zeros_like(nothing))
+
+
 def listening(service: subprocess.Popen[bytes], log: Path) -> str:
     """Return the address of a service from its log."""
 

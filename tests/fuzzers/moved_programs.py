@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from stepping import expected_log
 from torch import Tensor
+from waiting import engine_lets_go
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Graph, build
@@ -136,14 +137,9 @@ def _as_predicted(
 
 
 def _let_go(device: torch.device) -> None:
-    """Free what earlier programs left: it must not go in the middle of the next one.
-
-    The thread that ran a backward lets go of its last tensors after backward has returned, at the latest
-    before it runs another backward.
-    """
+    """Free what earlier programs left: it must not go in the middle of the next one."""
     gc.collect()
-    nothing = torch.zeros(0, device=device, requires_grad=True)
-    (nothing * 1).backward(torch.zeros_like(nothing))
+    engine_lets_go(device)
 
 
 def _multiply(device: torch.device) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from programs import KINDS, WRITES, run_instruction, same
 from torch import Tensor, nn
+from waiting import engine_lets_go
 
 import ac_client
 from autoac.planner import bounds, build, find_minimum_peak
@@ -131,6 +132,7 @@ def results_of(program: StreamProgram, x: Tensor, policy: object = None) -> Resu
         with nullcontext() if policy is None else save_recompute_policy(policy):
             loss = program(x)
         loss.backward()
+        engine_lets_go("cuda")
     except RuntimeError as error:
         if "modified by an inplace operation" in str(error) or "a view of" in str(error):
             return "refused"

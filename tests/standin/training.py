@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from waiting import engine_lets_go
 
 import ac_client
 from autoac.planner.units import GIB
@@ -85,6 +86,7 @@ def train(gpu: ModuleType, task: Task, budget: int | None = None, steps: int = 4
         step(task, model, optimizer, batch, done)
         done.peaks.append(gpu.peak(task.index))
         optimizer.zero_grad()
+        engine_lets_go(task.device)
     done.buffers = [buffer.cpu().clone() for buffer in model.buffers()]
     done.generators = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
     return done
