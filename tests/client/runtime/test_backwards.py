@@ -18,35 +18,6 @@ def chain(x: Tensor) -> Tensor:
     return (y.sin() * y.tanh()).exp()
 
 
-def test_two_losses_share_tensors_that_the_first_pass_recomputed() -> None:
-    x = torch.randn(5, requires_grad=True)
-    w = torch.randn(5, requires_grad=True)
-
-    def losses() -> tuple[Tensor, Tensor]:
-        y = x.exp().sin().cos()  # both losses need it, through different autograd nodes
-        return (y.detach() * w).tanh().sum(), (y.detach() * w).exp().sum()
-
-    a, b = losses()
-    a.backward()
-    b.backward()
-    want, w.grad = w.grad, None
-    with save_recompute_policy("recompute_all"):
-        a, b = losses()
-    a.backward()
-    b.backward()
-    assert torch.equal(w.grad, want)
-
-
-def test_gradcheck() -> None:
-    def planned(x: Tensor) -> Tensor:
-        with save_recompute_policy("recompute_all"):
-            return chain(x)
-
-    x = torch.randn(3, requires_grad=True, dtype=torch.double)
-    assert torch.autograd.gradcheck(planned, (x,))
-    assert torch.autograd.gradgradcheck(planned, (x,))
-
-
 def test_reading_a_saved_tensor_outside_of_backward_consumes_no_use() -> None:
     x = torch.randn(5, requires_grad=True)
     log = EventLog()

@@ -250,11 +250,6 @@ def test_leaving_the_path_is_reported_once() -> None:
     assert reports[0] == OffPath("./embed#0", "x")
 
 
-def test_strict_cursor_raises_with_the_expected_and_the_found_op() -> None:
-    with pytest.raises(LeftThePath, match=r"expected \./embed#0, found relu"):
-        walk(Cursor(ROUTE, strict=True), "relu")
-
-
 @pytest.mark.parametrize("planned_native", [True, False])
 @pytest.mark.parametrize("runs_native", [True, False])
 def test_kernels_of_batch_norm_share_a_key(planned_native: bool, runs_native: bool) -> None:

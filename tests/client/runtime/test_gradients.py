@@ -103,24 +103,6 @@ def test_function_that_runs_again_sees_the_autocast_of_forward() -> None:
     assert torch.equal(gradient("recompute_all"), gradient("must_save_all"))
 
 
-def test_replay_uses_the_default_dtype_of_forward() -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return (x.exp() * torch.full((4,), 3.0)).sin()
-
-    x = torch.randn(4, dtype=torch.double, requires_grad=True)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        (want,) = torch.autograd.grad(model(x).sum(), x)
-        with save_recompute_policy("recompute_all"):
-            y = model(x)
-    finally:
-        torch.set_default_dtype(default)
-    (got,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(got, want)
-    assert torch.get_default_dtype() is default
-
-
 @torch.library.custom_op("tests::switches", mutates_args=())
 def switches(x: torch.Tensor) -> torch.Tensor:
     """Return `x` plus a number that encodes the global flags in force."""

@@ -1,4 +1,4 @@
-"""Test that random programs under random policies have the plain gradients, bit for bit."""
+"""Test that random programs under random policies, or between cuts, have the plain gradients, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from programs import Program, gradients, same
 
-PROGRAMS = int(os.environ.get("AUTOAC_PROGRAMS", "300"))  # the nightly target runs more
+from autoac.tape.runtime.cuts import Cuts
+
+PROGRAMS = int(os.environ.get("AUTOAC_PROGRAMS", "400"))  # the nightly target runs more
 
 
 @settings(max_examples=PROGRAMS, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
@@ -19,16 +21,18 @@ PROGRAMS = int(os.environ.get("AUTOAC_PROGRAMS", "300"))  # the nightly target r
     save=st.sampled_from([0.0, 0.0, 0.3, 0.6]),
     nested=st.booleans(),
     twice=st.booleans(),
+    factor=st.sampled_from([None, None, 0.0, 0.5, 1.0, 2.0]),
 )
 def test_random_program_has_the_plain_gradients(
-    seed: int, length: int, save: float, nested: bool, twice: bool
+    seed: int, length: int, save: float, nested: bool, twice: bool, factor: float | None
 ) -> None:
     program = Program(seed, length)
     plain = gradients(program, None, twice=twice)
     coin = random.Random(seed)
-    planned = gradients(
-        program, lambda ctx, out, op, *args, **kwargs: coin.random() < save, nested=nested, twice=twice
-    )
+    if factor is None:
+        planned = gradients(program, lambda *_, **__: coin.random() < save, nested=nested, twice=twice)
+    else:
+        planned = gradients(program, "recompute_all", twice=twice, cuts=Cuts(factor))
     if plain == "modified":
         return  # plain autograd rejects the program; under recomputation it may run
     assert isinstance(plain, list) == isinstance(planned, list), (plain, planned)
