@@ -30,10 +30,9 @@ class Run(nn.Module):
         return self.program.run(list(inputs))
 
 
-@pytest.mark.parametrize("first", range(0, 100, 50))
-def test_observed_step_of_a_random_program_has_its_profile(first: int) -> None:
+def test_observed_step_of_a_random_program_has_its_profile() -> None:
     compared = 0
-    for seed in range(first, first + 50):
+    for seed in range(50):
         model = Run(Program(seed, 30))
         torch.manual_seed(seed)
         batch = [torch.randn(ROWS, COLUMNS, requires_grad=True) for _ in range(2)]
