@@ -160,7 +160,7 @@ BUDGETS = {
     "profiler": (3_900, 200),
     "api": (4_200, 0),
     "ac_client": (7_000, 1_700),
-    "tests": (35_220, 0),  # goal: 33,000
+    "tests": (34_700, 0),  # goal: 33,000
 }
 
 MOST_FILES = 16  # in one folder
