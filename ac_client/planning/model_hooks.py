@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ac_client.measure.measured_steps import MeasuredSteps
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.captured_steps import check_capture
+from ac_client.planning.facts.model_structure import module_changes
 from ac_client.planning.facts.optimizer_steps import UnplannedSteps
 from ac_client.planning.model_planning import ModelPlanning
 from ac_client.planning.plan_batch import check_hooks
@@ -78,6 +79,7 @@ class ModelHooks:
         self._submodule_handles: list[Watch] = []
         self._compiled = False  # torch.compile ran the last forward as a whole
         self._compiled_parts: list[str] = []  # that were compiled by themselves
+        self._changes = -1  # to modules, when these parts were looked up
         before, after = ModuleHook(self._forward_begins), ModuleHook(self._forward_ended)
         self._handles: list[RemovableHandle] = []
         try:
@@ -107,7 +109,8 @@ class ModelHooks:
     def _watch_submodules(self, model: nn.Module) -> None:
         """Follow the calls of submodules, except in compiled code, whose graphs know their modules."""
         self._compiled = is_called_compiled(model)
-        parts = compiled_parts(model)
+        before, self._changes = self._changes, module_changes(model)
+        parts = self._compiled_parts if before == self._changes else compiled_parts(model)
         if self._compiled or parts != self._compiled_parts:
             for handle in self._submodule_handles:
                 handle.remove()

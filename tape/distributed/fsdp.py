@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from autoac.tape.distributed.wrapped_tensors import with_memory
 from autoac.tape.errors import CannotProfile, ShardsInUse
@@ -79,7 +79,7 @@ def _stays_gathered(group: Any, module: Any) -> bool:
 def _states_of(model: nn.Module) -> dict[str, Any]:
     """Return FSDP's state of each sharded module by path, outer modules first."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # not imported: nothing is sharded
+    if fsdp is None or not distributed.is_initialized():  # nothing is sharded
         return {}
     return {
         path or ROOT: module._get_fsdp_state()

@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from ac_client.planning.facts.forwards_in_flight import ForwardsInFlight
+from ac_client.planning.facts.model_structure import device_of
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.next_action import StepFacts, next_action
 from autoac.planner.formats.profile import Profile, StaticBytes
 from autoac.planner.units import format_bytes
-from autoac.profiler import device_of
 from autoac.profiler.static_memory import static_bytes
 from autoac.tape.distributed.fsdp import gathered_nbytes, unreduced_nbytes
 from autoac.tape.torch_facts.libraries import free_workspaces, pool_nbytes

@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ac_client.planning.facts.model_structure import device_of
 from ac_client.planning.warn_once import WarnOnce
 from autoac.planner import Profile
 from autoac.planner.units import format_bytes
-from autoac.profiler import device_of
 from autoac.profiler.observed_step import ObservedStep, recorded_step
 from autoac.profiler.static_memory import optimizer_state_nbytes, unwrapped
 from autoac.tape.distributed.fsdp import parameters_of
@@ -47,6 +47,7 @@ class ModelOptimizers:
         self._given = [weakref.ref(one) for one in unwrapped(given)]
         self._adopted: list[weakref.ref[torch.optim.Optimizer]] = []
         self._of_others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._of_model: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._left_out: ObservedStep | None = None  # of another model, which leaves out the optimizer's step
         _watch(self)
 
@@ -82,9 +83,10 @@ class ModelOptimizers:
         if optimizer in self._of_others:
             return
         model = self._model()
-        if model is None or not steps(optimizer, model):
+        if model is None or not (optimizer in self._of_model or steps(optimizer, model)):
             self._of_others.add(optimizer)
             return
+        self._of_model.add(optimizer)
         if (observed := recorded_step()) is not None and observed.model() is not model:
             observed.leave_out()  # until it has stepped: its state counts as this model's
             self._left_out = observed

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from ac_client.planning.batch_shape import ModelCall
+from ac_client.planning.facts.model_structure import device_of
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_counter import CudaPeak, allocator_peak, least_peak
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
 from ac_client.planning.next_action import WATCHED_STEPS, StepFacts
 from ac_client.planning.options import ApplyOptions
-from autoac.profiler import device_of
 from autoac.tape.distributed.fsdp import parameters_of
 from autoac.tape.runtime.moves.copies import stalls
 from autoac.tape.runtime.write_guard import version_counter

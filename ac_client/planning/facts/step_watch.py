@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts, ForwardsInFlight, Listener
+from ac_client.planning.facts.model_structure import device_of
 from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_watch import PeakWatch
@@ -17,7 +18,6 @@ from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.next_action import SMALL, WATCHED_STEPS, StepFacts
 from ac_client.planning.options import ApplyOptions
 from ac_client.planning.shape_buckets import ShapeBuckets
-from autoac.profiler import device_of
 from autoac.profiler.static_memory import OptimizerBytes, optimizer_bytes
 from autoac.tape.distributed.wrapped_tensors import with_memory
 from autoac.tape.torch_facts import private
