@@ -48,6 +48,7 @@ from autoac.planner import (
     as_planned,
 )
 from autoac.planner.formats.policy_set import Shape, shape_in_words
+from autoac.planner.units import format_bytes
 from autoac.profiler import Loop, ProfilerBusy, device_of
 from autoac.tape.distributed.pipelining import infers_metadata
 from autoac.tape.errors import CannotCapture, CannotProfile, ProfilerError
@@ -113,9 +114,11 @@ class PolicyChooser:
             return self._observe_with_ranks(call)
         if (single := store.buckets.single_policy) is not None:
             return single
+        if waiting and store.current is not None and store.current.covers_next(call, waiting):
+            return store.current  # the group of forwards is one
         key = key_of(call.args, call.kwargs)
         bucket = store.buckets.known.get(key)
-        return self._of_new_shape(call, key) if bucket is None else bucket
+        return self._of_new_shape(call, key, waiting) if bucket is None else bucket
 
     def _has_ranks(self, call: ModelCall) -> bool:
         """Return True if other ranks run each forward of the model with this one, or may."""
@@ -134,6 +137,7 @@ class PolicyChooser:
         if step.recording and waiting and not step.has_backward:
             step.note_batch(batch_tensors((*call.args, *call.kwargs.values())))
             step.begin_forward()
+            observation.following.append(call.shape)
             return True
         with self._planner.lock:
             if self._planner.observation is observation:
@@ -227,6 +231,7 @@ class PolicyChooser:
         bucket.planned_for = replace(
             bucket.planned_for, outside_nbytes=outside, frees_gradients=freed > 0, kept_nbytes=freed
         )
+        bucket.step = replace(bucket.step, following=observation.group_of(profile))
         buckets.forwards = max(buckets.forwards, forwards_of(profile))
 
     def plan_for(self, call: ModelCall) -> Policy:
@@ -241,12 +246,13 @@ class PolicyChooser:
             loop = Loop(self._store.buckets.forwards)
             return self._plan(call, loop, self._planner.profile(call, loop)).policy
 
-    def _of_new_shape(self, call: ModelCall, key: Key) -> PlannedBucket | None:
+    def _of_new_shape(self, call: ModelCall, key: Key, waiting: int) -> PlannedBucket | None:
         """Return the bucket for a batch whose key is new; None: none covers it, and its step is observed.
 
         Args:
             call: of the model, on the batch.
             key: of the batch.
+            waiting: how many forwards wait for their backward.
 
         Raises:
             ShapeNotPlanned: strict, and no bucket covers the batch.
@@ -262,6 +268,8 @@ class PolicyChooser:
                     raise ShapeNotPlanned(shape, shapes, not without_budget)
                 if planned and (without_budget or planned >= MOST_BUCKETS):
                     return self._beyond(shape, key)
+                if waiting and buckets.all:
+                    return self._in_the_middle(shape)
                 if is_capturing():
                     raise CannotCapture(self._planner.name, "no plan covers its batch")
                 observation = self._planner.observation
@@ -414,6 +422,18 @@ class PolicyChooser:
         self._planner.warn_once("busy", f"it runs without a plan until a step can be observed: {busy}")
         self._planner.observe(call, key_of(call.args, call.kwargs), meets=meets, recorded=False)
         return None
+
+    def _in_the_middle(self, shape: Shape) -> PlannedBucket:
+        """Return the bucket of the forward that waits, for a batch that no bucket covers: no step begins now."""
+        bucket = self._store.current or largest(self._store.buckets.all)
+        self._planner.warn_once(
+            "in the middle",
+            f"a batch of {shape_in_words(shape)} runs while another forward waits, and no observed step had "
+            f"one like it there: this step may go over the limit of "
+            f"{format_bytes(bucket.planned_for.limit)}. The next step is observed",
+        )
+        bucket.leave()
+        return bucket
 
     def _beyond(self, shape: Shape, key: Key) -> PlannedBucket:
         """Return the largest bucket, for a batch that no bucket covers and for which no plan may be made."""

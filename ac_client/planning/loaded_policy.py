@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ac_client.compiled.policy_parts import PartCalls
-from ac_client.planning.batch_shape import leaves_of
+from ac_client.planning.batch_shape import ModelCall, leaves_of
 from ac_client.planning.next_action import ELSEWHERE, TOGETHER, Action, PlannedFor
 from autoac.planner import Plan, Policy, Profile
 from autoac.planner.errors import Holding
@@ -134,6 +134,7 @@ class ProfiledStep:
     """The step that was profiled for a policy."""
 
     shape: Shape | None = None  # of the profiled batch
+    following: tuple[Shape, ...] = ()  # of the batches of the other forwards before the same backward
     profile: Profile | None = None  # None: it is not here, so the step cannot be planned again
     rank_nbytes: int = 0  # held by the neediest rank beyond what this profile counts
     n_adopted: int = 0  # optimizers that were seen to step the model, and are counted
@@ -291,6 +292,12 @@ class PlannedBucket:
         """Return True if the step that was planned covers a step on this batch, so that peaks compare."""
         shape = self.step.shape
         return shape is None or Extent.of(shape).covers(Extent.of_leaves(leaves_of(args, kwargs)))
+
+    def covers_next(self, call: ModelCall, waiting: int) -> bool:
+        """Return True if the planned step has a forward like this after so many that wait."""
+        following = self.step.following[waiting - 1 :] if waiting else ()
+        extent = Extent.of_leaves(leaves_of(call.args, call.kwargs))
+        return bool(following) and Extent.of(following[0]).covers(extent)
 
     def load(self, loaded: LoadedPolicy, step: ProfiledStep, terms: PlannedFor) -> None:
         """Carry the policy out from the next forward on. It was planned for `step` and `terms`."""

@@ -252,7 +252,8 @@ class ModelPlanning:
             if fewer or (action.row == "loop" and as_planned):
                 return bucket  # the steps that have more forwards take turns with these
             if again.profiles:
-                self._plan_observed(bucket, again, following, found, shape)
+                group = ProfiledStep(shape, observation.group_of(found), found)
+                self._plan_observed(bucket, again, following, group)
             else:
                 self._plan_again(bucket, again)
             return bucket
@@ -285,7 +286,7 @@ class ModelPlanning:
             self._load(bucket, step, action)
 
     def _plan_observed(
-        self, bucket: PlannedBucket, action: PlanAgain, call: ModelCall, found: Profile, shape: Shape
+        self, bucket: PlannedBucket, action: PlanAgain, call: ModelCall, observed: ProfiledStep
     ) -> None:
         """Plan `bucket` from the profile of a step that was observed for `action`.
 
@@ -293,11 +294,11 @@ class ModelPlanning:
 
         Args:
             call: of the step after the one that was observed.
-            found: the profile.
-            shape: of its batch.
+            observed: the step.
         """
-        terms, present = action.terms, bucket.profile
+        terms, present, found = action.terms, bucket.profile, observed.profile
         assert present is not None
+        assert found is not None
         skipped = skipped_modules(call.model, self.planner.called)
         fewer = action.row == "other ops" and len(found.ops) <= len(present.ops)
         if fewer and (terms.tries == MOST_TRIES or skipped != bucket.step.skipped):
@@ -307,7 +308,7 @@ class ModelPlanning:
         with self._present_stays(bucket, action):
             others, limit = self.watch.on_device.others_nbytes(), self.planner.limit_of(found)
             action = replace(action, terms=replace(terms, others_nbytes=others, limit=limit))
-            self._load(bucket, ProfiledStep(shape, found), action, call)
+            self._load(bucket, replace(observed, profile=found), action, call)
 
     @contextmanager
     def _present_stays(self, bucket: PlannedBucket, action: PlanAgain) -> Iterator[None]:
@@ -343,7 +344,8 @@ class ModelPlanning:
         policy = policy.model_copy(update={"budget_bytes": self.options.budget_bytes})
         loaded = LoadedPolicy(corrected(policy, correction.nbytes, correction.total), plan)
         if call is not None:
-            step = replace(self.planner.profiled_step(call, step.profile, loaded), shape=step.shape)
+            made = self.planner.profiled_step(call, step.profile, loaded)
+            step = replace(made, shape=step.shape, following=step.following)
         bucket.load(loaded, step, terms)
         if infeasible is not None and peak > self.options.limit:
             bucket.warned.add(action.row)

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -140,6 +140,11 @@ class Observation:
     meets: bool = False  # the ranks, when the next step begins
     state_nbytes: int = 0  # of the optimizers, as the step began
     batch: Sequence[weakref.ref[Tensor]] = ()  # of its first forward
+    following: list[Shape] = field(default_factory=list)  # of its other forwards
+
+    def group_of(self, profile: Profile) -> tuple[Shape, ...]:
+        """Return the shapes of the forwards after the first one; () if `profile` is of one of them."""
+        return tuple(self.following) if forwards_of(profile) > len(self.following) else ()
 
     @property
     def runs_elsewhere(self) -> bool:
@@ -532,7 +537,7 @@ class BatchPlanner:
             rank_nbytes: held by the neediest rank beyond what the profile counts.
         """
         skipped = skipped_modules(call.model, self.called)
-        return ProfiledStep(call.shape, profile, rank_nbytes, self._optimizers.adopted, skipped)
+        return ProfiledStep(call.shape, (), profile, rank_nbytes, self._optimizers.adopted, skipped)
 
 
 def forwards_of(profile: Profile) -> int:
