@@ -95,6 +95,7 @@ class ModelPlanning:
             ShapeNotPlanned: strict, and no bucket covers the batch.
             PlannerError, RemoteError, ProfilerError: planning failed.
         """
+        self.watch.on_device.note_moment()
         captures = is_capturing()
         if captures and self.chooser.plans_first:
             raise CannotCapture(self._name, "its plan is not made yet")

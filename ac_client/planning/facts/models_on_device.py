@@ -16,7 +16,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,6 +32,14 @@ from autoac.profiler.static_memory import static_bytes
 from autoac.tape.distributed.fsdp import gathered_nbytes, unreduced_nbytes
 from autoac.tape.torch_facts.libraries import free_workspaces, pool_nbytes
 from autoac.tape.torch_facts.streams import is_capturing
+
+
+class _Waiting(NamedTuple):
+    """How many forwards wait for their backward."""
+
+    own: int
+    others: dict[ModelOnDevice, int]
+
 
 MOST_ROOM_REQUESTS = 3  # by other planned models, of one bucket
 
@@ -62,6 +70,9 @@ class ModelOnDevice:
         self._idle: weakref.WeakKeyDictionary[ModelOnDevice, int] = weakref.WeakKeyDictionary()
         self._unreduced = 0  # bytes of gradients that waited for a reduction as a forward began, at most
         self._uncounted = 0  # bytes on the device that no planned model holds, as last measured
+        # How many forwards of this model and of each other one wait at moments of its steps.
+        self._moments: list[_Waiting] = []  # of the last step
+        self._running: list[_Waiting] = []  # of the step that runs
         _all.add(self)
 
     def close(self) -> None:
@@ -74,6 +85,16 @@ class ModelOnDevice:
         self._forward_at = next(_turns)
         for other in self._others():
             other._warn_if_lacking_room()
+
+    def note_moment(self) -> None:
+        """Note how many forwards wait on the device as a forward or a backward of the model begins."""
+        waiting = _Waiting(
+            self._in_flight.waiting(), {other: other._in_flight.waiting() for other in self._others()}
+        )
+        if not (waiting.own or any(waiting.others.values())) and self._running:
+            self._moments, self._running = self._running, []
+        if waiting not in self._running:
+            self._running.append(waiting)
 
     def device(self) -> torch.device | None:
         """Return the device on which the model trains; None if the model is gone."""
@@ -125,7 +146,9 @@ class ModelOnDevice:
             training = set(self._others())
             idle = (o for o in list(_all) if o is not self and o not in training and o.device() == device)
             self._idle = weakref.WeakKeyDictionary({other: other.standing_nbytes() for other in idle})
-            by_models = sum(other._held_nbytes() for other in training) + sum(self._idle.values())
+            in_flight = sum(other._in_flight.waiting() * other._forward_nbytes() for other in training)
+            by_models = sum(other._held_nbytes() for other in training) + in_flight
+            by_models += sum(self._idle.values())
             present = torch.cuda.memory_allocated(device) + pool_nbytes(device)
             return max(0, present - held - by_models - workspaces)
 
@@ -150,8 +173,24 @@ class ModelOnDevice:
         return self._uncounted + sum(n for other, n in self._idle.items() if other not in training)
 
     def neighbors_nbytes(self) -> int:
-        """Return the bytes that the neighbors hold between steps, and for their forwards in flight now."""
-        return sum(other._held_nbytes() for other in self._others())
+        """Return the bytes that the neighbors hold between steps, and for forwards in flight.
+
+        They are those of the moment at which the forwards of all models hold most, less what the forwards of
+        this model hold less there than where most of them wait.
+        """
+        others = set(self._others())
+        forwards = {other: other._forward_nbytes() for other in others}
+        bucket = self._bucket
+        most = bucket.planned_for.microbatches - 1 if bucket is not None else 0
+        held = max(
+            (
+                (min(waiting.own, most) - most) * self._forward_nbytes()
+                + sum(n * forwards[other] for other, n in waiting.others.items() if other in others)
+                for waiting in (*self._moments, *self._running)
+            ),
+            default=0,
+        )
+        return sum(other._held_nbytes() for other in others) + max(0, held)
 
     def ask_others_for_room(self, nbytes: int) -> None:
         """Have the neighbors planned for `nbytes` less, if that is positive."""
@@ -193,10 +232,12 @@ class ModelOnDevice:
             return self.standing_nbytes()
         static = bucket.profile.static
         held = static.total - static.inputs - static.workspaces  # which models share
-        held += 0 if static.gradients else bucket.profile.gradient_nbytes
-        if waiting := self._in_flight.waiting():
-            held += waiting * bucket.loaded.waiting_nbytes // len(bucket.loaded.forwards)
-        return held
+        return held + (0 if static.gradients else bucket.profile.gradient_nbytes)
+
+    def _forward_nbytes(self) -> int:
+        """Return the bytes that a forward of the model holds while it waits for its backward."""
+        loaded = self._bucket.loaded if self._bucket is not None else None
+        return loaded.waiting_nbytes // len(loaded.forwards) if loaded is not None else 0
 
     def _warn_if_lacking_room(self) -> None:
         """Warn if the running step goes over the budget because of the bytes that the neighbors hold."""

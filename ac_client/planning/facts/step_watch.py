@@ -129,6 +129,7 @@ class StepWatch:
     def in_backward(self, bucket: PlannedBucket, backward: BackwardFacts) -> StepFacts:
         """Return the facts as a backward begins through a forward that ran under `bucket`."""
         plan, profile, drops = bucket.plan, bucket.profile, bucket.planned_for.loop.drops
+        self.on_device.note_moment()
         if not private.current_graph_task_keeps_graph() or self.optimizers.steps > self._stepped_at:
             self._graphs = 0
         self._graphs += backward.creates_graph and backward.first
