@@ -28,7 +28,7 @@ from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.next_action import StepFacts, next_action
 from autoac.planner.formats.profile import Profile, StaticBytes
 from autoac.planner.units import format_bytes
-from autoac.profiler.static_memory import static_bytes
+from autoac.profiler.static_memory import optimizer_state_nbytes, static_bytes
 from autoac.tape.distributed.fsdp import gathered_nbytes, unreduced_nbytes
 from autoac.tape.torch_facts.libraries import free_workspaces, pool_nbytes
 from autoac.tape.torch_facts.streams import is_capturing
@@ -89,7 +89,7 @@ class ModelOnDevice:
     def note_moment(self) -> None:
         """Note how many forwards wait on the device as a forward or a backward of the model begins."""
         waiting = _Waiting(
-            self._in_flight.waiting(), {other: other._in_flight.waiting() for other in self._others()}
+            self._in_flight.waiting(), {other: other._in_flight.holding() for other in self._others()}
         )
         if not (waiting.own or any(waiting.others.values())) and self._running:
             self._moments, self._running = self._running, []
@@ -112,7 +112,8 @@ class ModelOnDevice:
 
     def others_standing_nbytes(self) -> int:
         """Return the bytes that the neighbors and their optimizers hold now, and what was last measured."""
-        return self._measured_nbytes() + sum(other.standing_nbytes() for other in self._others())
+        held = sum(o.standing_nbytes() - o._shared_nbytes(n) for o, n in self._others_in_turn())
+        return self._measured_nbytes() + held
 
     def measure_uncounted(
         self,
@@ -147,7 +148,7 @@ class ModelOnDevice:
             idle = (o for o in list(_all) if o is not self and o not in training and o.device() == device)
             self._idle = weakref.WeakKeyDictionary({other: other.standing_nbytes() for other in idle})
             in_flight = sum(other._in_flight.waiting() * other._forward_nbytes() for other in training)
-            by_models = sum(other._held_nbytes() for other in training) + in_flight
+            by_models = sum(o._held_nbytes(n) for o, n in self._others_in_turn()) + in_flight
             by_models += sum(self._idle.values())
             present = torch.cuda.memory_allocated(device) + pool_nbytes(device)
             return max(0, present - held - by_models - workspaces)
@@ -180,17 +181,18 @@ class ModelOnDevice:
         """
         others = set(self._others())
         forwards = {other: other._forward_nbytes() for other in others}
-        bucket = self._bucket
+        bucket, moments = self._bucket, (*self._moments, *self._running)
         most = bucket.planned_for.microbatches - 1 if bucket is not None else 0
+        own = self._forward_nbytes()
         held = max(
             (
-                (min(waiting.own, most) - most) * self._forward_nbytes()
-                + sum(n * forwards[other] for other, n in waiting.others.items() if other in others)
-                for waiting in (*self._moments, *self._running)
+                (min(m.own, most) - most) * own
+                + sum(n * forwards[other] for other, n in m.others.items() if other in others)
+                for m in moments
             ),
             default=0,
         )
-        return sum(other._held_nbytes() for other in others) + max(0, held)
+        return sum(o._held_nbytes(n) for o, n in self._others_in_turn()) + max(0, held)
 
     def ask_others_for_room(self, nbytes: int) -> None:
         """Have the neighbors planned for `nbytes` less, if that is positive."""
@@ -226,12 +228,27 @@ class ModelOnDevice:
             if device is not None and device == self.device():
                 yield other
 
-    def _held_nbytes(self) -> int:
-        bucket = self._bucket
+    def _others_in_turn(self) -> Iterator[tuple[ModelOnDevice, list[torch.optim.Optimizer]]]:
+        """Yield the models of `_others`, each with the optimizers whose state counts before it does."""
+        counted = self._optimizers.all
+        for other in self._others():
+            yield other, counted
+            counted = [*counted, *other._optimizers.all]
+
+    def _shared_nbytes(self, counted: Sequence[torch.optim.Optimizer]) -> int:
+        """Return the bytes of state of optimizers of this model that are among `counted`."""
+        device = self.device()
+        shared = [one for one in self._optimizers.all if any(one is other for other in counted)]
+        return optimizer_state_nbytes(shared, device) if shared and device is not None else 0
+
+    def _held_nbytes(self, counted: Sequence[torch.optim.Optimizer]) -> int:
+        """Return the bytes held between steps, without the state of optimizers that are among `counted`."""
+        bucket, shared = self._bucket, self._shared_nbytes(counted)
         if bucket is None or bucket.profile is None or bucket.plan is None or self._model() is None:
-            return self.standing_nbytes()
+            return self.standing_nbytes() - shared
         static = bucket.profile.static
         held = static.total - static.inputs - static.workspaces  # which models share
+        held -= min(shared, static.optimizer_state)
         return held + (0 if static.gradients else bucket.profile.gradient_nbytes)
 
     def _forward_nbytes(self) -> int:
