@@ -174,6 +174,7 @@ class ObservedStep:
         self._was_recorded = False  # at first
         self._reached = False  # backward has, an output of the step
         self._reaches = False  # the pass that runs has
+        self._retains = False  # the pass that runs retains its graph
         self._kept_nbytes = 0  # of the tensors that backward starts from
         self._seeds: set[int] = set()  # addresses of the gradients that backward starts with
         self._leaves: list[weakref.ref[Tensor]] = []  # that forward made, and that get gradients
@@ -331,6 +332,8 @@ class ObservedStep:
         """
         if self._others_follow and not self._reached:  # so far, backward was that of the other models
             self._tape.hidden.append((self._begin, self._allocations.mark()))
+        if not self._reaches:
+            self._retains = private.current_graph_task_keeps_graph()
         self._reached = self._reaches = True
         self._outside = max(self._outside, outside_nbytes)
 
@@ -419,19 +422,21 @@ class ObservedStep:
                 self._begin = -1
 
     def _holds_graph(self) -> bool:
-        """Return True if a large part of what the reached forwards saved is held: more passes may follow."""
+        """Return True if more passes may follow: backward retains its graph, or has reached a part of it.
+
+        What backwards inside of it retain is theirs.
+        """
         saved, record = self._tape.saved, self._tape.recorder.record
         forward_of = [bisect_left(record.forward_ends, packed) for packed in saved.packed]
-        reached = {forward_of[event.saved] for event in saved.events if event.kind == "unpack"}
+        unpacked = {event.saved for event in saved.events if event.kind == "unpack"}
+        reached = {forward_of[h] for h in unpacked}
         gone = {event.saved for event in saved.events if event.kind == "drop"}
-        held: dict[int, bool] = {}  # by storage
-        for h, version in enumerate(saved.versions):
-            if forward_of[h] in reached:
-                storage = record.versions[version].storage
-                held[storage] = held.get(storage, False) or h not in gone
-        nbytes = [record.storages[storage].nbytes for storage in held]
-        still = sum(n for n, is_held in zip(nbytes, held.values(), strict=True) if is_held)
-        return still > HELD * sum(nbytes)
+        gone |= set() if self._retains else unpacked
+        storages = [record.versions[version].storage for version in saved.versions]
+        of_reached = {storage for h, storage in enumerate(storages) if forward_of[h] in reached}
+        held = of_reached & {storage for h, storage in enumerate(storages) if h not in gone}
+        nbytes, still = (sum(record.storages[s].nbytes for s in part) for part in (of_reached, held))
+        return still > HELD * nbytes
 
     def discard(self) -> None:
         """Record no more, and forget the step."""

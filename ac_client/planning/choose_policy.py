@@ -424,7 +424,7 @@ class PolicyChooser:
         return None
 
     def _in_the_middle(self, shape: Shape) -> PlannedBucket:
-        """Return the bucket of the forward that waits, for a batch that no bucket covers: no step begins now."""
+        """Return the bucket of the forward that waits, for a batch that no bucket covers."""
         bucket = self._store.current or largest(self._store.buckets.all)
         self._planner.warn_once(
             "in the middle",

@@ -37,7 +37,6 @@ from ac_client.planning.plan_batch import BatchPlanner, Observation, first_line,
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError, Policy, PolicySet, Profile
-from autoac.planner.formats.policy_set import Shape
 from autoac.planner.units import format_bytes
 from autoac.profiler import ProfilerBusy, device_of
 from autoac.profiler.observed_step import BackwardListener, ObservedStep, recorded_step
@@ -195,7 +194,10 @@ class ModelPlanning:
             self.watch.after_forward(out, BackwardListener(step))
 
     def optimizer_stepped(self, model: nn.Module) -> None:
-        """Warn if the optimizer has state that the plan does not count."""
+        """End an observed step, and warn if the optimizer has state that the plan does not count."""
+        observation = self.planner.observation
+        if observation is not None and observation.step.has_backward and not observation.runs_elsewhere:
+            observation.step.end()
         if (bucket := self.store.current) is not None:
             self._next(bucket, self.watch.after_optimizer(model, bucket))
 

@@ -34,8 +34,8 @@ from autoac.tape.torch_facts.libraries import free_workspaces, pool_nbytes
 from autoac.tape.torch_facts.streams import is_capturing
 
 
-class _Waiting(NamedTuple):
-    """How many forwards wait for their backward."""
+class _InFlightNow(NamedTuple):
+    """Count the forwards that wait for their backward, or for the second half of it."""
 
     own: int
     others: dict[ModelOnDevice, int]
@@ -71,8 +71,8 @@ class ModelOnDevice:
         self._unreduced = 0  # bytes of gradients that waited for a reduction as a forward began, at most
         self._uncounted = 0  # bytes on the device that no planned model holds, as last measured
         # How many forwards of this model and of each other one wait at moments of its steps.
-        self._moments: list[_Waiting] = []  # of the last step
-        self._running: list[_Waiting] = []  # of the step that runs
+        self._moments: list[_InFlightNow] = []  # of the last step
+        self._running: list[_InFlightNow] = []  # of the step that runs
         _all.add(self)
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class ModelOnDevice:
 
     def note_moment(self) -> None:
         """Note how many forwards wait on the device as a forward or a backward of the model begins."""
-        waiting = _Waiting(
+        waiting = _InFlightNow(
             self._in_flight.waiting(), {other: other._in_flight.holding() for other in self._others()}
         )
         if not (waiting.own or any(waiting.others.values())) and self._running:

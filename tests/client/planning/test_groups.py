@@ -1,4 +1,4 @@
-"""Forwards of several shapes before one backward are one group: planned together, and found by their shapes."""
+"""Forwards of several shapes before one backward are one group, which is found by their shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def step(model: nn.Module, *lengths: int) -> list[Tensor]:
 
 
 def budget_for(*lengths: int) -> int:
-    """A third of the way from the smallest peak to that of plain training."""
+    """Return a third of the way from the smallest peak to that of plain training."""
     model = ac_client.apply(encoder(), 1.0)
     for _ in range(2):
         step(model, *lengths)
