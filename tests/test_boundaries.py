@@ -157,7 +157,7 @@ ARROWS = arrows_of_table()
 BUDGETS = {
     "planner": (8_390, 70),  # goal: 8,200
     "tape": (7_770, 0),  # goal: 7,300, and 200 until the step is the unit
-    "profiler": (3_900, 200),
+    "profiler": (3_900, 202),
     "api": (4_200, 0),
     "ac_client": (7_000, 1_700),
     "tests": (34_700, 0),  # goal: 33,000
