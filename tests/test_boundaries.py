@@ -105,7 +105,8 @@ ac_client/service_client: planner planner/base planner/formats planner/problem p
                         planner/plans
 ac_client/compiled:     base planner planner/formats tape/runtime profiler/compiler profiler/joint_graph
 ac_client/planning:     base service_client compiled measure planner planner/base planner/formats
-                        planner/problem planner/memory tape/runtime tape/base tape/torch_facts tape/unseen
+                        planner/problem planner/memory planner/plans tape/runtime tape/base tape/torch_facts
+                        tape/unseen
                         tape/distributed tape/checkpoints profiler profiler/compiler profiler/static
                         profiler/entry
 ac_client/entry:        base service_client measure planning planner planner/base planner/formats
@@ -160,7 +161,7 @@ BUDGETS = {
     "profiler": (3_900, 202),
     "api": (4_200, 0),
     "ac_client": (7_000, 1_700),
-    "tests": (34_700, 0),  # goal: 33,000
+    "tests": (34_850, 0),  # goal: 33,000
 }
 
 MOST_FILES = 16  # in one folder

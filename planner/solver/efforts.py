@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autoac.planner.memory.simulate import fits, peak_bytes
@@ -165,9 +165,8 @@ def neighborhood(share: float, reach: float, now: Round) -> Iterator[EffortResul
         slack = max(target - relaxed.bound, 0.0)
         cutoff = relaxed.bound + reach * slack
     outcome = now.allowance.solve(
-        built.program.priced_out(relaxed, share * slack),
+        replace(built.program.priced_out(relaxed, share * slack), cutoff=cutoff),
         target=target,
-        cutoff=cutoff,
         relaxed_work=relaxed.work,
         options={"mip_max_nodes": FEW_NODES},
     )
@@ -212,14 +211,13 @@ def full_program(now: Round) -> Iterator[EffortResult]:
         slack *= 2
         is_up_to_best = cutoff_cost >= best.cost
         cutoff = cutoff_cost / built.cost_scale
-        program = built.program
+        program = replace(built.program, cutoff=cutoff)
         if math.isfinite(cutoff) and now.options.fix_by_price:
             program = program.priced_out(now.relaxed, cutoff - now.relaxed.bound)
         outcome = now.allowance.solve(
             program,
             gap=best.allowed_gap * SHARE,
             relaxed_work=now.relaxed.work,
-            cutoff=cutoff,
             target=None if now.budget is None else best.target / built.cost_scale,
             start=assignment(now.problem.windows, built, known)
             if known is not None and is_up_to_best

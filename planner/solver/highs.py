@@ -152,6 +152,9 @@ class Program:
     upper: Floats
     integer: Bools
     rows: Rows
+    # No bound above this cost is proven, which is less work. As a row, it would take several times as long:
+    # HiGHS centers in what the rows leave, which is nearly nothing then.
+    cutoff: float = math.inf
 
     @property
     def n_columns(self) -> int:
@@ -271,7 +274,6 @@ def solve(
     work_limit: float = math.inf,
     gap: float = 0.0,
     target: float | None = None,
-    cutoff: float = math.inf,
     start: Floats | None = None,
     progress: Callable[[float], bool] | None = None,
     relaxed: bool = False,
@@ -286,8 +288,6 @@ def solve(
         work_limit: units of work.
         gap: stop once at most this share of the candidate's cost is not proven to be necessary.
         target: stop at a candidate that costs no more than this.
-        cutoff: prove no bound above this cost, which is less work. As a row of the program, it would take
-            several times as long: HiGHS centers in what the rows leave, which is nearly nothing then.
         start: a feasible assignment to start from.
         progress: called now and then with the seconds so far; returning True stops the solver.
         relaxed: ignore that variables are integer.
@@ -298,7 +298,7 @@ def solve(
     meter = _Meter(len(program.rows.columns), linear, work_limit, relaxed_work)
     hooks: dict[str, Any] = {} if target is None else {"objective_target": target}
     if not linear:
-        hooks["objective_bound"] = cutoff
+        hooks["objective_bound"] = program.cutoff
     if linear and math.isfinite(work_limit):
         hooks["simplex_iteration_limit"] = meter.most
     if not linear and (progress is not None or math.isfinite(work_limit)):

@@ -109,7 +109,7 @@ def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
     class Recorded(Allowance):
         def solve(self, program: Program, **options: Any) -> Outcome:
             if "gap" in options:
-                asked.append(options["cutoff"])
+                asked.append(program.cutoff)
             return super().solve(program, **options)
 
     def scaled(now: Round) -> Iterator[EffortResult]:
