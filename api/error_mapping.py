@@ -25,10 +25,6 @@ _OF_PLANNER: dict[type[Exception], tuple[int, str, str]] = {
     planner.UnknownVersion: (422, "unknown-version", "Unknown version of a format"),
     planner.InvalidBudget: (422, "invalid-budget", "Not a valid budget"),
     planner.InvalidConstraints: (422, "invalid-constraints", "Constraints that cannot be met"),
-    planner.InfeasibleConstraints: (
-        *(422, "infeasible-constraints"),
-        "No plan fits in the budget under the constraints",
-    ),
     planner.InfeasibleBudget: (422, "infeasible-budget", "No plan fits in the budget"),
     planner.SolverOutOfTime: (504, "solver-out-of-time", "The solver ran out of time"),
 }

@@ -42,7 +42,7 @@ class Problem(BaseModel):
     smallest_found_bytes: int | None = Field(default=None, description="The smallest peak of any plan found.")
     peak_at: str = Field(default="", description="Where that peak is.")
     live: list[Held] = Field(default=[], description="What is live there, largest first.")
-    culprits: list[str] = Field(default=[], description="A line for each constraint to blame.")
+    constraints: list[str] = Field(default=[], description="A line for each kind that takes part.")
 
     def to_json(self) -> str:
         """Return the document with the members that its kind has."""

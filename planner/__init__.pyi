@@ -2,7 +2,6 @@ from .as_planned import as_planned, carried
 from .errors import (
     ConflictingPins,
     InfeasibleBudget,
-    InfeasibleConstraints,
     InvalidBudget,
     InvalidConstraints,
     InvalidLimit,
@@ -43,7 +42,6 @@ __all__ = [
     "Frontier",
     "Graph",
     "InfeasibleBudget",
-    "InfeasibleConstraints",
     "InvalidBudget",
     "InvalidConstraints",
     "InvalidLimit",

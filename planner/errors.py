@@ -12,7 +12,6 @@
     |   +-- UnmatchedPattern      a pattern matches no op or module
     |   +-- ConflictingPins       an op would have to be saved and recomputed
     +-- InfeasibleBudget      no plan fits; says what would
-    |   +-- InfeasibleConstraints   and names the constraints to blame
     +-- SolverOutOfTime       a limit on work or time was reached before any plan was found
 
 An error keeps its arguments as fields of the same names. Errors cross ranks, processes and the network as the
@@ -218,6 +217,8 @@ class InfeasibleBudget(PlannerError):
         live: what is live there, largest first.
         save_set: the SaveSet with that peak, from which planning within a larger budget of the same profile
             can start. None where another process planned.
+        constraints: a line for each kind of constraint under which no plan fits. If forward has a budget of
+            its own, the sizes assume that it is raised by as many bytes as the step's budget.
     """
 
     def __init__(
@@ -228,7 +229,9 @@ class InfeasibleBudget(PlannerError):
         peak_at: str,
         live: Sequence[Holding],
         save_set: frozenset[Any] | None = None,
+        constraints: Sequence[str] = (),
     ) -> None:
+        self.constraints = tuple(constraints)
         self.budget, self.proven_floor, self.smallest_found = budget, proven_floor, smallest_found
         self.save_set = save_set
         self.peak_at, self.live = peak_at, tuple(live)
@@ -248,31 +251,7 @@ class InfeasibleBudget(PlannerError):
             if peak_at == OPTIMIZER_STEP
             else f"Pass budget_gb={_ceil_gb(needed)} or more, or use a smaller batch."
         )
-        super().__init__("\n".join(lines))
-
-
-class InfeasibleConstraints(InfeasibleBudget):
-    """No plan fits in the budget under the constraints, which are to blame.
-
-    Args:
-        budget, proven_floor, smallest_found, peak_at, live, save_set: as of InfeasibleBudget. If forward has
-            a budget of its own, the sizes assume that it is raised by as many bytes as the step's budget.
-        culprits: a line for each constraint to blame, with the bytes that it takes.
-    """
-
-    def __init__(
-        self,
-        budget: int,
-        proven_floor: int,
-        smallest_found: int | None,
-        peak_at: str,
-        live: Sequence[Holding],
-        culprits: Sequence[str],
-        save_set: frozenset[Any] | None = None,
-    ) -> None:
-        super().__init__(budget, proven_floor, smallest_found, peak_at, live, save_set)
-        self.culprits = tuple(culprits)
-        self.args = ("\n".join([str(self.args[0]), *self.culprits]),)
+        super().__init__("\n".join([*lines, *self.constraints]))
 
 
 class SolverOutOfTime(PlannerError):

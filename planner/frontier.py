@@ -25,15 +25,6 @@ KINK = 2.0  # slope before a kink over slope after it
 
 
 @dataclass(frozen=True, slots=True)
-class Kink:
-    """A budget up to which memory buys much more time than beyond it."""
-
-    plan: Plan
-    before_us_per_gib: float  # saved for each GiB on the way to it
-    after_us_per_gib: float  # on the way from it to the next
-
-
-@dataclass(frozen=True, slots=True)
 class Frontier:
     """Plans in order of their peaks: each takes more memory and less time than the one before it."""
 
@@ -41,18 +32,14 @@ class Frontier:
     floor: MinimumPeak
 
     @property
-    def kinks(self) -> tuple[Kink, ...]:
-        """Return where the curve bends most: budgets worth choosing, largest bend first."""
-        kinks = []
-        for before, here, after in zip(self.plans, self.plans[1:], self.plans[2:], strict=False):
-            steep, flat = _slope(before, here), _slope(here, after)
-            if steep > KINK * flat:
-                kinks.append(Kink(here, steep, flat))
-        return tuple(sorted(kinks, key=lambda k: k.after_us_per_gib / k.before_us_per_gib))
+    def kinks(self) -> frozenset[int]:
+        """Return the peaks up to which memory buys much more time than beyond: budgets worth choosing."""
+        plans = zip(self.plans, self.plans[1:], self.plans[2:], strict=False)
+        return frozenset(p.peak for b, p, a in plans if _slope(b, p) > KINK * _slope(p, a))
 
     def data(self) -> list[dict[str, Any]]:
         """Return the plans as JSON data, in bytes and microseconds."""
-        kinks = [kink.plan.peak for kink in self.kinks]
+        kinks = self.kinks
         return [
             {
                 "budget_bytes": plan.budget,
@@ -169,7 +156,7 @@ def _slope(less: Plan, more: Plan) -> float:
 
 def frontier_in_words(frontier: Frontier) -> str:
     """Write a line for each plan. Mark the budgets worth choosing, and the limit that stopped a solver."""
-    kinks = {kink.plan.peak for kink in frontier.kinks}
+    kinks = frontier.kinks
     lines = [
         f"smallest peak {format_bytes(frontier.floor.found)}, proven {format_bytes(frontier.floor.proven)}",
         f"{'peak':>12}  {'recompute':>12}  {'of the step':>11}  {'gap':>5}",

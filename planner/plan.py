@@ -22,7 +22,7 @@ from autoac.planner.formats.policy import (
     tool_versions,
 )
 from autoac.planner.formats.profile import Profile
-from autoac.planner.infeasibility import infeasible, with_blame
+from autoac.planner.infeasibility import infeasible, with_constraints
 from autoac.planner.memory.clocks import Timing
 from autoac.planner.memory.fragments import fragment_bytes
 from autoac.planner.memory.schedule import recompute_us
@@ -218,7 +218,7 @@ def plan(
         InvalidBudget: not exactly one budget, or one that is not positive and finite.
         InvalidLimit: `gap` is not from 0 to 1, or another limit is negative.
         InvalidConstraints: a pattern matches nothing, pins contradict each other, or the like.
-        InfeasibleBudget: no save set fits. InfeasibleConstraints: because of the constraints.
+        InfeasibleBudget: no save set fits.
         SolverOutOfTime: the given work and time gave neither a plan nor a proof that none exists. Not raised
             if `find_minimum_peak`, with its defaults, finds a save set that fits the budget.
     """
@@ -241,7 +241,7 @@ def plan(
         rule = _Rule(gap, tolerance_us, step_us * GROUPS_GAIN)
         chosen, save_set, search, stopped = _find_save_set(problem, budget, rule, allowance, start)
     except InfeasibleBudget as error:
-        raise with_blame(error, profile, constraints, forward) from None
+        raise with_constraints(error, constraints, forward) from None
     if shares_code:
         save_set = with_few_variants(chosen.graph, save_set, budget)
         spent = recompute_us(chosen.graph, save_set)

@@ -276,7 +276,6 @@ def one_line(error: BaseException) -> str:
 
 
 def _infeasible(error: InfeasibleBudget) -> str:
-    from autoac.planner.errors import InfeasibleConstraints
     from autoac.planner.units import format_bytes, gb_from_bytes
 
     text = f"no plan fits in {format_bytes(error.budget)}: "
@@ -285,6 +284,4 @@ def _infeasible(error: InfeasibleBudget) -> str:
     if smallest is not None:
         gb = -(-gb_from_bytes(smallest) * 1000 // 1) / 1000
         text += f" (proven); a plan exists for {max(gb, gb_from_bytes(smallest)):.6g} GiB"
-    if isinstance(error, InfeasibleConstraints):
-        text += ". " + " ".join(error.culprits)
-    return text
+    return ". ".join([text, *error.constraints])

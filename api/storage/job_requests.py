@@ -44,10 +44,7 @@ from autoac.api.storage.job_store import (
 from autoac.api.storage.records import add_profile, get_row
 from autoac.api.storage.tables import jobs, policies, profiles
 
-REUSED_FAILURES = tuple(
-    URN + slug
-    for slug in ("infeasible-budget", "infeasible-constraints", "invalid-budget", "invalid-constraints")
-)
+REUSED_FAILURES = tuple(URN + slug for slug in ("infeasible-budget", "invalid-budget", "invalid-constraints"))
 """Failures that a second solve would repeat. After any other failure a request is solved again."""
 
 

@@ -25,7 +25,6 @@ from autoac.api.errors import SolverDied
 from autoac.api.requests import Kind, answer, job_body
 from autoac.planner.errors import (
     InfeasibleBudget,
-    InfeasibleConstraints,
     InvalidBudget,
     InvalidConstraints,
     SolverOutOfTime,
@@ -102,9 +101,9 @@ def test_constraints_that_cannot_be_met_are_the_planners_own_errors(
     with pytest.raises(InvalidConstraints, match=r"'chian' matches none .* did you mean chain"):
         ask(profile, transport, constraints=Constraints(pin_save=("chian",)))
     rules = Constraints(forward_budget_bytes=1)
-    with pytest.raises(InfeasibleConstraints) as caught:
+    with pytest.raises(InfeasibleBudget) as caught:
         ask(profile, transport, constraints=rules)
-    with pytest.raises(InfeasibleConstraints) as embedded:
+    with pytest.raises(InfeasibleBudget) as embedded:
         plan(profile, budget_bytes=1 << 30, constraints=rules)
     assert str(caught.value) == str(embedded.value)
     assert vars(caught.value) == vars(embedded.value) | {"save_set": None}  # which a service does not send

@@ -1,4 +1,4 @@
-"""Check why no plan fits, as data and as text."""
+"""Check why no plan fits."""
 
 from __future__ import annotations
 
@@ -8,18 +8,6 @@ import pytest
 from graphs import chain
 
 from autoac.planner import InfeasibleBudget, plan
-from autoac.planner.infeasibility import Blame, PinnedBytes, blame_in_words
-
-
-def test_blame_is_written_a_line_for_each_constraint() -> None:
-    assert not list(blame_in_words(Blame()))
-    held = PinnedBytes("pin_save 'm'", 2, 2048)
-    pins = Blame(pins_at="op4, forward", pins=(held,), n_pinned_to_recompute=3)
-    assert list(blame_in_words(pins)) == [
-        "Pins alone hold 2.00 KiB at op4, forward:",
-        "    2.00 KiB  2 ops  (pin_save 'm')",
-        "pin_recompute has 3 ops recomputed, whose outputs are live from their first use on.",
-    ]
 
 
 def test_smaller_batch_is_no_advice_where_the_peak_is_the_optimizers() -> None:

@@ -55,6 +55,7 @@ def test_infeasible_budget_reports_feasible_sizes(post: Post, profile: Profile) 
         "smallest_found_bytes": 4 << 30,
         "peak_at": "chain/aten.mm.default#1, forward",
         "live": [{"nbytes": 3 << 30, "name": "weights", "why": "not planned"}],
+        "constraints": [],
     }
 
 

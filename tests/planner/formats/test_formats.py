@@ -32,7 +32,6 @@ from autoac.planner import (
 from autoac.planner.errors import (
     ConflictingPins,
     Holding,
-    InfeasibleConstraints,
     InvalidLimit,
     OtherProfile,
     PlannerError,
@@ -260,7 +259,7 @@ def test_policy_that_holds_in_vain_is_rejected(key: str, until: str, problem: st
         InfeasibleBudget(10, 20, 30, "here", [Holding(5, "x", "saved")]),
         InfeasibleBudget(10, 20, None, "here", []),
         SolverOutOfTime(10, 2.0),
-        InfeasibleConstraints(10, 20, 30, "here", [Holding(5, "x", "saved")], ["pins"]),
+        InfeasibleBudget(10, 20, 30, "here", [Holding(5, "x", "saved")], None, ["pins"]),
         SolverOutOfTime(10, 2.0, 5, 20),
         SolverOutOfTime(10, None, 5, 20),
         InvalidLimit("gap", -1, "from 0 to 1"),
