@@ -37,10 +37,7 @@ from autoac.planner import (
 )
 from autoac.planner.budget import amount_in_bytes, budget_in_bytes
 from autoac.planner.formats.policy_set import Bucket
-from autoac.planner.memory.simulate import fits
 from autoac.planner.plan import DEFAULT_GAP, step_time_us
-from autoac.planner.problem.graph import SaveSet
-from autoac.planner.report.loss_advice import find_loss, without_loss
 from autoac.planner.units import format_bytes
 from autoac.profiler import DATASHEETS, Device
 
@@ -105,7 +102,6 @@ class Fit:
     most: int | None  # the largest size that was considered; None: there was no limit
     proven_from: int | None  # this size and larger ones are proven not to fit; None: the search ended before
     split: MicroBatches | None  # of the largest size, where that is faster than its plan; None for tokens
-    largest_without_loss: int | None  # that fits with a chunked loss; None: no larger one
     profiled: tuple[int, ...]  # sizes that have profiles of their own; others are interpolated
     profile_of: Callable[[int], Profile] = field(repr=False)
     shapes: Mapping[int, Mapping[str, str]] = field(repr=False)  # of batches that were built, by size
@@ -240,7 +236,6 @@ class SizeSearch:
             split=MicroBatches(largest * m, split[0], split[1].median)
             if split is not None and split[1].high < 1
             else None,
-            largest_without_loss=self._largest_without_loss(largest),
             profiled=self._sizes.profiled,
             profile_of=self._sizes.at,
             shapes=self._sizes.shapes,
@@ -451,27 +446,6 @@ class SizeSearch:
             return times_in_turns(self._sizes.setup, ways, self._sizes.autocast)
         except torch.OutOfMemoryError:
             return []
-
-    def _largest_without_loss(self, largest: int) -> int | None:
-        """Return a size that a chunked loss would allow; None if it allows none beyond the largest.
-
-        Nothing is solved: the step saves what the plan of the largest size does, or nothing that it need not.
-        """
-        saves: list[SaveSet] = [frozenset()]
-        planned = self._rows[largest].plan
-        if len(planned.graph.ops) == len(self._at(largest).ops):  # without use groups
-            saves.append(planned.save_set)
-
-        def fits_chunked(n: int) -> bool:
-            graph = build(self._at(n))
-            loss = find_loss(graph)
-            if loss is None or len(graph.ops) != len(self._at(largest).ops):
-                return False
-            chunked = without_loss(graph, loss)
-            return any(fits(chunked, save_set, self._budget) for save_set in saves)
-
-        within = self._last(fits_chunked, largest, self._most)
-        return within * self._multiple if within > largest else None
 
 
 def _last(holds: Callable[[int], bool], low: int, high: int, width: int = 1) -> int:

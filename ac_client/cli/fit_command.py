@@ -283,5 +283,3 @@ def _limits(found: Fit) -> Iterator[str]:
         f"At {found.largest}, {format_bytes(plan.peak)} of {format_bytes(found.budget_bytes)} are live at "
         f"{plan.peak_at}: {words}."
     )
-    if found.largest_without_loss is not None:
-        yield f"With a chunked or fused cross-entropy, {found.largest_without_loss} fits."

@@ -61,13 +61,6 @@ class Constraints(FrozenModel):
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    @property
-    def beyond_the_graph(self) -> Constraints:
-        """Return the part that `constrained` does not write into the graph: budgets of forward and host."""
-        return Constraints(
-            forward_budget_bytes=self.forward_budget_bytes, host_budget_bytes=self.host_budget_bytes
-        )
-
 
 UNCONSTRAINED: Final = Constraints()
 

@@ -20,7 +20,6 @@ from autoac.planner.report.by_module import (
     rows_in_words,
     runs_added_up,
 )
-from autoac.planner.report.loss_advice import loss_in_words
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.time_limit import relative_gap
 from autoac.planner.units import format_bytes, format_us
@@ -53,7 +52,6 @@ def _plan(plan: Plan) -> str:
         _cost(plan.recompute_us, plan.step_us, decisions, _spread_us(plan, decisions)),
         *_moves(plan.moved_bytes, plan.stall_us, decisions, plan.why_unmoved),
         _proof(plan.extra_us, plan.bound_us, plan.step_us, plan.stopped.value),
-        *loss_in_words(plan),
         "",
         *rows_in_words(by_module(decisions)),
         "",

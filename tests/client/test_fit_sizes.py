@@ -44,14 +44,6 @@ def layers(size: int) -> tuple[nn.Module, torch.Tensor]:
         return model, torch.empty(size * ROWS, 255)
 
 
-def words(size: int) -> dict[str, Any]:
-    """Return a language model and one sequence of `size` tokens, whose loss is most of its memory."""
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Embedding(5000, 64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 5000))
-    labels = torch.arange(size).remainder(5000)
-    return {"model": model, "args": (labels,), "loss": lambda out: nn.functional.cross_entropy(out, labels)}
-
-
 def profile_of(size: int) -> Profile:
     model, batch = layers(size)
     return profile(model, batch, on=DATASHEETS["h100"])
@@ -399,11 +391,6 @@ def test_moves_to_the_host_make_a_larger_size_the_fastest() -> None:
     assert fastest.per_second > alone.row(alone.fastest).per_second
     with pytest.raises(ValueError, match="a link to its host"):
         ac_client.fit(products, 0.6, on=replace(DATASHEETS["h100"], link_bytes_per_s=0.0), host_budget_gb=4)
-
-
-def test_a_chunked_loss_is_named_where_logits_limit_the_size() -> None:
-    found = ac_client.fit(words, 0.25, on="h100", axis="tokens", multiple=64)
-    assert found.largest_without_loss > found.largest
 
 
 def test_a_budget_below_the_smallest_size_is_infeasible() -> None:
