@@ -220,25 +220,38 @@ class OpRecorder:
     def begin(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunningOp:
         """Record an op that is about to run. The caller sets its marks, and calls `end`."""
         index = len(self.record.ops)
-        pin = self.pins.get(self.module)
-        must_save = PINNED if pin == MUST_SAVE else facts.must_save
-        if pin == MUST_RECOMPUTE and not facts.never_recomputed:
-            must_save = ""
-        reason = BETWEEN_GRAPHS if self.compiled and not self._compiled_depth else ""
-        reason = reason or (OUTSIDE_OF_MODEL if self._in_loss else "")
         written = list(written_tensors(facts, args, kwargs))
         unread = (*written, *old_statistics(facts.name, args))
         tensors = list(tensors_in(args, kwargs))
-        if not all(map(has_storage, tensors)):
-            reason = reason or "reads a tensor without a storage of its own"
-        if sum(map(self.moves, tensors)):  # notes all of them
-            reason = reason or MOVES
+        moves = sum(map(self.moves, tensors))  # notes all of them
         reads = self._reads(tensors, index, unread, unread_argument(facts, args, kwargs))
         if facts.collective:
             note_groups(facts, args, kwargs)
         draws = facts.draws(args, kwargs)
         if draws:
             self.generators.note(args, kwargs)
+        reason = MOVES if moves else ""
+        if not all(map(has_storage, tensors)):
+            reason = "reads a tensor without a storage of its own"
+        op = self._add_op(facts, args, kwargs, reads, reason, draws=draws)
+        operands = tensor_versions((args, kwargs)) if facts.opaque else []
+        return RunningOp(op, index, written, operands, pinned=self.module in self.pins)
+
+    def _add_op(
+        self,
+        facts: OpFacts,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        reads: tuple[int, ...],
+        reason: str,
+        *,
+        draws: bool,
+    ) -> RecordedOp:
+        """Record an op that reads `reads`, and that cannot run again for `reason`; "" if it can."""
+        pin = self.pins.get(self.module)
+        must_save = PINNED if pin == MUST_SAVE else facts.must_save
+        if pin == MUST_RECOMPUTE and not facts.never_recomputed:
+            must_save = ""
         op = RecordedOp(
             facts,
             self.module,
@@ -252,12 +265,15 @@ class OpRecorder:
             compiled=self._compiled_depth > 0,
             begins_graph=self._graph_begins,
         )
+        self._graph_begins = False
+        if self.compiled and not self._compiled_depth:
+            reason = BETWEEN_GRAPHS
+        elif self._in_loss:
+            reason = OUTSIDE_OF_MODEL
         if reason:
             op.force_save(reason)
-        self._graph_begins = False
         self.record.ops.append(op)
-        operands = tensor_versions((args, kwargs)) if facts.opaque else []
-        return RunningOp(op, index, written, operands, pinned=pin is not None)
+        return op
 
     def end(
         self, running: RunningOp, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
@@ -317,29 +333,10 @@ class OpRecorder:
     ) -> RecordedOp:
         """Record a call of a Function that is about to run. The caller sets its marks."""
         tensors, index = call.arguments.tensors, len(self.record.ops)
-        pin = self.pins.get(self.module)
-        must_save = PINNED if pin == MUST_SAVE else ""
-        if self.compiled:
-            must_save = must_save or BETWEEN_GRAPHS
-        if self._in_loss:
-            must_save = must_save or OUTSIDE_OF_MODEL
-        if sum(map(self.moves, tensors)):  # notes all of them
-            must_save = must_save or MOVES
+        moves = sum(map(self.moves, tensors))  # notes all of them
         reads = self._reads(tensors, index)
-        op = RecordedOp(
-            call.facts,
-            self.module,
-            reads,
-            signature_of(call.facts.name, args, kwargs),
-            False,
-            0,
-            must_save,
-            pin == MUST_RECOMPUTE,
-            self._stream(),
-        )
-        self.record.ops.append(op)
         self.function = call
-        return op
+        return self._add_op(call.facts, args, kwargs, reads, MOVES if moves else "", draws=False)
 
     def end_function(self, call: FunctionCall, out: Any) -> None:
         """Record what the call of `begin_function` has returned and written."""

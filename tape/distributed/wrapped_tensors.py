@@ -9,9 +9,9 @@ To find out how an op shards its outputs, a DTensor runs it on fake tensors. Tho
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
 from typing import Any
 
 import torch
@@ -100,23 +100,18 @@ class WrapperHandle:
         return made.detach()
 
 
-_watched: list[Any] = []
-
-
+@functools.cache
 def watch_sharding_of_ops() -> None:
     """Hide the runs on fake tensors by which a DTensor finds out how an op shards its outputs."""
-    if _watched:
-        return
     propagator = private.sharding_propagator()
     for name in ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"):
         setattr(propagator, name, hidden_from_modes(_without_modes(getattr(propagator, name))))
-    _watched.append(propagator)
 
 
 def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` with its fake tensors apart from those of a fake step."""
 
-    @wraps(function)
+    @functools.wraps(function)
     def apart(*args: Any, **kwargs: Any) -> Any:
         with disable_current_modes():
             return function(*args, **kwargs)

@@ -22,7 +22,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autoac.planner.formats.profile import CROSSES
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.private import TorchDispatchMode, get_current_dispatch_mode_stack
 
@@ -200,7 +199,7 @@ def compile_copies(modules: Iterable[nn.Module], memo: Mapping[int, Any]) -> Non
 
 
 class RecordingMode(TorchDispatchMode):
-    """A dispatch mode that records ops, and does not see those of compiled code and of FSDP."""
+    """A dispatch mode that records ops, and does not see those of compiled code and of FSDP: a region."""
 
     supports_higher_order_operators = True  # each passes as one opaque op
 
@@ -208,26 +207,6 @@ class RecordingMode(TorchDispatchMode):
     def is_infra_mode(cls) -> bool:
         """Return True, or else Dynamo would leave compiled submodules uncompiled (pytorch#164143)."""
         return True
-
-    def enter_compiled(self, written: Sequence[Tensor]) -> None:
-        """Stop recording, before compiled code runs that writes the inputs `written`."""
-        raise NotImplementedError
-
-    def examines(self, *, captured: bool) -> bool:
-        """Return True if the ops of compiled code that runs are to be seen: in a Function, the first time.
-
-        Args:
-            captured: the code is a CUDA graph, whose call cannot be made again.
-        """
-        raise NotImplementedError
-
-    def leave_compiled(self) -> None:
-        """Record again, after compiled code has returned or raised."""
-        raise NotImplementedError
-
-    def hold(self, tensors: Iterable[Tensor], reason: str = CROSSES) -> None:
-        """Mark as saved the ops that made `tensors`: another FSDP unit or compiled graph reads them."""
-        raise NotImplementedError
 
 
 def watch_compiled() -> bool:
@@ -266,7 +245,7 @@ def _wrapped_call(call: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, S
     return hidden_call
 
 
-def recording_modes() -> list[RecordingMode]:
+def recording_modes() -> list[Any]:
     """Return the recording modes that are active on this thread."""
     return [mode for mode in get_current_dispatch_mode_stack() if isinstance(mode, RecordingMode)]
 

@@ -133,28 +133,17 @@ class UsedGenerators:
             state.restore()
 
 
-class DefaultGenerators:
-    """The present states of the default generators: of the CPU, of `device`, of Python and of numpy."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._states = [capture_generator(torch.default_generator)]
-        if device.type not in ("cpu", "meta"):
-            self._states.append(capture_generator(default_generator(device)))
-        self._python, self._numpy = random.getstate(), numpy.random.get_state()
-
-    def restore(self) -> None:
-        """Set the generators to these states."""
-        for state in self._states:
-            state.restore()
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
-
-
 @contextmanager
 def generators_restored(device: torch.device) -> Iterator[None]:
-    """Put the default generators of torch, Python and numpy back when the block ends."""
-    before = DefaultGenerators(device)
+    """Put the default generators of torch, for the CPU and `device`, of Python and numpy back at the end."""
+    states = [capture_generator(torch.default_generator)]
+    if device.type not in ("cpu", "meta"):
+        states.append(capture_generator(default_generator(device)))
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
     try:
         yield
     finally:
-        before.restore()
+        for state in states:
+            state.restore()
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
