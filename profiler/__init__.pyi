@@ -6,7 +6,6 @@ from .errors import (
     NothingToProfile,
     ProfilerBusy,
     ProfilerError,
-    ShardsInUse,
     UnsupportedTorch,
 )
 from .model_device import device_of
@@ -30,7 +29,6 @@ __all__ = [
     "NothingToProfile",
     "ProfilerBusy",
     "ProfilerError",
-    "ShardsInUse",
     "Times",
     "UnsupportedTorch",
     "datasheet_of_this_cpu",

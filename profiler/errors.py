@@ -6,5 +6,4 @@ from autoac.tape.errors import CannotProfile as CannotProfile
 from autoac.tape.errors import NothingToProfile as NothingToProfile
 from autoac.tape.errors import ProfilerBusy as ProfilerBusy
 from autoac.tape.errors import ProfilerError as ProfilerError
-from autoac.tape.errors import ShardsInUse as ShardsInUse
 from autoac.tape.errors import UnsupportedTorch as UnsupportedTorch

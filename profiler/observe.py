@@ -74,8 +74,7 @@ def profile(
 
     Raises:
         NothingToProfile: nothing requires a gradient.
-        ProfilerBusy: torch.profiler is running on this thread.
-        ShardsInUse: FSDP holds gradients that are not reduced yet.
+        ProfilerBusy: torch.profiler is running on this thread, or FSDP holds gradients that are not reduced.
         CannotProfile: the model is sharded in a way that docs/integrations.md excludes, has lazy layers, or
             is on meta or on several devices without `on`; or the device's allocator reports nothing, as
             CUDA's `cudaMallocAsync` and pluggable ones; or a part of the step allocates on a thread that

@@ -1,8 +1,7 @@
 """Define the errors of profiling.
 
 ProfilerError
-+-- ProfilerBusy      torch.profiler is already running on this thread
-|   +-- ShardsInUse   FSDP holds gradients that are not reduced yet
++-- ProfilerBusy      torch.profiler is already running on this thread, or a step is half done
 +-- NothingToProfile  the step has no gradient to compute
 +-- CannotProfile     the model cannot run a step that leaves it unchanged
 |   +-- CannotCapture a step is captured into a CUDA graph before its plan is final
@@ -35,18 +34,6 @@ class ProfilerBusy(ProfilerError):
         "profile the model outside the other profiler's range",
     ) -> None:
         super().__init__(why)
-
-
-class ShardsInUse(ProfilerBusy):
-    """FSDP holds gradients that are not reduced yet, which a profiled step would add to."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-        ProfilerError.__init__(
-            self,
-            f"{where} holds gradients that are not reduced because of set_requires_gradient_sync(False): "
-            "profile the model before the first such step, or after the last",
-        )
 
 
 class NothingToProfile(ProfilerError):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,19 +55,6 @@ STAND_IN = "_autoac_call"
 SMALL_NBYTES = 1024  # what allocates no larger blocks, such as a sum, needs no op of its own
 
 
-class RegionOfGraphs(Protocol):
-    """Run the compiled graphs of an observed step: a region."""
-
-    def run_compiled(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op of a graph, and record it."""
-
-    def handle_of(self, tensor: Tensor) -> Any:
-        """Return what backward unpacks in place of `tensor`."""
-
-    def before_writes(self) -> None:
-        """Prepare for writes to inputs of the graph that runs, after its last op."""
-
-
 class StepTape:
     """Record the ops that a region runs, what autograd saves, and what backward asks for.
 
@@ -102,7 +89,7 @@ class StepTape:
         self.wrappers: Set[str] = frozenset()
         self.unit_of: Callable[[str], Any] | None = None
         self.kept_units: list[Any] = []
-        self.region: RegionOfGraphs | None = None
+        self.region: Any = None
         self.replaced: Callable[[Tensor], Tensor] | None = None
         self.small_buffers: Set[int] = frozenset()
         self.copied: list[Any] = []
@@ -177,17 +164,14 @@ class StepTape:
         Args:
             must_save: why it must not run again; "" if it may.
         """
-        assert self.region is not None
         return self._record(self.region.run_compiled, func, facts_of(func), args, kwargs, must_save)
 
     def handle_of(self, tensor: Tensor) -> Any:
         """Return what a node of a compiled graph unpacks in place of `tensor`."""
-        assert self.region is not None
         return self.region.handle_of(tensor)
 
     def end_graph(self) -> None:
         """Note that all ops of a compiled graph have run; AOTAutograd writes to its inputs next."""
-        assert self.region is not None
         with self.hiding():
             self.region.before_writes()
 

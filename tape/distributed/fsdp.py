@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor, distributed, nn
 
 from autoac.tape.distributed.wrapped_tensors import with_memory
-from autoac.tape.errors import CannotProfile, ShardsInUse
+from autoac.tape.errors import CannotProfile, ProfilerBusy
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.inductor import hidden_from_modes, recording_modes
 from autoac.tape.torch_facts.module_paths import ROOT
@@ -220,12 +220,16 @@ def check_reduced(model: nn.Module) -> None:
     """Refuse a model with gradients that a later backward will reduce.
 
     Raises:
-        ShardsInUse: it has some.
+        ProfilerBusy: it has some.
     """
     for path, state in _states_of(model).items():
         for group in _groups_of(state):
             if group._partial_reduce_output is not None or any(map(_unreduced, group.fsdp_params)):
-                raise ShardsInUse(f"{type(model).__name__}{f' at {path}' if path != ROOT else ''}")
+                raise ProfilerBusy(
+                    f"{type(model).__name__}{f' at {path}' if path != ROOT else ''} holds gradients that are "
+                    "not reduced because of set_requires_gradient_sync(False): profile the model before the "
+                    "first such step, or after the last"
+                )
 
 
 class Shards:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import bounds, build, plan
-from autoac.profiler import DATASHEETS, CannotProfile, ShardsInUse, observe, profile
+from autoac.profiler import DATASHEETS, CannotProfile, ProfilerBusy, observe, profile
 from autoac.tape.torch_facts.rng import generators_restored
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -255,7 +255,7 @@ def test_gradients_that_are_not_reduced_forbid_a_profile() -> None:
     model, x = sharded(), torch.ones(1, 4)
     model.set_requires_gradient_sync(False)
     model(x).sum().backward()
-    with pytest.raises(ShardsInUse):
+    with pytest.raises(ProfilerBusy, match="not reduced"):
         profile(model, x, loss=torch.sum)
 
 
