@@ -62,7 +62,13 @@ from autoac.tape.runtime.policy_context import active, save_recompute_policy
 from autoac.tape.runtime.tracked_storages import note_moving_buffers, small_buffers
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.batch_contents import batch_tensors
-from autoac.tape.torch_facts.gradients import gradient_of, leaves_of, output_of_leaf, roots_of
+from autoac.tape.torch_facts.gradients import (
+    gradient_of,
+    leaves_of,
+    noting_gradients,
+    output_of_leaf,
+    roots_of,
+)
 from autoac.tape.torch_facts.inductor import compile_within, is_called_compiled, runs_compiled
 from autoac.tape.torch_facts.libraries import free_workspaces
 from autoac.tape.torch_facts.module_paths import ROOT, is_called, watch_modules
@@ -178,6 +184,7 @@ class ObservedStep:
         self._kept_nbytes = 0  # of the tensors that backward starts from
         self._seeds: set[int] = set()  # addresses of the gradients that backward starts with
         self._leaves: list[weakref.ref[Tensor]] = []  # that forward made, and that get gradients
+        self._gradients: list[tuple[int, int]] = []  # their addresses, and marks once they were added up
         self._held: tuple[list[int], list[int]] = [], []  # their addresses, and those of their gradients
         self._outside = 0  # bytes between forward and backward, as seen when backward began
         self._left_out = -1  # mark since which nothing belongs to the step
@@ -400,6 +407,12 @@ class ObservedStep:
         newest = self._tape.recorder.newest
         leaves = leaves_of([root for root in roots if isinstance(root, Tensor)])
         self._leaves += [weakref.ref(leaf) for leaf in leaves if newest.get(leaf) is not None]
+        self._untraced.enter_context(noting_gradients(leaves, self._note_gradient))
+
+    def _note_gradient(self, gradient: Tensor) -> None:
+        if self.recording:
+            mark = self._allocations.mark()
+            self._gradients += [(address, mark) for address in self._addresses([gradient])]
 
     def _backward_returned(self, raised: bool) -> None:
         self._untraced.close()
@@ -493,17 +506,21 @@ class ObservedStep:
             check_roots(roots, [*model.parameters(), *batch_tensors(batch)])
             torch.clear_autocast_cache()  # a real backward runs outside of autocast
             with self._tape.hiding():
-                ends = note_leaves(leaves_of(roots))
+                ends = note_leaves(trained := leaves_of(roots))
             self.begin_backward()
             self.unwatch_calls()
-            with compiled_autograd_off(), torch.autocast(self._device.type, enabled=False):
+            with (
+                compiled_autograd_off(),
+                torch.autocast(self._device.type, enabled=False),
+                noting_gradients(trained, self._note_gradient),
+            ):
                 seeds = [torch.ones_like(root) for root in roots]
                 self._allocations.backward_runs(True)
                 torch.autograd.backward(roots, seeds, inputs=ends)
                 self._allocations.backward_runs(False)
                 del seeds
             self.end_backward()
-            del roots, ends
+            del roots, ends, trained
             self._last = self._allocations.mark()
             self.end()
             del held
@@ -534,6 +551,7 @@ class ObservedStep:
             unplanned=tuple(self._unplanned),
             temporary=tape.temporary,
             hidden=tape.hidden,
+            gradients=self._gradients,
         )
 
     def profile(self, model: nn.Module, optimizer: Optimizers = None, times: Times | None = None) -> Profile:

@@ -83,7 +83,8 @@ def assemble(step: StepRecord, rounding: int, **head: Any) -> Profile:
     begins = [at[op.begin_mark] for op in forward.ops] + [s.begin for s in steps]
     needed_until = _needed_in_forward(step)
     released = _with_needs(step, released, needed_until)
-    temporaries = _block_changes(record, other.positions, late, begins, at[step.backward_end])
+    added_up = {record.block_at(address, mark): at[mark] for address, mark in step.gradients}
+    temporaries = _block_changes(record, other.positions, late, added_up, begins, at[step.backward_end])
     must_save = [op.must_save for op in forward.ops]
     rows = [(position, storage) for position, storage in forward.outputs if blocks[storage] is not None]
     modules = _Names(["."])
@@ -261,32 +262,51 @@ def _block_changes(
     record: Allocations,
     positions: Sequence[int],
     late: Sequence[tuple[AllocatedBlock, int]],
+    added_up: Mapping[AllocatedBlock | None, int],
     begins: Sequence[int],
     end: int,
 ) -> Temporaries:
     """Return the blocks that these changes allocate and free, by moment.
 
+    A gradient that outlives backward is a block of its own from the moment at which it is added up. Before,
+    it is a temporary: if a gradient exists already, it is added to that one then, and freed.
+
     Args:
         record: all changes.
         positions: of the changes.
         late: more blocks, each with the position from which it counts, until it is freed.
+        added_up: by block of a gradient, the position at which it is added up.
         begins: the position at which each moment begins; the first one also has what comes before it.
         end: the position at which the last moment ends.
     """
-    changes = [(position, 1, record.changes[position].block) for position in positions]
+    changes: list[tuple[float, int, AllocatedBlock]] = [
+        (position, 1, record.changes[position].block) for position in positions
+    ]
+    made = {block for _, _, block in changes}
+
+    def moment(position: float) -> int:
+        return max(0, bisect.bisect_right(begins, position) - 1)
+
+    for gradient, position in added_up.items():
+        if gradient is None or gradient not in made:
+            continue
+        between = position - 0.5  # two changes
+        outlives = gradient.freed_at is None or gradient.freed_at >= end
+        if outlives and moment(between) > moment(gradient.allocated_at):
+            changes += (between, 0, gradient), (between, 1, replace(gradient))
     for block, begin in late:
         changes.append((begin, 0, block))
         if block.freed_at is not None:
             changes.append((block.freed_at, 1, block))
     nbytes, indices = list[int](), dict[int, int]()  # by the block's identity
     rows: list[list[int]] = [[] for _ in begins]
-    for position, _, block in sorted(changes, key=lambda change: change[:2]):
-        if position >= end:
+    for change_at, _, block in sorted(changes, key=lambda change: change[:2]):
+        if change_at >= end:
             break
         if id(block) not in indices:
             indices[id(block)] = len(nbytes)
             nbytes.append(block.nbytes)
-        rows[max(0, bisect.bisect_right(begins, position) - 1)].append(indices[id(block)])
+        rows[moment(change_at)].append(indices[id(block)])
     return Temporaries(nbytes=tuple(nbytes), changes=Ragged.of(rows))
 
 

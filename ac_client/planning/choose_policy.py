@@ -23,6 +23,7 @@ from ac_client.planning.plan_batch import (
     InCheckpoint,
     Observation,
     first_line,
+    for_terms,
     forwards_of,
     passes_of,
 )
@@ -163,20 +164,22 @@ class PolicyChooser:
             with self._giving_up():
                 self._planner.host.agree(ranks, device_of(call.model, call.args, call.kwargs))
             need: Need | Exception
-            profile, loop = None, Loop()
+            step_profile, profile, terms = None, None, PlannedFor(0)
             try:
-                profile = self._planner.observed(call, observation)
+                loop, step_profile = _as_shown(self._planner.observed(call, observation))
+                terms = self._planner.terms(step_profile, 0, loop)
+                profile = for_terms(step_profile, terms)
                 limit, static = self._planner.limit_of(profile), profile.static.total
                 among = ranks.include(step.groups or {})
                 need = Need(observation.shape, limit, static, digest_of(profile) if among else "")
-                loop, profile = _as_shown(profile)
             except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
                 need = error
             with self._giving_up():
-                self._meet(observation.shape, call, loop, need, profile)
+                self._meet(observation.shape, call, terms, need, profile)
             self._to_meet = False
             for bucket in self._store.buckets.all:
                 if bucket.profile is profile is not None:
+                    bucket.step = replace(bucket.step, profile=step_profile)
                     self._note(observation, bucket, profile)
         else:
             self._to_meet = self._to_meet and not observation.meets
@@ -227,10 +230,7 @@ class PolicyChooser:
     def _note(self, observation: Observation, bucket: PlannedBucket, profile: Profile) -> None:
         """Note what else the observed step has shown, which `bucket` was planned for."""
         buckets, outside = self._store.buckets, observation.step.outside_nbytes(profile)
-        freed = self._planner.freed_nbytes(profile)
-        bucket.planned_for = replace(
-            bucket.planned_for, outside_nbytes=outside, frees_gradients=freed > 0, kept_nbytes=freed
-        )
+        bucket.planned_for = replace(bucket.planned_for, outside_nbytes=outside)
         bucket.step = replace(bucket.step, following=observation.group_of(profile))
         buckets.forwards = max(buckets.forwards, forwards_of(profile))
 
@@ -332,14 +332,19 @@ class PolicyChooser:
             return self._observe(call, key_of(call.args, call.kwargs), meets=True)
 
     def _meet(
-        self, shape: Shape, call: ModelCall, loop: Loop, need: Need | Exception, profile: Profile | None
+        self,
+        shape: Shape,
+        call: ModelCall,
+        terms: PlannedFor,
+        need: Need | Exception,
+        profile: Profile | None,
     ) -> None:
         """Agree with the other ranks, and add the buckets of all policies.
 
         Args:
             shape: of this rank's batch that was profiled.
             call: of the model.
-            loop: the form of the loop.
+            terms: of the plan, but for its limit.
             need: of this rank, or the error that kept it from finding out.
             profile: of this rank; None with an error.
         """
@@ -366,9 +371,9 @@ class PolicyChooser:
             loaded, step = LoadedPolicy(policy, found), None
             if found is not None:
                 more = static - profile.static.total
-                step = self._planner.profiled_step(call, profile, loaded, more)
+                step = self._planner.profiled_step(call, profile, more)
                 step = replace(step, shape=shape)
-            bucket = PlannedBucket(one.shape, loaded, step, PlannedFor(need.limit, loop=loop))
+            bucket = PlannedBucket(one.shape, loaded, step, replace(terms, limit=need.limit))
             self._store.add(bucket)
             log.info("%s: planned by rank %d of %d", self._planner.name, one.planner, ranks.size)
 

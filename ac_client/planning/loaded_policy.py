@@ -34,7 +34,6 @@ from autoac.planner.memory.lifetimes import live_at_peak, waiting_storages
 from autoac.planner.memory.simulate import waiting_bytes
 from autoac.planner.problem.graph import StorageId
 from autoac.profiler import Loop, device_name
-from autoac.profiler.static_memory import OptimizerBytes
 from autoac.tape.runtime.cursor import Route
 from autoac.tape.torch_facts.inductor import compiled_parts
 from autoac.tape.torch_facts.libraries import cudnn_of, has_expandable_segments
@@ -135,7 +134,7 @@ class ProfiledStep:
 
     shape: Shape | None = None  # of the profiled batch
     following: tuple[Shape, ...] = ()  # of the batches of the other forwards before the same backward
-    profile: Profile | None = None  # None: it is not here, so the step cannot be planned again
+    profile: Profile | None = None  # as observed; None: it is not here, so the step cannot be planned again
     rank_nbytes: int = 0  # held by the neediest rank beyond what this profile counts
     n_adopted: int = 0  # optimizers that were seen to step the model, and are counted
     skipped: frozenset[str] = frozenset()  # modules with parameters that the profiled forward did not run
@@ -285,7 +284,7 @@ class PlannedBucket:
 
     @property
     def profile(self) -> Profile | None:
-        """Return the profile that the policy was planned from; None if this process does not have it."""
+        """Return the profile of the step that the policy was planned for; None if this process has none."""
         return self.step.profile
 
     def covers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -309,9 +308,7 @@ class PlannedBucket:
         predicted, profile = loaded.policy.predicted, step.profile
         own = predicted.peak_bytes - predicted.static_bytes
         if profile is not None:
-            static, workspace = profile.static, profile.optimizer_workspace_nbytes
-            own += static.inputs
-            terms = replace(terms, optimizers=OptimizerBytes(static.optimizer_state, workspace))
+            own += profile.static.inputs
         self.planned_for = replace(
             terms,
             peak=predicted.peak_bytes,
@@ -321,7 +318,6 @@ class PlannedBucket:
             forward_nbytes=own,
             microbatches=predicted.microbatches,
             stays=ELSEWHERE if profile is None else TOGETHER if loaded.communicates else "",
-            gradients=profile is None or bool(profile.static.gradients),
         )
 
     def warn(self, name: str, action: Action) -> None:

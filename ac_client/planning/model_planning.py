@@ -25,15 +25,23 @@ from ac_client.planning.loaded_policy import (
     skipped_modules,
 )
 from ac_client.planning.next_action import (
+    GRADIENTS,
     MOST_TRIES,
     Action,
     PlanAgain,
-    PlannedFor,
     StepFacts,
     next_action,
 )
 from ac_client.planning.options import ApplyOptions
-from ac_client.planning.plan_batch import BatchPlanner, Observation, first_line, forwards_of, passes_of
+from ac_client.planning.plan_batch import (
+    BatchPlanner,
+    Observation,
+    first_line,
+    for_terms,
+    forwards_of,
+    optimizers_in,
+    passes_of,
+)
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError, Policy, PolicySet, Profile
@@ -112,7 +120,7 @@ class ModelPlanning:
                 f"{format_bytes(planned.limit)}. Leave Constraints(headroom_bytes=...) for it: "
                 f"{format_bytes(split * planned.forward_nbytes)} at most",
             )
-        looks = bucket.left or not planned.gradients
+        looks = not planned.gradients or planned.frees_gradients is not False
         gradients = looks and self.store.parameters.gradients_exist()
         facts = self.watch.before_forward(call, bucket, buckets, waiting, gradients=gradients)
         while isinstance(action := self._next(bucket, facts), PlanAgain):
@@ -130,7 +138,7 @@ class ModelPlanning:
                 )
             if action.profiles:
                 if _form_of(action) in bucket.observed_for:
-                    self._warn_of_turns(bucket, action, facts)
+                    self._warn_of_turns(bucket, action, waiting)
                 elif not waiting and self._observe_again(bucket, action, call):
                     return None
                 continue  # more forwards in flight are observed from the next step's first one on
@@ -227,19 +235,19 @@ class ModelPlanning:
             step.leave_out()  # until backward ends: it is of another model
         if bucket.loaded is not loaded:
             return
-        facts, planned = self.watch.in_backward(bucket, backward), bucket.planned_for
-        if bucket.profile is not None and planned.frees_gradients:
-            exist = self.store.parameters.gradients_exist()
-            facts = facts._replace(gradients=bucket.profile.gradient_nbytes if exist else 0)
+        facts = self.watch.in_backward(bucket, backward, self.store.parameters.gradients_exist)
+        planned = bucket.planned_for
         while isinstance(action := next_action(planned, facts), PlanAgain):
             bucket.warn(self._name, action)
             planned = action.terms
         bucket.warn(self._name, action)
         if planned is not bucket.planned_for:
             bucket.observed, bucket.outside_nbytes = planned.loop, planned.outside_nbytes
+            found = bucket.planned_for.expects_gradients and planned.gradients
+            if found and planned.peak > self.options.limit:
+                self.planner.warn_over_budget(planned.peak, GRADIENTS)
             bucket.planned_for = replace(
-                bucket.planned_for,
-                frees_gradients=planned.frees_gradients,
+                bucket.planned_for, gradients=planned.gradients, frees_gradients=planned.frees_gradients
             )
 
     def _observe_again(self, bucket: PlannedBucket, action: PlanAgain, call: ModelCall) -> bool:
@@ -251,11 +259,7 @@ class ModelPlanning:
             terms = replace(action.terms, loop=loop)
             found = found.with_dropped_outputs(loop.drops)
             again = replace(action, terms=terms)
-            if action.if_freed is not None and not observation.step.holds_gradients:
-                again = replace(action, terms=action.if_freed, profiles=False)
-            if again.profiles or _form_of(again) in bucket.observed_for:
-                bucket.observed_for.add(_form_of(action))
-            bucket.observed_for.add(_form_of(again))
+            bucket.observed_for |= {_form_of(action), _form_of(again)}
             planned = bucket.planned_for.loop
             as_planned = (
                 terms.loop == planned and found.waiting_microbatches < bucket.planned_for.microbatches
@@ -263,11 +267,8 @@ class ModelPlanning:
             fewer = loop.forwards < planned.forwards or loop.passes < planned.passes
             if fewer or (action.row == "loop" and as_planned):
                 return bucket  # the steps that have more forwards take turns with these
-            if again.profiles:
-                group = ProfiledStep(shape, observation.group_of(found), found)
-                self._plan_observed(bucket, again, following, group)
-            else:
-                self._plan_again(bucket, again)
+            group = ProfiledStep(shape, observation.group_of(found), found)
+            self._plan_observed(bucket, again, following, group)
             return bucket
 
         try:
@@ -276,11 +277,11 @@ class ModelPlanning:
             return False
         return True
 
-    def _warn_of_turns(self, bucket: PlannedBucket, action: PlanAgain, facts: StepFacts) -> None:
+    def _warn_of_turns(self, bucket: PlannedBucket, action: PlanAgain, waiting: int) -> None:
         """Warn of steps of two forms that take turns, of which only one is planned for."""
         planned = bucket.planned_for
         limit = planned.limit
-        if planned.peak + facts.gradients + facts.waiting * planned.forward_nbytes > limit:
+        if planned.peak + waiting * planned.forward_nbytes > limit:
             self.planner.warn_once(
                 action.row,
                 f"in some steps {action.reason}, and in others not. The plan is for the others, so these "
@@ -289,13 +290,10 @@ class ModelPlanning:
 
     def _plan_again(self, bucket: PlannedBucket, action: PlanAgain) -> None:
         """Plan `bucket` from the profile that it has, as `action` says."""
-        profile, terms = bucket.profile, action.terms
-        assert profile is not None
-        if not terms.link_share:
+        if not action.terms.link_share:
             self.planner.host.stop(action.reason)
-        step = replace(bucket.step, profile=_for_terms(profile, bucket.planned_for, terms))
         with self._present_stays(bucket, action):
-            self._load(bucket, step, action)
+            self._load(bucket, bucket.step, action)
 
     def _plan_observed(
         self, bucket: PlannedBucket, action: PlanAgain, call: ModelCall, observed: ProfiledStep
@@ -316,9 +314,10 @@ class ModelPlanning:
         if fewer and (terms.tries == MOST_TRIES or skipped != bucket.step.skipped):
             bucket.planned_for = replace(bucket.planned_for, tries=MOST_TRIES)
             return
-        found = _with_link(found, terms.link_share).with_kept(terms.kept_nbytes)
+        terms = replace(terms, optimizers=optimizers_in(found))
         with self._present_stays(bucket, action):
-            others, limit = self.watch.on_device.others_nbytes(), self.planner.limit_of(found)
+            others = self.watch.on_device.others_nbytes()
+            limit = self.planner.limit_of(for_terms(found, terms))
             action = replace(action, terms=replace(terms, others_nbytes=others, limit=limit))
             self._load(bucket, replace(observed, profile=found), action, call)
 
@@ -350,16 +349,16 @@ class ModelPlanning:
         terms, correction = action.terms, action.terms.correction
         assert step.profile is not None
         limit = max(1, terms.limit - correction.total)
-        within = step.profile, limit, step.rank_nbytes + terms.others_nbytes
+        within = for_terms(step.profile, terms), limit, step.rank_nbytes + terms.others_nbytes
         policy, plan, infeasible = self.planner.plan_or_tightest(*within)
         peak = policy.predicted.peak_bytes + correction.nbytes
         policy = policy.model_copy(update={"budget_bytes": self.options.budget_bytes})
         loaded = LoadedPolicy(corrected(policy, correction.nbytes, correction.total), plan)
         if call is not None:
-            made = self.planner.profiled_step(call, step.profile, loaded)
+            made = self.planner.profiled_step(call, step.profile)
             step = replace(made, shape=step.shape, following=step.following)
         bucket.load(loaded, step, terms)
-        if infeasible is not None and peak > self.options.limit:
+        if infeasible is not None and peak > self.options.limit and not terms.expects_gradients:
             bucket.warned.add(action.row)
             self.planner.warn_over_budget(peak, action.reason)
             if action.row == "other models":
@@ -383,28 +382,4 @@ class ModelPlanning:
 
 def _form_of(action: PlanAgain) -> tuple[object, ...]:
     """Return what tells the step that `action` needs a profile of from others of its bucket."""
-    terms = action.terms
-    gradients = terms.gradients, terms.frees_gradients
-    return action.row, terms.loop, gradients, terms.outside_nbytes, terms.tries
-
-
-def _for_terms(profile: Profile, planned: PlannedFor, terms: PlannedFor) -> Profile:
-    """Return `profile`, which was planned for `planned`, for a step of `terms` with the same ops."""
-    if terms.loop.drops != planned.loop.drops:
-        profile = profile.with_dropped_outputs(terms.loop.drops)
-    if terms.optimizers != planned.optimizers:
-        state, workspace = terms.optimizers.state, terms.optimizers.workspace
-        static = profile.static.model_copy(update={"optimizer_state": state})
-        profile = profile.model_copy(update={"static": static, "optimizer_workspace_nbytes": workspace})
-    if planned.link_share:
-        profile = _with_link(profile, terms.link_share / planned.link_share)
-    if (more := terms.kept_nbytes - planned.kept_nbytes) > 0:
-        profile = profile.with_kept(more)
-    return profile
-
-
-def _with_link(profile: Profile, share: float) -> Profile:
-    """Return `profile` with a link of this share of its rates, if it has one."""
-    if profile.link is None or share == 1:
-        return profile
-    return profile.model_copy(update={"link": profile.link.slower(share) if share else None})
+    return action.row, action.terms.loop, action.terms.outside_nbytes, action.terms.tries

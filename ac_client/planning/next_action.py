@@ -41,6 +41,7 @@ MOST_TRIES = 2  # steps that are observed because a forward ran other modules or
 
 NO_OPTIMIZER = OptimizerBytes(0, 0)
 
+GRADIENTS = "gradients exist before the step"
 ELSEWHERE = "planned elsewhere"  # the policy was given, and its profile is not here
 TOGETHER = "planned by all ranks together (its recomputes communicate)"
 
@@ -73,8 +74,8 @@ class PlannedFor:
     microbatches: int = 1  # of a pipeline's stage, the one at work and those that wait
     stays: str = ""  # why it is never made again: how it was planned; "" if it may be
     loop: Loop = field(default_factory=Loop)
-    gradients: bool = False  # existed before the step
-    frees_gradients: bool = False  # the loop does, before backward
+    gradients: bool = False  # that exist before the step count, if the profile has none
+    frees_gradients: bool | None = None  # the loop does, before backward; None: no backward has shown it yet
     optimizers: OptimizerBytes = NO_OPTIMIZER  # whose state and workspace count
     others_nbytes: int = 0  # held by other models and tensors on the device
     gained_room: bool = False  # others held less than they did before, once
@@ -87,6 +88,11 @@ class PlannedFor:
     gained_us: float = math.inf  # predicted, with moves: the time that they save
     link_share: float = 1.0  # of the link's measured rates, which the plan counts on
 
+    @property
+    def expects_gradients(self) -> bool:
+        """Return True if gradients count in backward, and no backward has shown yet if it finds them."""
+        return self.gradients and self.frees_gradients is None
+
     def fits(self, forwards: int) -> bool:
         """Return True if as many forwards as these fit in addition, even if they save everything."""
         return self.peak + forwards * self.forward_nbytes <= self.limit
@@ -97,7 +103,7 @@ class StepFacts(NamedTuple):
 
     waiting: int = 0  # forwards that wait for their backward
     loop: Loop | None = None  # as the steps so far have shown it, for as many forwards as are planned for now
-    gradients: int = 0  # that exist before the step, or before backward
+    gradients: int | None = None  # that exist before the step, or before backward
     optimizers: OptimizerBytes | None = None  # of all that have stepped the model, or will
     optimizer_names: str = ""  # of those that were not passed to `apply`
     others_nbytes: int | None = None  # held by other models and tensors on the device
@@ -132,7 +138,6 @@ class PlanAgain:
     reason: str = ""  # in words
     warning: str = ""  # of the step that runs
     profiles: bool = False  # needs a profile of the batch that runs
-    if_freed: PlannedFor | None = None  # what to plan for if backward of the observed step finds no gradients
     row: str = ""
 
 
@@ -233,25 +238,12 @@ def _measured(planned: PlannedFor, nbytes: int) -> str:
 def _gradients(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Plan for gradients before the step. The new plan serves first microbatches too, which need less.
 
-    If backward of the observed step does not find them, they count in forward alone. Loops: accumulation,
-    `zero_grad` after the forward, or with `set_to_none=False`.
+    If backward does not find them, they count in forward alone. Loops: accumulation, `zero_grad` after the
+    forward, or with `set_to_none=False`.
     """
-    if not facts.gradients or planned.gradients or planned.frees_gradients or not facts.can_profile:
+    if not facts.gradients or planned.gradients:
         return None
-    kept, correction = planned.kept_nbytes, _anew(planned)
-    freed = replace(planned, frees_gradients=True, kept_nbytes=kept + facts.gradients, correction=correction)
-    return PlanAgain(
-        replace(
-            planned,
-            gradients=True,
-            loop=facts.loop or planned.loop,
-            kept_nbytes=min(kept, facts.kept_nbytes),  # less, if gradients were among them
-            correction=correction,
-        ),
-        "gradients exist before the step",
-        profiles=True,
-        if_freed=freed,
-    )
+    return PlanAgain(replace(planned, gradients=True, correction=_anew(planned)), GRADIENTS)
 
 
 def _optimizers(planned: PlannedFor, facts: StepFacts) -> Action | None:
@@ -293,8 +285,6 @@ def _other_ops(planned: PlannedFor, facts: StepFacts) -> Action | None:
         )
     if facts.waiting or not facts.can_profile or planned.tries >= MOST_TRIES:
         return Keep(warning)
-    if planned.gradients and not facts.gradients and not facts.ran_skipped:
-        return None  # a step that finds gradients waits for another
     return PlanAgain(
         replace(planned, tries=planned.tries + 1, correction=_anew(planned)),
         "a forward runs other ops than the profiled one",
@@ -453,19 +443,27 @@ def _outputs_held(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _gradients_held(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Ask for another plan if backward finds gradients after all. Loops: accumulation that begins later."""
-    if facts.backward is None or not facts.backward.first or not planned.frees_gradients:
+    """Note if backward finds the gradients that forward found; once it did, they count in all later plans.
+
+    Loops: accumulation that begins later, `zero_grad` after the forward.
+    """
+    if facts.gradients is None or planned.frees_gradients is False:
         return None
-    if planned.gradients or not facts.gradients:
-        return None
-    warning = _may_go_over(
-        planned,
-        f"gradients of {format_bytes(facts.gradients)} are held in backward, and the plan is for a loop that "
-        "frees them before",
-        "call zero_grad() before the forward",
-        again=True,
-    )
-    return PlanAgain(replace(planned, frees_gradients=False), warning=warning)
+    if not facts.gradients:
+        if planned.frees_gradients:
+            return None
+        return PlanAgain(replace(planned, gradients=False, frees_gradients=True))
+    terms, warning = replace(planned, frees_gradients=False), ""
+    if planned.frees_gradients:
+        terms = replace(terms, gradients=False)
+        warning = _may_go_over(
+            planned,
+            f"gradients of {format_bytes(facts.gradients)} are held in backward, and the plan is for a loop "
+            "that frees them before",
+            "call zero_grad() before the forward",
+            again=True,
+        )
+    return PlanAgain(terms, warning=warning)
 
 
 def _loss_outside(planned: PlannedFor, facts: StepFacts) -> Action | None:

@@ -49,12 +49,12 @@ from autoac.planner import plan_with_host as plan_profile
 from autoac.planner.formats.policy_set import Shape
 from autoac.planner.plan import DEFAULT_WORK_LIMIT
 from autoac.planner.problem.graph import SaveSet
-from autoac.planner.problem.microbatch import microbatch_of
+from autoac.planner.problem.microbatch import microbatch_of, with_gradients
 from autoac.planner.units import format_bytes
 from autoac.profiler import Loop, ProfilerBusy, device_of, observe
 from autoac.profiler.model_device import device_of_step
 from autoac.profiler.observed_step import ObservedStep, is_recorded_elsewhere, recorded_step
-from autoac.profiler.static_memory import ONLY_PRESENT_STATE
+from autoac.profiler.static_memory import ONLY_PRESENT_STATE, OptimizerBytes
 from autoac.tape.checkpoints.own_checkpoints import UNPLANNED
 from autoac.tape.distributed.fsdp import unreduced_nbytes
 from autoac.tape.runtime.saved_tensor_hooks import enter_saved_tensor_hooks, is_in_checkpoint
@@ -312,8 +312,6 @@ class BatchPlanner:
         """
         profile = self._completed(observation.step.profile(call.model, self._optimizers.all), call)
         profile = microbatch_of(profile, counted=unreduced_nbytes(call.model))
-        if observation.then is None:
-            profile = profile.with_kept(self.freed_nbytes(profile))
         budget, peak = self.options.budget_bytes, observation.step.peak_nbytes + observation.state_nbytes
         if budget is not None and peak > budget:
             self.warn_once(
@@ -326,9 +324,13 @@ class BatchPlanner:
             torch.cuda.empty_cache()  # its segments would get holes in the first planned steps
         return profile
 
-    def freed_nbytes(self, profile: Profile) -> int:
-        """Return the bytes of gradients that are held in forward alone: the library frees them."""
-        return profile.gradient_nbytes if self.frees_gradients and not profile.static.gradients else 0
+    def terms(self, profile: Profile, limit: int, loop: Loop) -> PlannedFor:
+        """Return the terms of the first plan of a step: a library may be known to free gradients in it."""
+        frees = self.frees_gradients and not profile.static.gradients
+        optimizers = optimizers_in(profile)
+        return PlannedFor(
+            limit, loop=loop, gradients=frees, frees_gradients=frees or None, optimizers=optimizers
+        )
 
     def limit_of(self, profile: Profile) -> int:
         """Return the most bytes that a planned peak of this step may have.
@@ -394,7 +396,7 @@ class BatchPlanner:
     ) -> tuple[Policy, Plan]:
         limit, extra_static, together = terms
         latest = self._latest
-        if latest is not None and latest[0] is profile and latest[1] == terms:
+        if latest is not None and latest[0] == profile and latest[1] == terms:
             return latest[2]
         what = f"{self.name}: planning {len(profile.ops)} ops for {format_bytes(limit)}"
         log.info(what)
@@ -489,6 +491,8 @@ class BatchPlanner:
             PlannerError, RemoteError: the step could not be planned.
         """
         self._on_device.measure_uncounted(call.args, call.kwargs, self._on_device.kept_nbytes(profile))
+        step, terms = profile, self.terms(profile, self.options.limit, loop)
+        profile = for_terms(profile, terms)
         others, limit = self._on_device.others_nbytes(), self.limit_of(profile)
         try:
             made = self.plan_within(profile, limit, others)
@@ -520,24 +524,41 @@ class BatchPlanner:
                     reasons.append(of_others(others))
                 self.warn_over_budget(needs, ", and ".join(reasons))
             self._on_device.ask_others_for_room(needs - limit)
-        terms = PlannedFor(limit, loop=loop, others_nbytes=others)
+        terms = replace(terms, limit=limit, others_nbytes=others)
         loaded, shape = LoadedPolicy(*made), shape or call.shape
-        step = replace(self.profiled_step(call, profile, loaded), shape=shape)
-        return PlannedBucket(shape, loaded, step, terms)
+        return PlannedBucket(shape, loaded, replace(self.profiled_step(call, step), shape=shape), terms)
 
-    def profiled_step(
-        self, call: ModelCall, profile: Profile, loaded: LoadedPolicy, rank_nbytes: int = 0
-    ) -> ProfiledStep:
-        """Return the step of `call`, which was profiled and planned.
+    def profiled_step(self, call: ModelCall, profile: Profile, rank_nbytes: int = 0) -> ProfiledStep:
+        """Return the step of `call`, which was profiled.
 
         Args:
             call: of the model, on the batch.
             profile: of the step.
-            loaded: the policy for it.
             rank_nbytes: held by the neediest rank beyond what the profile counts.
         """
         skipped = skipped_modules(call.model, self.called)
         return ProfiledStep(call.shape, (), profile, rank_nbytes, self._optimizers.adopted, skipped)
+
+
+def optimizers_in(profile: Profile) -> OptimizerBytes:
+    """Return what optimizers need, as a profile has it."""
+    return OptimizerBytes(profile.static.optimizer_state, profile.optimizer_workspace_nbytes)
+
+
+def for_terms(profile: Profile, terms: PlannedFor) -> Profile:
+    """Return `profile`, which was observed, for a step of `terms` with the same ops."""
+    if terms.gradients and terms.frees_gradients:
+        profile = profile.with_kept(profile.gradient_nbytes)
+    elif terms.gradients:
+        profile = with_gradients(profile)
+    if terms.kept_nbytes:
+        profile = profile.with_kept(terms.kept_nbytes)
+    static = profile.static.model_copy(update={"optimizer_state": terms.optimizers.state})
+    update = {"static": static, "optimizer_workspace_nbytes": terms.optimizers.workspace}
+    if profile.link is not None and terms.link_share != 1:
+        link = profile.link.slower(terms.link_share) if terms.link_share else None
+        update["link"] = link
+    return profile.with_dropped_outputs(terms.loop.drops).model_copy(update=update)
 
 
 def forwards_of(profile: Profile) -> int:

@@ -35,6 +35,7 @@ class StepRecord:
     unplanned: Sequence[str] = ()  # messages on what decides itself what autograd holds
     temporary: Sequence[RecordedStorage] = ()  # held longer than until the mark, in this step alone
     hidden: Sequence[tuple[int, int]] = ()  # pairs of marks: what is allocated in between counts as nothing
+    gradients: Sequence[tuple[int, int]] = ()  # addresses, and marks once backward has added each one up
 
 
 def force_saves_of_units(record: ForwardRecord, shards: Shards, out_of_reach: Set[int]) -> None:

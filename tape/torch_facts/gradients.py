@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from autoac.tape.torch_facts.private import tree_leaves
 
@@ -44,6 +48,29 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     warns if its gradient is read.
     """
     return parameter.grad if parameter.is_leaf else None
+
+
+@contextmanager
+def noting_gradients(leaves: Iterable[Tensor], note: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call `note` with the gradient that backward gives to a leaf without one, once the leaf has it.
+
+    If a leaf is used in several places, the engine first adds up the gradients of all.
+    """
+    without = [leaf for leaf in leaves if leaf.grad is None]
+    nodes: Any = [(get_gradient_edge(leaf).node, weakref.ref(leaf)) for leaf in without]
+    hooks = [node.register_hook(partial(_note_gradient, note, leaf)) for node, leaf in nodes]
+    del nodes, without
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _note_gradient(note: Callable[[Tensor], None], ref: weakref.ref[Tensor], *_gradients: Any) -> None:
+    leaf = ref()
+    if leaf is not None and leaf.grad is not None:
+        note(leaf.grad)
 
 
 class _AsNonLeaf(torch.autograd.Function):

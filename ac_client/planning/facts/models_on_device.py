@@ -249,6 +249,7 @@ class ModelOnDevice:
         static = bucket.profile.static
         held = static.total - static.inputs - static.workspaces  # which models share
         held -= min(shared, static.optimizer_state)
+        held += bucket.planned_for.optimizers.state - static.optimizer_state
         return held + (0 if static.gradients else bucket.profile.gradient_nbytes)
 
     def _forward_nbytes(self) -> int:

@@ -14,10 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ac_client.planning.facts.model_structure import device_of
 from ac_client.planning.warn_once import WarnOnce
-from autoac.planner import Profile
 from autoac.planner.units import format_bytes
 from autoac.profiler.observed_step import ObservedStep, recorded_step
-from autoac.profiler.static_memory import optimizer_state_nbytes, unwrapped
+from autoac.profiler.static_memory import OptimizerBytes, optimizer_state_nbytes, unwrapped
 from autoac.tape.distributed.fsdp import parameters_of
 
 STEPS_THAT_MAKE_STATE = 8  # of all optimizers of a model: an average of the weights may come late
@@ -70,9 +69,9 @@ class ModelOptimizers:
         """Return numbers that change with steps that may make state: the first ones, or of new parameters."""
         return min(self.steps, STEPS_THAT_MAKE_STATE), sum(len(one.state) for one in self.all)
 
-    def has_state_of(self, model: nn.Module, profile: Profile) -> bool:
-        """Return True if all the optimizer state that `profile` counts exists by now."""
-        return self.state_nbytes(device_of(model)) >= profile.static.optimizer_state
+    def has_state_of(self, model: nn.Module, counted: OptimizerBytes) -> bool:
+        """Return True if all the optimizer state that a plan counts exists by now."""
+        return self.state_nbytes(device_of(model)) >= counted.state
 
     def close(self) -> None:
         """Stop watching."""

@@ -146,7 +146,7 @@ class PeakWatch:
         return (
             bucket.profile is None
             or self.written() != self._written_at_first
-            or (model is not None and self._optimizers.has_state_of(model, bucket.profile))
+            or (model is not None and self._optimizers.has_state_of(model, bucket.planned_for.optimizers))
         )
 
     def written(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,7 @@ class StepWatch:
     def __init__(self, model: nn.Module, options: ApplyOptions, optimizer: Any) -> None:
         self._options = options
         self._in_flight = ForwardsInFlight()
+        self._found_gradients = 0  # bytes that the last forward found, until a backward has begun
         self._kept = 0  # bytes that names of the last step held as the last forward began
         self._last_batch: list[weakref.ref[Tensor]] = []
         self._after_forward: tuple[int, int] | None = None  # allocated bytes, and their peak; None: not read
@@ -76,6 +78,7 @@ class StepWatch:
         loop = bucket.observed
         if loop.forwards != buckets.forwards:
             loop = replace(loop, forwards=buckets.forwards)
+        self._found_gradients = 0
         if bucket.profile is None:  # the policy stays
             return StepFacts(waiting, loop, ran_skipped=bucket.ran_skipped)
         needs, names = None, ""
@@ -95,14 +98,13 @@ class StepWatch:
             counts = bucket.profile.static.model_copy(update={"optimizer_state": state})
             has_run = bucket.statistics.steps > 0
             self.on_device.measure_uncounted(call.args, call.kwargs, now, counts=counts if has_run else None)
-        nbytes = bucket.profile.gradient_nbytes + bucket.profile.static.gradients if gradients else 0
-        if bucket.planned_for.frees_gradients and not waiting:
-            now += nbytes
+        if gradients and not bucket.profile.static.gradients:
+            self._found_gradients = bucket.profile.gradient_nbytes
         kept_before, self._kept = self._kept, now
         return StepFacts(
             waiting,
             loop,
-            nbytes,
+            self._found_gradients,
             needs,
             names,
             self.on_device.others_nbytes(),
@@ -130,8 +132,11 @@ class StepWatch:
         self._in_flight.add(out, listener)
         self._after_forward = self._read_allocator() if self.peaks.reading else None
 
-    def in_backward(self, bucket: PlannedBucket, backward: BackwardFacts) -> StepFacts:
+    def in_backward(
+        self, bucket: PlannedBucket, backward: BackwardFacts, gradients_exist: Callable[[], bool]
+    ) -> StepFacts:
         """Return the facts as a backward begins through a forward that ran under `bucket`."""
+        gradients, self._found_gradients = self._found_gradients, 0
         plan, profile, drops = bucket.plan, bucket.profile, bucket.planned_for.loop.drops
         self.on_device.note_moment()
         if not private.current_graph_task_keeps_graph() or self.optimizers.steps > self._stepped_at:
@@ -154,7 +159,9 @@ class StepWatch:
             by_autograd = {i for i, s in zip(rows.position, rows.storage, strict=True) if s in by_plan}
             held = drops - backward.dropped - by_autograd
             backward = backward._replace(held_nbytes=profile.output_nbytes(held))
-        return StepFacts(backward=backward)
+        if not gradients:
+            return StepFacts(backward=backward)
+        return StepFacts(backward=backward, gradients=gradients if gradients_exist() else 0)
 
     def _read_allocator(self) -> tuple[int, int] | None:
         allocator = self.peaks.allocator

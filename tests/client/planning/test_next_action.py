@@ -39,8 +39,8 @@ def again(row: str, planned: PlannedFor, facts: StepFacts) -> PlanAgain:
     return action
 
 
-def backward(**facts: Any) -> StepFacts:
-    return StepFacts(backward=BackwardFacts(**facts))
+def backward(*, gradients: int | None = None, **facts: Any) -> StepFacts:
+    return StepFacts(gradients=gradients, backward=BackwardFacts(**facts))
 
 
 KEPT: list[tuple[str, PlannedFor, StepFacts]] = [
@@ -55,7 +55,6 @@ KEPT: list[tuple[str, PlannedFor, StepFacts]] = [
     ("the peak is over the predicted one, within the limit", PLANNED, StepFacts(peak=950)),
     ("the peak is far under the predicted one: that of a smaller batch, say", PLANNED, StepFacts(peak=300)),
     ("gradients were planned for", replace(PLANNED, gradients=True), StepFacts(gradients=70)),
-    ("the batch cannot be profiled now", PLANNED, StepFacts(gradients=70, can_profile=False)),
     (
         "the optimizer's state is counted",
         replace(PLANNED, optimizers=OptimizerBytes(5, 2)),
@@ -140,22 +139,31 @@ def test_reserved_bytes_over_the_budget_are_warned_of_or_planned_for() -> None:
         assert next_action(tightest, facts) == last
 
 
-def test_gradients_before_the_step_are_profiled() -> None:
-    action = again("gradients", PLANNED, StepFacts(gradients=70))
-    assert action.profiles
-    assert action.terms.gradients
+def test_gradients_before_the_step_need_no_profile() -> None:
+    action = again("gradients", PLANNED, StepFacts(gradients=70, can_profile=False))
+    assert not action.profiles
+    assert action.terms.expects_gradients
+    assert next_action(action.terms, StepFacts(gradients=70)) == Keep()
+    found = again("gradients held", action.terms, backward(gradients=70))
+    assert (found.terms.gradients, found.terms.frees_gradients, found.warning) == (True, False, "")
+    for gradients in (70, 0, None):
+        assert next_action(found.terms, backward(gradients=gradients)) == Keep(), (
+            "a first microbatch has none"
+        )
 
 
 def test_gradients_that_backward_does_not_find_count_in_forward_alone() -> None:
-    facts = StepFacts(gradients=70)
-    freed = again("gradients", PLANNED, facts).if_freed
-    assert (freed.frees_gradients, freed.kept_nbytes, freed.gradients) == (True, 70, False)
-    assert next_action(freed, facts._replace(kept_nbytes=70)) == Keep()
-    assert next_action(freed, backward()) == Keep()
-    held = again("gradients held", freed, backward()._replace(gradients=70))
+    counted = replace(PLANNED, gradients=True)
+    freed = again("gradients held", counted, backward(gradients=0)).terms
+    assert (freed.gradients, freed.frees_gradients) == (False, True)
+    in_forward = again("gradients", freed, StepFacts(gradients=70)).terms
+    assert (in_forward.gradients, in_forward.frees_gradients) == (True, True)
+    for gradients in (0, None):
+        assert next_action(in_forward, backward(gradients=gradients)) == Keep()
+    held = again("gradients held", in_forward, backward(gradients=70))
     assert "gradients of 70 B are held" in held.warning
-    counted = again("gradients", held.terms, facts)
-    assert counted.terms.kept_nbytes == 0
+    counted = again("gradients", held.terms, StepFacts(gradients=70)).terms
+    assert (counted.gradients, counted.frees_gradients) == (True, False)
 
 
 def test_state_of_an_optimizer_that_was_not_passed_is_counted() -> None:
