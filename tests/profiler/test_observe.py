@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autoac.planner import build, simulate
 from autoac.planner.memory.schedule import OptimizerStep
+from autoac.planner.problem.microbatch import with_gradients
 from autoac.profiler import DATASHEETS, CannotProfile, Loop, Times, observe, profile
 from autoac.profiler.static_memory import optimizer_bytes
 from autoac.tape.torch_facts.gradients import roots_of
@@ -53,6 +54,41 @@ def test_plain_step_has_the_predicted_peak(entry: ZooModel, casting: str) -> Non
         i for i in simulate(graph, graph.everything).instants if not isinstance(i.event, OptimizerStep)
     ]
     assert allocated_peak(step) == max(i.live_bytes for i in before_optimizer) - graph.static_bytes
+
+
+class UsedTwice(nn.Module):
+    """An embedding whose gradients the engine adds up in place, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(128, 16), nn.Linear(16, 16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(self.embed(ids)))
+        return torch.tanh(self.frozen(hidden + self.embed(ids))).square().mean()
+
+
+@pytest.mark.parametrize("name", ["used twice", "GPT-2", "T5"])
+def test_step_that_finds_gradients_follows_from_one_that_makes_them(name: str) -> None:
+    """The oracle is a step on a model that has gradients. GPT-2 ties two weights, T5 three."""
+    torch.manual_seed(0)
+    model: nn.Module = UsedTwice()
+    batch: dict[str, Tensor] = {"ids": torch.randint(0, 128, (2, 4))}
+    if entry := next((entry for entry in ZOO if entry.name == name), None):
+        model, batch = entry.make().train(), entry.batch()
+    found = observe(model, (), batch, accumulates=True)
+    derived = with_gradients(observe(model, (), batch, accumulates=False))
+    assert derived.static == found.static
+    n = len(found.ops)
+    draw = random.Random(0)
+    graphs = build(found), build(derived)
+    for share in (1.0, 0.5, 0.0):
+        save_set = frozenset(op.id for op in graphs[0].ops if draw.random() < share)
+        steps = [simulate(graph, save_set).instants for graph in graphs]
+        for moments in (range(n), range(n, 10 * n)):
+            oracle, peak = (max(i.live_bytes for i in step if i.moment in moments) for step in steps)
+            assert peak == oracle
 
 
 def test_device_that_no_step_can_run_on_is_refused() -> None:

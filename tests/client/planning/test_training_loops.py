@@ -413,6 +413,29 @@ def test_gradients_that_backward_finds_are_planned_for_without_another_profile(
     assert_gradients_of_the_plain_model(model, plain, step)
 
 
+def test_gradients_count_in_an_accumulation_in_which_no_two_batches_have_one_length(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain, model = WithLoss(), WithLoss()
+    lengths = iter(range(256, 128, -8))
+
+    def step(model: nn.Module) -> None:
+        for _ in range(2):
+            model(torch.randn(next(lengths), 32)).backward()
+
+    profile = observe(plain, (torch.randn(256, 32),), {})
+    budget = find_minimum_peak(profile).found + 2 * sum(p.nbytes for p in plain.parameters())
+    caplog.set_level(logging.INFO)
+    ac_client.apply(model, budget / GIB)
+    step(model)
+    model.zero_grad()
+    step(model)
+    assert "gradients exist before the step" in caplog.text
+    assert sum("observing one step" in message for message in caplog.messages) == 1
+    report = measured_again(model, step)
+    assert report.measured_peak_bytes <= report.predicted_peak_bytes <= budget
+
+
 def test_optimizer_that_is_replaced_is_let_go(caplog: pytest.LogCaptureFixture) -> None:
     model = WithLoss()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
