@@ -248,8 +248,8 @@ class ModelOnDevice:
             return self.standing_nbytes() - shared
         static = bucket.profile.static
         held = static.total - static.inputs - static.workspaces  # which models share
-        held -= min(shared, static.optimizer_state)
-        held += bucket.planned_for.optimizers.state - static.optimizer_state
+        state = bucket.planned_for.optimizers.state
+        held += state - static.optimizer_state - min(shared, state)
         return held + (0 if static.gradients else bucket.profile.gradient_nbytes)
 
     def _forward_nbytes(self) -> int:
