@@ -30,7 +30,7 @@ from autoac.planner.formats.profile import Profile
 from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.environment import describe_leaf, environment_of_device
 from autoac.profiler.joint_graph.interpreted_part import InterpretedParts
-from autoac.profiler.static_memory import static_bytes
+from autoac.profiler.static_memory import memory_nbytes, static_bytes
 from autoac.profiler.step_profile import profile_of, with_cached_backward
 from autoac.profiler.steps.step_record import StepRecord, force_saves_of_units
 from autoac.profiler.steps.training_loop import Loop, TrainingStep, check_roots, run_forwards
@@ -119,6 +119,7 @@ class ObservedStep:
         groups: in the collectives of the latest forward.
         needs_checkpoints: the model does, and some ran as plain calls: the step has no profile.
         holds_gradients: gradients of the step before exist as backward begins.
+        dropped_nbytes: of the first batch, which the loop no longer holds after backward.
     """
 
     def __init__(
@@ -141,6 +142,8 @@ class ObservedStep:
         self.recording = False
         self.needs_checkpoints = False
         self.holds_gradients = False
+        self.dropped_nbytes = 0
+        self._batch = [weakref.ref(tensor) for tensor in batch_tensors((*args, *kwargs.values()))]
         self.groups: Any = None
         static = static_bytes(model, args, kwargs, 0, device, accumulates=self._accumulates)
         # Shards that a forward before, as of an evaluation, has left gathered. Other steps gather them again.
@@ -380,6 +383,9 @@ class ObservedStep:
         self._pass = -1
         self._end = self._allocations.mark()
         self._pass_ends.append(self._end)
+        batch = [tensor for ref in self._batch if (tensor := ref()) is not None]
+        held = memory_nbytes(batch, self._device.type, self._environment.allocator_rounding)
+        self.dropped_nbytes = max(0, self._static.inputs - held)
         leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         self._held = self._addresses(leaves), self._addresses(gradients)

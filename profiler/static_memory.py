@@ -7,14 +7,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autoac.planner.formats.profile import StaticBytes
+from autoac.planner.formats.profile import Profile, StaticBytes
 from autoac.planner.units import rounded_bytes
 from autoac.profiler.timing.roofline import Device
 from autoac.tape.distributed.ddp import buckets_of
@@ -40,9 +40,21 @@ ONLY_PRESENT_STATE = "only its present state is counted"
 class OptimizerBytes:
     """Bytes that an optimizer needs on the device."""
 
-    state: int
-    workspace: int  # most bytes that its step holds in addition to state, parameters and gradients
+    state: int  # during the whole step
+    # Most bytes that its step holds in addition: temporaries, and state that is elsewhere between steps.
+    workspace: int
     note: str = ""  # on estimates
+
+    def less(self, nbytes: int) -> OptimizerBytes:
+        """Return what is needed where `nbytes` of static bytes are freed before the optimizer steps."""
+        return replace(self, workspace=max(0, self.workspace - nbytes))
+
+    def counted_in(self, profile: Profile) -> Profile:
+        """Return `profile` with these bytes."""
+        static = profile.static.model_copy(update={"optimizer_state": self.state})
+        notes = tuple(filter(None, dict.fromkeys((*profile.notes, self.note))))
+        changed = {"static": static, "optimizer_workspace_nbytes": self.workspace, "notes": notes}
+        return profile.model_copy(update=changed)
 
 
 def static_bytes(
@@ -126,7 +138,7 @@ def optimizer_bytes(
     Adafactor reads norms, the number is 1. Several optimizers step one after another. With `on`, the
     parameters count as if they were on that device. Bytes are rounded as the allocator rounds them.
     """
-    needs = [_bytes_of_one(one, device, on) for one in unwrapped(optimizer)]
+    needs = [bytes_of_one(one, device, on) for one in unwrapped(optimizer)]
     return OptimizerBytes(
         sum(one.state for one in needs),
         max((one.workspace for one in needs), default=0),
@@ -134,11 +146,12 @@ def optimizer_bytes(
     )
 
 
-def _bytes_of_one(
-    optimizer: torch.optim.Optimizer, device: torch.device, on: Device | None
+def bytes_of_one(
+    optimizer: torch.optim.Optimizer, device: torch.device, on: Device | None = None
 ) -> OptimizerBytes:
+    """Return what `optimizer_bytes` returns of one that is unwrapped."""
     rounding = allocator_rounding(device)
-    existing = _state_nbytes(_state_of(optimizer), device.type, rounding)
+    existing = memory_nbytes(_state_of(optimizer), device.type, rounding)
     if _held_by(optimizer):
         return OptimizerBytes(existing, 0)  # its step is that of the others
     try:
@@ -152,11 +165,9 @@ def _bytes_of_one(
     return OptimizerBytes(max(existing, state), workspace)
 
 
-def optimizer_state_nbytes(
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], device: torch.device
-) -> int:
-    """Return the bytes of the present state of `optimizer`, as the allocator rounds them."""
-    return _state_nbytes(state_tensors(optimizer), device.type, allocator_rounding(device))
+def optimizer_state_nbytes(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> int:
+    """Return the bytes of the state that unwrapped optimizers have on `device` now."""
+    return memory_nbytes(state_tensors(optimizers), device.type, allocator_rounding(device))
 
 
 def unwrapped(
@@ -211,15 +222,16 @@ def _state_of(optimizer: Any) -> list[Any]:
     return [*optimizer.state.values(), *others]
 
 
-def state_tensors(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Iterator[Tensor]:
-    """Yield the tensors that have the memory of the present state of `optimizer`."""
-    yield from with_memory(tree_leaves([_state_of(one) for one in unwrapped(optimizer)]))
+def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Tensor]:
+    """Yield the tensors that have the memory of the present state of unwrapped optimizers."""
+    yield from with_memory(tree_leaves([_state_of(one) for one in optimizers]))
 
 
-def _state_nbytes(states: Iterable[Any], device_type: str, rounding: int) -> int:
+def memory_nbytes(tensors: Iterable[Any], device_type: str, rounding: int) -> int:
+    """Return the bytes of the tensors in `tensors`, or in containers there, on devices of a type."""
     storages = {
         (storage := leaf.untyped_storage())._cdata: storage.nbytes()
-        for leaf in with_memory(tree_leaves(list(states)))
+        for leaf in with_memory(tree_leaves(list(tensors)))
         if leaf.device.type == device_type
     }
     return sum(rounded_bytes(nbytes, rounding) for nbytes in storages.values())
@@ -331,11 +343,11 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Devic
             type(optimizer).step(twin)  # creates the state
         with torch.no_grad(), _Workspace(device_type, rounding) as second:
             type(optimizer).step(twin)
-        state = _state_nbytes(_state_of(twin), device_type, rounding)
+        state = memory_nbytes(_state_of(twin), device_type, rounding)
         # The state counts from the beginning, so it is not workspace of the first step.
         workspace = max(second.peak, first.peak - state)
         for one, count in counts.items():
-            state += (count - 1) * _state_nbytes([twin.state.get(one)], device_type, rounding)
+            state += (count - 1) * memory_nbytes([twin.state.get(one)], device_type, rounding)
         return state, workspace
 
 

@@ -136,9 +136,9 @@ class ProfiledStep:
     following: tuple[Shape, ...] = ()  # of the batches of the other forwards before the same backward
     profile: Profile | None = None  # as observed; None: it is not here, so the step cannot be planned again
     rank_nbytes: int = 0  # held by the neediest rank beyond what this profile counts
-    n_adopted: int = 0  # optimizers that were seen to step the model, and are counted
     skipped: frozenset[str] = frozenset()  # modules with parameters that the profiled forward did not run
-    progress: tuple[int, int] = (0, 0)  # of the optimizers, when their state was last counted
+    dropped_nbytes: int = 0  # of the batch, before the optimizer steps
+    progress: tuple[int, ...] = ()  # of the optimizers, when their state was last counted
 
 
 def other_environment(policy: Policy, device: torch.device, ranks: str = "1") -> str:

@@ -225,9 +225,8 @@ class ModelHooks:
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._read_counter()
+        self._planning.optimizer_stepped()
         self.unplanned.optimizer_stepped(optimizer, self.log.forwards)
-        if (model := self._model()) is not None:
-            self._planning.optimizer_stepped(model)
 
     def _read_counter(self) -> None:
         if not self._planning.planner.profiling:

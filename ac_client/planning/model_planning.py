@@ -48,7 +48,7 @@ from autoac.planner import PlannerError, Policy, PolicySet, Profile
 from autoac.planner.units import format_bytes
 from autoac.profiler import ProfilerBusy, device_of
 from autoac.profiler.observed_step import BackwardListener, ObservedStep, recorded_step
-from autoac.profiler.static_memory import optimizer_bytes, static_bytes
+from autoac.profiler.static_memory import static_bytes
 from autoac.tape.distributed.fsdp import layout_of
 from autoac.tape.errors import CannotCapture
 from autoac.tape.torch_facts.streams import is_capturing
@@ -167,7 +167,7 @@ class ModelPlanning:
         """
         planned, counted = bucket.planned_for, bucket.policy.predicted.static_bytes
         device = device_of(call.model, call.args, call.kwargs)
-        state = optimizer_bytes(self.watch.optimizers.all, device).state
+        state = self.watch.optimizers.needs().state
         static = static_bytes(call.model, call.args, call.kwargs, state, device).total
         peak = planned.peak + static - counted
         made_for, here = bucket.policy.tools.get("ranks", ""), layout_of(call.model)
@@ -201,13 +201,11 @@ class ModelPlanning:
         else:
             self.watch.after_forward(out, BackwardListener(step))
 
-    def optimizer_stepped(self, model: nn.Module) -> None:
-        """End an observed step, and warn if the optimizer has state that the plan does not count."""
+    def optimizer_stepped(self) -> None:
+        """End an observed step: what follows is not part of it."""
         observation = self.planner.observation
         if observation is not None and observation.step.has_backward and not observation.runs_elsewhere:
             observation.step.end()
-        if (bucket := self.store.current) is not None:
-            self._next(bucket, self.watch.after_optimizer(model, bucket))
 
     def end_step(self) -> None:
         """Compare the step that is over with its prediction."""

@@ -2,12 +2,11 @@
 
 docs/budget.md is the page; the docstring of each row names loops that need it. A plan was made for a step
 (`PlannedFor`). The steps that run show what they are (`StepFacts`). `next_action` compares the two and
-returns what to do. It is asked at five moments, each with the facts that are known then:
+returns what to do. It is asked at four moments, each with the facts that are known then:
 
     before a forward        waiting, loop, gradients, optimizers, others_nbytes, ran_skipped, left
     a forward has ended     ran_skipped
     a backward begins       backward, gradients
-    an optimizer stepped    optimizers
     a step is over          peak, reserved_over, stalled_us
 
 A plan is made only before a forward and after a step. For facts from the other moments, the next forward is
@@ -105,7 +104,6 @@ class StepFacts(NamedTuple):
     loop: Loop | None = None  # as the steps so far have shown it, for as many forwards as are planned for now
     gradients: int | None = None  # that exist before the step, or before backward
     optimizers: OptimizerBytes | None = None  # of all that have stepped the model, or will
-    optimizer_names: str = ""  # of those that were not passed to `apply`
     others_nbytes: int | None = None  # held by other models and tensors on the device
     room_requested: int = 0  # that other planned models on the device have asked for
     ran_skipped: Set[str] = frozenset()  # modules that ran, and that the profiled forward skipped
@@ -247,21 +245,13 @@ def _gradients(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _optimizers(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Count state that appears after the first plan. Loops: accumulation, two optimizers, late averages."""
+    """Count the state that is there. Loops: accumulation, two optimizers, late averages, offloaded state."""
     needs, counted = facts.optimizers, planned.optimizers
     if needs is None or (needs.state == counted.state and needs.workspace <= counted.workspace):
         return None
-    names, more = facts.optimizer_names, needs.state - counted.state
-    warning = (
-        f"{names} steps it and was not passed as optimizer=... with the budget. This plan does not count its "
-        f"state of {format_bytes(more)}, so this step may go over the budget. The next step is planned with "
-        "the state. Pass it in optimizer=..., a list if there are several, to have it counted from the first "
-        "step on"
-    )
     return PlanAgain(
         replace(planned, optimizers=needs, correction=_anew(planned)),
-        f"optimizers hold {format_bytes(needs.state)} of state" + (f", {names} among them" if names else ""),
-        warning if names and more > 0 else "",
+        f"optimizers hold {format_bytes(needs.state)} of state as a forward begins",
     )
 
 

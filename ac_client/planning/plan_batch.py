@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -181,7 +182,7 @@ class BatchPlanner:
         self._optimizers = optimizers
         self._on_device = on_device
         self._thread = _ThreadState()
-        self._state_at_first: int | None = None  # bytes of optimizer state that the first profile counts
+        self._dropped_nbytes = 0  # of the batch of the last profile, before the optimizer steps
         # The latest plan made here, with profile and terms: `limit_of` tries what `plan` then takes.
         self._latest: tuple[Profile, tuple[int, int, bool], tuple[Policy, Plan]] | None = None
         self.observation: Observation | None = None
@@ -205,6 +206,7 @@ class BatchPlanner:
         """
         _check_idle()
         log.info("%s: profiling one step", self.name)
+        self._dropped_nbytes = 0
         self._thread.profiling = True
         self.called.clear()
         try:
@@ -212,7 +214,6 @@ class BatchPlanner:
                 call.model,
                 call.args,
                 call.kwargs,
-                optimizer=self._optimizers.all,
                 loop=loop,
                 take_over_checkpoints=self.options.constraints.take_over_checkpoints,
             )
@@ -223,18 +224,17 @@ class BatchPlanner:
                 torch.cuda.empty_cache()  # the profile's segments would get holes in the first steps
 
     def _completed(self, profile: Profile, call: ModelCall) -> Profile:
-        """Return `profile` with what the device and its host add to it, after its warnings."""
+        """Return `profile` with what optimizers, the device and its host add to it, after its warnings."""
+        profile = self._optimizers.needs().less(self._dropped_nbytes).counted_in(profile)
         for message in unplanned_in(profile):
             self.warn_once(message, message)
         for note in profile.notes:
-            if ONLY_PRESENT_STATE in note:
+            if ONLY_PRESENT_STATE in note and not self._optimizers.steps:
                 self.warn_once(
                     "state",
                     f"{note} until it has stepped, so the first steps may go over the budget. Leave "
                     "Constraints(headroom_bytes=...) for the state that its first step makes",
                 )
-        if self._state_at_first is None:
-            self._state_at_first = profile.static.optimizer_state
         if (link := self.host.link(device_of(call.model, call.args, call.kwargs))) is not None:
             profile = profile.model_copy(update={"link": link})
         return profile
@@ -310,7 +310,8 @@ class BatchPlanner:
         Raises:
             ProfilerError: the step has none.
         """
-        profile = self._completed(observation.step.profile(call.model, self._optimizers.all), call)
+        self._dropped_nbytes = observation.step.dropped_nbytes
+        profile = self._completed(observation.step.profile(call.model), call)
         profile = microbatch_of(profile, counted=unreduced_nbytes(call.model))
         budget, peak = self.options.budget_bytes, observation.step.peak_nbytes + observation.state_nbytes
         if budget is not None and peak > budget:
@@ -497,10 +498,16 @@ class BatchPlanner:
         try:
             made = self.plan_within(profile, limit, others)
         except NO_PLAN as error:
+            if self._optimizers.foresees:  # state that does not exist yet may come for each step alone
+                self._optimizers.foresees = False
+                without = self._optimizers.needs().less(self._dropped_nbytes)
+                if without.state < profile.static.optimizer_state:
+                    with suppress(*NO_PLAN):
+                        other = without.counted_in(step)
+                        return self.plan(call, loop, other, running=running, shape=shape)
             _explain(error, profile, loop)
-            appeared = profile.static.optimizer_state - (self._state_at_first or 0)
-            alone = None if error.smallest_found is None else error.smallest_found - others - max(0, appeared)
-            fits_alone = alone is not None and alone <= self.options.limit
+            smallest = error.smallest_found
+            fits_alone = smallest is not None and smallest - others <= self.options.limit
             if not (running or fits_alone or self._on_device.neighbors_nbytes()):
                 self._on_device.name_others(error)
                 raise
@@ -516,10 +523,6 @@ class BatchPlanner:
                 )
             elif infeasible is not None:
                 reasons = [running] if running else []
-                if appeared > 0:
-                    reasons.append(
-                        f"optimizers hold {format_bytes(appeared)} of state more than in the first step"
-                    )
                 if others:
                     reasons.append(of_others(others))
                 self.warn_over_budget(needs, ", and ".join(reasons))
@@ -537,7 +540,7 @@ class BatchPlanner:
             rank_nbytes: held by the neediest rank beyond what the profile counts.
         """
         skipped = skipped_modules(call.model, self.called)
-        return ProfiledStep(call.shape, (), profile, rank_nbytes, self._optimizers.adopted, skipped)
+        return ProfiledStep(call.shape, (), profile, rank_nbytes, skipped, self._dropped_nbytes)
 
 
 def optimizers_in(profile: Profile) -> OptimizerBytes:
@@ -553,12 +556,11 @@ def for_terms(profile: Profile, terms: PlannedFor) -> Profile:
         profile = with_gradients(profile)
     if terms.kept_nbytes:
         profile = profile.with_kept(terms.kept_nbytes)
-    static = profile.static.model_copy(update={"optimizer_state": terms.optimizers.state})
-    update = {"static": static, "optimizer_workspace_nbytes": terms.optimizers.workspace}
-    if profile.link is not None and terms.link_share != 1:
-        link = profile.link.slower(terms.link_share) if terms.link_share else None
-        update["link"] = link
-    return profile.with_dropped_outputs(terms.loop.drops).model_copy(update=update)
+    profile = terms.optimizers.counted_in(profile).with_dropped_outputs(terms.loop.drops)
+    if profile.link is None or terms.link_share == 1:
+        return profile
+    link = profile.link.slower(terms.link_share) if terms.link_share else None
+    return profile.model_copy(update={"link": link})
 
 
 def forwards_of(profile: Profile) -> int:

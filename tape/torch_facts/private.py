@@ -18,7 +18,8 @@ Private attributes are read where they are used, since a call would cost time fo
 - `OpOverload._uncache_dispatch`: torch.compile remembers the kernels that it has looked up.
 - `Module._parameters`, `_modules`, `_backward_hooks`, `_backward_pre_hooks`: read without a user's overrides.
 - `Module._compiled_call_impl`: set by `module.compile()`.
-- `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`: a copy of an optimizer must call none.
+- `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`: a copy of an optimizer must call none;
+  and which of them is called first.
 - `DistributedDataParallel._module_parameters`, `_static_graph_delay_allreduce_enqueued`,
   `_get_active_ddp_module()`: what it reduces, and switches without a public form (`distributed/ddp.py`).
 - `ScriptObject._type`, `ProcessGroup.unbox`: which group an op of `c10d` takes (`process_groups.py`).

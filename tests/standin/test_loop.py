@@ -222,6 +222,39 @@ def test_state_of_a_second_optimizer_is_counted_once(gpu: ModuleType) -> None:
     assert at._planning.watch.on_device.others_nbytes() < 1024
 
 
+@pytest.mark.parametrize("moved", [("exp_avg", "exp_avg_sq"), ("exp_avg",)], ids=["all", "a part"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_state_that_is_on_the_host_between_steps_counts_in_the_step_alone(
+    moved: tuple[str, ...], microbatches: int, gpu: ModuleType
+) -> None:
+    """The optimizer's step is the peak: an update of all parameters at once holds copies of them."""
+
+    def train(budget_gb: float) -> tuple[int, ac_client.Report]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to("cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+        def move(device: str) -> None:
+            for state in optimizer.state.values():
+                state.update({name: state[name].to(device) for name in moved})
+
+        optimizer.register_step_pre_hook(lambda *_: move("cuda"))
+        optimizer.register_step_post_hook(lambda *_: move("cpu"))
+        ac_client.apply(model, budget_gb, optimizer=optimizer, host_budget_gb=0)
+        for _ in range(5):
+            torch.cuda.reset_peak_memory_stats()
+            for _ in range(microbatches):
+                model(torch.ones(16, 256, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return gpu.peak(0), ac_client.applied(model).report()
+
+    needs, _ = train(1.0)
+    peak, report = train(1.01 * needs / GIB)
+    assert peak == report.predicted_peak_bytes == needs
+    assert report.recomputed == report.corrections == 0
+
+
 def test_plan_is_not_corrected_before_the_optimizer_has_its_state(gpu: ModuleType) -> None:
     """The step lacks it, so that the correction would be too small, and there are only two."""
     budget = between(bounds_of("cuda:1"), 0.7)

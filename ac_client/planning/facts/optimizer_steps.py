@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ac_client.planning.facts.model_structure import device_of
 from ac_client.planning.warn_once import WarnOnce
 from autoac.planner.units import format_bytes
 from autoac.profiler.observed_step import ObservedStep, recorded_step
-from autoac.profiler.static_memory import OptimizerBytes, optimizer_state_nbytes, unwrapped
+from autoac.profiler.static_memory import (
+    OptimizerBytes,
+    bytes_of_one,
+    optimizer_state_nbytes,
+    unwrapped,
+)
 from autoac.tape.distributed.fsdp import parameters_of
 
 STEPS_THAT_MAKE_STATE = 8  # of all optimizers of a model: an average of the weights may come late
@@ -29,9 +35,12 @@ class ModelOptimizers:
     optimizer that was passed to `apply` is kept alive until the first step of any of them. If the user then
     drops or replaces an optimizer, its state is freed and counts no longer.
 
+    State counts where it is: what is on the device as a forward begins, and what more there is as a step of
+    an optimizer ends, before the user's hooks move it. Before its first step, both are foreseen.
+
     Attributes:
         steps: number of their steps since the model was planned.
-        adopted: number of optimizers that were not passed to `apply` and were seen to step the model.
+        foresees: state that does not exist yet counts from the beginning, and not for the step alone.
         after_step: returns the function to call with the optimizer after each step, if there is one.
     """
 
@@ -39,12 +48,19 @@ class ModelOptimizers:
         self, model: nn.Module, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
     ) -> None:
         self.steps = 0
-        self.adopted = 0
+        self.foresees = True
         self.after_step: Callable[[], Callable[[torch.optim.Optimizer], None] | None] = _nothing
         self._model = weakref.ref(model)
         self._not_stepped = given  # kept alive until then, since the first plan counts its state
         self._given = [weakref.ref(one) for one in unwrapped(given)]
         self._adopted: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._progress: tuple[int, ...] = ()  # when state was last looked at as a step ended
+        self._foreseen: weakref.WeakKeyDictionary[Any, tuple[int, OptimizerBytes]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Most bytes of its own state as a forward began, and of all state as a step of it ended.
+        self._between: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._in_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._of_others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._of_model: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._left_out: ObservedStep | None = None  # of another model, which leaves out the optimizer's step
@@ -55,19 +71,37 @@ class ModelOptimizers:
         """Return the known optimizers, each without its wrappers."""
         return [one for ref in (*self._given, *self._adopted) if (one := ref()) is not None]
 
-    @property
-    def not_passed(self) -> list[torch.optim.Optimizer]:
-        """Return the known optimizers that were not passed to `apply`."""
-        return [optimizer for ref in self._adopted if (optimizer := ref()) is not None]
-
     def state_nbytes(self, device: torch.device) -> int:
         """Return the bytes of optimizer state on `device` now."""
         return optimizer_state_nbytes(self.all, device)
 
     @property
-    def progress(self) -> tuple[int, int]:
+    def progress(self) -> tuple[int, ...]:
         """Return numbers that change with steps that may make state: the first ones, or of new parameters."""
-        return min(self.steps, STEPS_THAT_MAKE_STATE), sum(len(one.state) for one in self.all)
+        n_states = sum(len(one.state) for one in self.all)
+        return min(self.steps, STEPS_THAT_MAKE_STATE), n_states, len(self._adopted)
+
+    def needs(self) -> OptimizerBytes:
+        """Return what all optimizers need in the step of the forward that begins."""
+        if (model := self._model()) is None:
+            return OptimizerBytes(0, 0)
+        device = device_of(model)
+        found: list[tuple[torch.optim.Optimizer, int, OptimizerBytes]] = []
+        for one in self.all:
+            if one not in self._foreseen or self._foreseen[one][0] != len(one.state):
+                self._foreseen[one] = len(one.state), bytes_of_one(one, device)
+            foreseen = self._foreseen[one][1]
+            counted = max(optimizer_state_nbytes([one], device), self._between.get(one, 0))
+            self._between[one] = counted
+            if self.foresees and one not in self._in_step:
+                counted = max(counted, foreseen.state)
+            found.append((one, counted, foreseen))
+        state = sum(counted for _, counted, _ in found)
+        workspace = 0
+        for one, counted, foreseen in found:
+            in_step = self._in_step.get(one, state - counted + foreseen.state)
+            workspace = max(workspace, max(0, in_step - state) + foreseen.workspace)
+        return OptimizerBytes(state, workspace, "; ".join(filter(None, (f.note for _, _, f in found))))
 
     def has_state_of(self, model: nn.Module, counted: OptimizerBytes) -> bool:
         """Return True if all the optimizer state that a plan counts exists by now."""
@@ -86,6 +120,10 @@ class ModelOptimizers:
             self._of_others.add(optimizer)
             return
         self._of_model.add(optimizer)
+        if optimizer not in _end_watched:
+            _end_watched.add(optimizer)
+            handle, hooks = optimizer.register_step_post_hook(_ended), optimizer._optimizer_step_post_hooks
+            cast(OrderedDict[int, Any], hooks).move_to_end(handle.id, last=False)
         if (observed := recorded_step()) is not None and observed.model() is not model:
             observed.leave_out()  # until it has stepped: its state counts as this model's
             self._left_out = observed
@@ -93,7 +131,6 @@ class ModelOptimizers:
             return
         if unwrapped(optimizer) == [optimizer]:  # others make those inside step
             self._adopted.append(weakref.ref(optimizer))
-            self.adopted += 1
             self._not_stepped = None
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
@@ -104,11 +141,19 @@ class ModelOptimizers:
         if any(optimizer is one for one in self.all):
             self.steps += 1
             self._not_stepped = None
+            self._look_at_state(optimizer)
             if (after := self.after_step()) is not None:
                 after(optimizer)
 
+    def _look_at_state(self, stepped: torch.optim.Optimizer) -> None:
+        before, self._progress = self._progress, self.progress
+        if before != self._progress and (model := self._model()) is not None:
+            present = self.state_nbytes(device_of(model))
+            self._in_step[stepped] = max(present, self._in_step.get(stepped, 0))
+
 
 _watched: weakref.WeakSet[ModelOptimizers] = weakref.WeakSet()
+_end_watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -126,13 +171,13 @@ def _nothing() -> None:
 
 
 @cache
-def _hooks() -> list[RemovableHandle]:
-    """Register hooks for all optimizers, once per process. They hold neither model nor optimizer."""
-    return [register_optimizer_step_pre_hook(_begins), register_optimizer_step_post_hook(_ended)]
+def _hook() -> RemovableHandle:
+    """Register a hook for all optimizers, once per process. It holds neither model nor optimizer."""
+    return register_optimizer_step_pre_hook(_begins)
 
 
 def _watch(of_model: ModelOptimizers) -> None:
-    _hooks()
+    _hook()
     _watched.add(of_model)
 
 

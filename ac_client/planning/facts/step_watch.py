@@ -16,10 +16,9 @@ from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_watch import PeakWatch
 from ac_client.planning.loaded_policy import PlannedBucket
-from ac_client.planning.next_action import SMALL, WATCHED_STEPS, StepFacts
+from ac_client.planning.next_action import WATCHED_STEPS, StepFacts
 from ac_client.planning.options import ApplyOptions
 from ac_client.planning.shape_buckets import ShapeBuckets
-from autoac.profiler.static_memory import OptimizerBytes, optimizer_bytes
 from autoac.tape.distributed.wrapped_tensors import with_memory
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.batch_contents import batch_tensors
@@ -44,7 +43,6 @@ class StepWatch:
         self._after_forward: tuple[int, int] | None = None  # allocated bytes, and their peak; None: not read
         self._graphs = 0  # created by backwards since the last one that freed what it used
         self._stepped_at = 0  # steps of the optimizers when the last backward began
-        self._adopted = 0  # optimizers that were adopted when their state was last compared with a plan's
         self.optimizers = ModelOptimizers(model, optimizer)
         self.on_device = ModelOnDevice(model, type(model).__name__, self.optimizers, self._in_flight)
         self.peaks = PeakWatch(model, options, self.optimizers)
@@ -81,15 +79,10 @@ class StepWatch:
         self._found_gradients = 0
         if bucket.profile is None:  # the policy stays
             return StepFacts(waiting, loop, ran_skipped=bucket.ran_skipped)
-        needs, names = None, ""
-        if bucket.step.n_adopted != self.optimizers.adopted:
-            bucket.step = replace(bucket.step, n_adopted=self.optimizers.adopted)
-            needs, names = self._needs_of_optimizers(call.model)
-        elif bucket.step.progress != (progress := self.optimizers.progress):
+        needs = None
+        if bucket.step.progress != (progress := self.optimizers.progress):
             bucket.step = replace(bucket.step, progress=progress)
-            counted = bucket.planned_for.optimizers
-            if (present := self.optimizers.state_nbytes(device_of(call.model))) > counted.state + SMALL:
-                needs = replace(counted, state=present)
+            needs = self.optimizers.needs().less(bucket.step.dropped_nbytes)
         graph = self._in_flight.kept_nbytes(bucket.profile.kept_nbytes)
         batch = self._kept_batch(call)
         now = 0 if graph is None or waiting else graph + batch
@@ -106,7 +99,6 @@ class StepWatch:
             loop,
             self._found_gradients,
             needs,
-            names,
             self.on_device.others_nbytes(),
             bucket.room_requested,
             bucket.ran_skipped,
@@ -166,16 +158,3 @@ class StepWatch:
     def _read_allocator(self) -> tuple[int, int] | None:
         allocator = self.peaks.allocator
         return None if allocator is None else (allocator.allocated(), allocator.allocated_peak())
-
-    def after_optimizer(self, model: nn.Module, bucket: PlannedBucket) -> StepFacts:
-        """Return the facts after a step of an optimizer."""
-        adopted, self._adopted = self._adopted, self.optimizers.adopted
-        if bucket.profile is None or self._adopted in (bucket.step.n_adopted, adopted):
-            return StepFacts()
-        needs, names = self._needs_of_optimizers(model)
-        return StepFacts(optimizers=needs, optimizer_names=names)
-
-    def _needs_of_optimizers(self, model: nn.Module) -> tuple[OptimizerBytes, str]:
-        """Return what all optimizers need, and the types of those that were not passed to `apply`."""
-        names = dict.fromkeys(type(optimizer).__name__ for optimizer in self.optimizers.not_passed)
-        return optimizer_bytes(self.optimizers.all, device_of(model)), ", ".join(names)

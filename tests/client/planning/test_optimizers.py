@@ -277,7 +277,7 @@ def test_optimizer_that_appears_later_never_stops_a_loop(caplog: pytest.LogCaptu
     caplog.clear()
     assert all(map(torch.equal, run(refused.value.smallest_found * 1.02 / GIB), run(0)))
     said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert any("cannot be kept" in one and "of state more than in the first step" in one for one in said)
+    assert any("cannot be kept" in one for one in said)
 
 
 @pytest.mark.parametrize("kind", ["state in wrappers", "new storages", "new parameters"])
@@ -315,3 +315,61 @@ def test_measured_peak_is_that_of_a_plain_loop(kind: str) -> None:
         run(planned, optimizer)
     measured = ac_client.applied(planned).report().measured_peak_bytes
     assert measured - X.nbytes == pytest.approx(timeline.peak_since("step"), rel=0.001)
+
+
+def train_with_state_elsewhere(kind: str, budget_gb: float) -> ac_client.Report:
+    """Return the report of a training whose optimizers have their state in numpy between steps.
+
+    Args:
+        kind: words that say what the loop does.
+        budget_gb: of the device.
+    """
+    model = new_model()
+    optimizers = halves(model) if "two" in kind else [adam(model)]
+    arrays: dict[Any, dict[str, Any]] = {}
+
+    def load(optimizer: Any, *_: Any) -> None:
+        for p in optimizer.param_groups[0]["params"] if arrays else ():
+            optimizer.state[p] = {name: torch.tensor(value) for name, value in arrays.pop(p, {}).items()}
+
+    def store(optimizer: Any, *_: Any) -> None:
+        for p, state in optimizer.state.items():
+            arrays[p] = {name: value.numpy().copy() for name, value in state.items()}
+        optimizer.state.clear()
+
+    if "late" in kind:
+        ac_client.apply(model, budget_gb)
+    for optimizer in optimizers if "hooks" in kind else ():
+        optimizer.register_step_pre_hook(load)
+        optimizer.register_step_post_hook(store)
+    if "late" not in kind:
+        ac_client.apply(model, budget_gb, optimizer=optimizers)
+
+    def step(i: int) -> None:
+        for _ in range(1 + ("accumulates" in kind)):
+            model(torch.randn(64, 32)).square().mean().backward()
+        for move in (load, None, store):
+            for turn, optimizer in enumerate(optimizers):
+                if move is not None and "around" in kind:
+                    move(optimizer)
+                elif move is None and (turn == 0 or i % 2):
+                    optimizer.step()
+        model.zero_grad()
+
+    for i in range(4):
+        step(i)
+    for i in range(2):
+        with ac_client.applied(model).measure():
+            step(i)
+    return ac_client.applied(model).report()
+
+
+@pytest.mark.parametrize(
+    "kind", ["hooks", "late hooks", "around", "accumulates, hooks", "two, hooks", "two, around", "two"]
+)
+def test_state_counts_where_it_is(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    needs = train_with_state_elsewhere(kind, 1.0).measured_peak_bytes or 0
+    tight = train_with_state_elsewhere(kind, 1.01 * needs / GIB)
+    assert tight.predicted_peak_bytes == pytest.approx(needs, abs=16)  # kernels of Adam make scalars
+    assert (tight.measured_peak_bytes, tight.recomputed) == (needs, 0)
+    assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]

@@ -255,7 +255,7 @@ for way in WAYS:
             at["policy"] = policy.to_json()
             at["unsaved"] = sum(decision != "save" for decision in policy.decisions.values())
         of_plain.step(), of_planned.step(), of_plain.zero_grad(), of_planned.zero_grad()
-    standing = static_bytes(planned, (x,), {}, optimizer_state_nbytes(of_planned, CPU), CPU).total
+    standing = static_bytes(planned, (x,), {}, optimizer_state_nbytes([of_planned], CPU), CPU).total
     at["measured"] = []
     for i in (2, 3):
         plain.zero_grad(), planned.zero_grad()
