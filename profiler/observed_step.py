@@ -413,7 +413,12 @@ class ObservedStep:
         newest = self._tape.recorder.newest
         leaves = leaves_of([root for root in roots if isinstance(root, Tensor)])
         self._leaves += [weakref.ref(leaf) for leaf in leaves if newest.get(leaf) is not None]
-        self._untraced.enter_context(noting_gradients(leaves, self._note_gradient))
+        self._untraced.enter_context(self._noting_gradients(leaves))
+
+    def _noting_gradients(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
+        # Compiled code adds up gradients itself. The leaves of units are gathered, and reduced at once.
+        alone = self._shards is not None or self._tape.recorder.compiled
+        return noting_gradients(() if alone else leaves, self._note_gradient)
 
     def _note_gradient(self, gradient: Tensor) -> None:
         if self.recording:
@@ -518,7 +523,7 @@ class ObservedStep:
             with (
                 compiled_autograd_off(),
                 torch.autocast(self._device.type, enabled=False),
-                noting_gradients(trained, self._note_gradient),
+                self._noting_gradients(trained),
             ):
                 seeds = [torch.ones_like(root) for root in roots]
                 self._allocations.backward_runs(True)

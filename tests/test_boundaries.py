@@ -156,11 +156,11 @@ ARROWS = arrows_of_table()
 # Lines of code (`code_lines`) that a folder may have: what goes in, something goes out for.
 # The second figure holds until the step is the unit of planning.
 BUDGETS = {
-    "planner": (8_390, 70),  # goal: 8,200
-    "tape": (7_770, 0),  # goal: 7,300, and 200 until the step is the unit
-    "profiler": (3_900, 202),
+    "planner": (8_270, 0),  # goal: 8,200
+    "tape": (7_755, 0),  # goal: 7,300, and 200 until the step is the unit
+    "profiler": (3_900, 250),
     "api": (4_200, 0),
-    "ac_client": (7_000, 1_700),
+    "ac_client": (7_000, 1_050),
     "tests": (34_850, 0),  # goal: 33,000
 }
 

@@ -69,7 +69,7 @@ HARM: dict[str, dict[str, Any]] = {
     "NUL in a name": {"environment__device_name": "a\0b"},
     "a name that is a number": {"model": 7},
     "another format": {"format": "autoac.policy"},
-    "a version to come": {"version": 7},
+    "a version to come": {"version": 8},
     "a field too many": {"__class__": "os.system"},
 }
 

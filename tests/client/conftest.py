@@ -16,7 +16,7 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound the search by work, not by the clock, because measured run times make some plans take long."""
 
     def quick(profile: Profile, *, progress: object, **terms: Any) -> Plan:  # silent on a busy machine
-        return plan(profile, gap=0.5, work_limit=1, **terms)
+        return plan(profile, gap=0.5, work_limit=3, **terms)
 
     monkeypatch.setattr(plan_batch, "plan", quick)
 

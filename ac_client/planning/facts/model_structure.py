@@ -33,7 +33,7 @@ def module_changes(model: nn.Module) -> int:
 
 
 def _note(module: nn.Module, *args: Any) -> None:
-    if module in _watched:
+    if not torch.compiler.is_compiling() and module in _watched:  # a compiled forward would guard the set
         _changes[0] += 1
         for arg in args:
             if isinstance(arg, nn.Module):

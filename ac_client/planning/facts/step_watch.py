@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts, ForwardsInFlight, Listener
-from ac_client.planning.facts.model_structure import device_of
 from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_watch import PeakWatch

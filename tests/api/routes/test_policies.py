@@ -115,7 +115,7 @@ def test_malformed_profile_is_refused_with_its_place(post: Post, profile: Profil
 def test_unknown_version_is_refused_with_the_known_one(post: Post, profile: Profile) -> None:
     data = profile.model_dump(mode="json") | {"version": 99}
     problem = assert_problem(post(request(data)), 422, "unknown-version")
-    assert (problem["format"], problem["known"]) == ("autoac.profile", 6)
+    assert (problem["format"], problem["known"]) == ("autoac.profile", 7)
 
 
 @pytest.mark.parametrize("where", ["model", "version", "format", "storages", "notes"])
