@@ -63,8 +63,9 @@ def _segments() -> list[dict[str, Any]]:
 def call_in_backward(call: Callable[[], None], device: torch.device) -> None:
     """Call `call` on the thread on which backward runs ops of `device`: on a GPU, not this thread."""
     with torch.enable_grad():
-        leaf = torch.zeros((), device=device, requires_grad=True)
+        leaf = torch.zeros(0, device=device, requires_grad=True)  # the engine may hold it for a while
         out = leaf.clone()
     out.register_hook(lambda _gradient: call())
     with private.compiled_autograd_off():
-        torch.autograd.grad(out, leaf)  # inside of vmap, as of `is_grads_batched`, backward() is an error
+        # Inside of vmap, as of `is_grads_batched`, backward() is an error.
+        torch.autograd.grad(out, leaf, torch.zeros_like(out))
