@@ -435,7 +435,7 @@ class PolicyChooser:
             "in the middle",
             f"a batch of {shape_in_words(shape)} runs while another forward waits, and no observed step had "
             f"one like it there: this step may go over the limit of "
-            f"{format_bytes(bucket.planned_for.limit)}. The next step is observed",
+            f"{format_bytes(bucket.planned_for.limit)}. Another step that begins like this one is observed",
         )
         bucket.leave()
         return bucket

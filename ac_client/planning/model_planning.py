@@ -111,15 +111,6 @@ class ModelPlanning:
             return None
         bucket.forwards += 1
         planned, buckets = bucket.planned_for, self.store.buckets
-        split = self.watch.holding() - waiting
-        if split and not planned.fits(split):
-            self.planner.warn_once(
-                "split",
-                f"backward is split, and {split} forwards hold what its second half needs as another begins, "
-                f"which no plan counts, so the budget cannot be kept: steps may go over the limit of "
-                f"{format_bytes(planned.limit)}. Leave Constraints(headroom_bytes=...) for it: "
-                f"{format_bytes(split * planned.forward_nbytes)} at most",
-            )
         looks = not planned.gradients or planned.frees_gradients is not False
         gradients = looks and self.store.parameters.gradients_exist()
         facts = self.watch.before_forward(call, bucket, buckets, waiting, gradients=gradients)

@@ -100,7 +100,7 @@ class SavedTensor:
     unpacked: tuple[StepId, ...]
     dropped: Moment  # first moment at which autograd no longer holds the tensor
     needed_until: Moment = Moment(0)  # of a backward inside of forward: the first moment after it; 0: none
-    of_pass: int = -1  # what tells the uses of a pass of backward from others (passes.py); -1: there is one
+    of_pass: int = -1  # the pass of backward in which it counts (passes.py); -1: the only one
 
     @property
     def position(self) -> int:

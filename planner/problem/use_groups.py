@@ -72,9 +72,7 @@ def with_runs(graph: Graph, groups: Mapping[OpId, tuple[int, ...]]) -> Graph:
     new_id, moved = _with_room(graph, (len(groups.get(op.id, (op.id,))) for op in graph.ops))
     ops: list[Op] = []
     versions, storages = list(moved.versions), list(moved.storages)
-    rerun: dict[
-        tuple[VersionId, int], StorageVersion
-    ] = {}  # by version and position, what a later run writes
+    rerun: dict[tuple[VersionId, int], StorageVersion] = {}  # what later runs write, by position
     for op in graph.ops:
         latest = [new_id[position] if position >= 0 else position for position in groups.get(op.id, (-1,))]
         ops.append(replace(op, id=new_id[op.id], latest_use=latest[0]))

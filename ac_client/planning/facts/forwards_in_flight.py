@@ -58,7 +58,6 @@ class ForwardsInFlight:
     def __init__(self) -> None:
         self._forwards: list[weakref.ref[_InFlight]] = []
         self._last: weakref.ref[_InFlight] | None = None
-        self._split: list[weakref.ref[_Sign]] = []  # of forwards of which a part of backward has run
 
     def waiting(self) -> int:
         """Return how many forwards have not been differentiated yet, and still may be."""
@@ -66,18 +65,6 @@ class ForwardsInFlight:
             ref for ref in self._forwards if (forward := ref()) is not None and not forward.begun
         ]
         return len(self._forwards)
-
-    def holding(self) -> int:
-        """Return how many forwards hold what they saved: they wait, or a part of a split backward follows."""
-        self._split = [ref for ref in self._split if ref() is not None]
-        return self.waiting() + len(self._split)
-
-    def note_split(self, node: Any) -> None:
-        """Count a forward as one that holds what it saved until its graph, which `node` is in, is freed."""
-        while earlier := [n for n, _ in node.next_functions if n is not None and n.next_functions]:
-            node = earlier[0]
-        node.metadata[_SPLIT] = sign = _Sign()  # on the first node, which the weights' half needs last
-        self._split.append(weakref.ref(sign))
 
     def add(self, out: Any, listener: Listener) -> None:
         """Watch a forward that has just ended with `out`, until it is differentiated or dropped.
@@ -91,7 +78,7 @@ class ForwardsInFlight:
         if not nodes or torch.compiler.is_compiling():
             return
         inside, roots = (list(chain.from_iterable(map(below, each))) for each in (tensors, roots_of(out)))
-        forward = _InFlight(inside, roots, listener, self)
+        forward = _InFlight(inside, roots, listener)
         for node in nodes:
             node.register_prehook(forward)
             node.metadata[_MODEL] = True  # type: ignore[index]  # torch's stub takes the property for a method
@@ -118,23 +105,15 @@ class ForwardsInFlight:
 
 
 _MODEL = "autoac: made by a planned model"  # in the metadata of autograd nodes
-_SPLIT = "autoac: its backward is split"
-
-
-class _Sign:
-    """Lives as long as the autograd node that has it in its metadata."""
 
 
 class _InFlight:
     """One forward. Only the autograd nodes of its outputs hold it, as their hook."""
 
-    __slots__ = ("__weakref__", "_all", "_created_graph", "_outputs", "_roots", "_tasks", "begun", "listener")
+    __slots__ = ("__weakref__", "_created_graph", "_outputs", "_roots", "_tasks", "begun", "listener")
 
-    def __init__(
-        self, tensors: Sequence[Tensor], roots: Sequence[Tensor], listener: Listener, of_all: ForwardsInFlight
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], roots: Sequence[Tensor], listener: Listener) -> None:
         self._created_graph = False
-        self._all = weakref.ref(of_all)
         self.listener: Listener | None = listener
         self.begun = False
         self._tasks: set[int] = set()  # graph tasks that have reached the forward
@@ -159,10 +138,7 @@ class _InFlight:
             return
         self._tasks.add(task)
         first, self.begun = not self.begun, True
-        split = current_split() is not None
-        if split and first and (of_all := self._all()) is not None:
-            of_all.note_split(private.current_autograd_node())
-        if self.listener is None or (not first and split):
+        if self.listener is None or (not first and current_split() is not None):
             return
         gone = [i for i, (ref, _) in enumerate(self._outputs) if ref is not None and ref() is None]
         nbytes = sum({id(self._outputs[i][0]): self._outputs[i][1] for i in gone}.values())

@@ -35,7 +35,7 @@ from autoac.tape.torch_facts.streams import is_capturing
 
 
 class _InFlightNow(NamedTuple):
-    """Count the forwards that wait for their backward, or for the second half of it."""
+    """Count the forwards that wait for their backward."""
 
     own: int
     others: dict[ModelOnDevice, int]
@@ -89,7 +89,7 @@ class ModelOnDevice:
     def note_moment(self) -> None:
         """Note how many forwards wait on the device as a forward or a backward of the model begins."""
         waiting = _InFlightNow(
-            self._in_flight.waiting(), {other: other._in_flight.holding() for other in self._others()}
+            self._in_flight.waiting(), {other: other._in_flight.waiting() for other in self._others()}
         )
         if not (waiting.own or any(waiting.others.values())) and self._running:
             self._moments, self._running = self._running, []

@@ -50,10 +50,6 @@ class StepWatch:
         """Return how many forwards wait for their backward."""
         return self._in_flight.waiting()
 
-    def holding(self) -> int:
-        """Return how many forwards hold what they saved."""
-        return self._in_flight.holding()
-
     def close(self) -> None:
         """Stop watching."""
         self._in_flight.forget()
