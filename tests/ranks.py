@@ -40,7 +40,7 @@ dist.init_process_group(backend, init_method="file://" + store, rank=rank, world
 
 
 def outputs_of_ranks(
-    script: str, store: Path, world: int = 2, timeout: float = 120, backend: str = "gloo"
+    script: str, store: Path, world: int = 2, timeout: float = 300, backend: str = "gloo"
 ) -> list[str]:
     """Return the output of each rank.
 

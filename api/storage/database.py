@@ -41,6 +41,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.pool import ConnectionPoolEntry
 from sqlalchemy.sql.functions import FunctionElement
 
 from autoac.api.errors import DatabaseNotReady, NotFound
@@ -265,7 +266,8 @@ class Database:
         return Path(self.url.database or "")
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections: those in use as they are returned."""
+        event.listen(self._engine, "checkin", _close_returned)
         self._engine.dispose()
         if self._loop_engine is not None:
             self._loop_engine.dispose()
@@ -275,6 +277,10 @@ class Database:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _close_returned(_: Any, record: ConnectionPoolEntry) -> None:
+    record.invalidate()
 
 
 def _refuse_unknown(found: str | None) -> None:

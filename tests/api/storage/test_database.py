@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import sqlite3
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
@@ -39,6 +41,17 @@ from autoac.planner.formats.profile import Profile
 
 JSON = {"Content-Type": "application/json"}
 URN = "urn:autoac:problem:"
+
+
+@BOTH
+def test_connection_in_use_is_closed_after_the_database(database: Database) -> None:
+    with database.read() as connection:
+        connection.execute(select(keys))
+        driver = connection.connection.dbapi_connection
+        database.close()
+    with pytest.raises((psycopg.OperationalError, sqlite3.ProgrammingError), match="closed"):
+        driver.execute("SELECT 1")
+    assert database.clock() > 0  # opens another
 
 
 @BOTH
