@@ -183,23 +183,9 @@ def _scaled_dot_product_flash_attention(
 
 @_kernel
 def _scaled_dot_product_flash_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Any,
-    cum_seq_k: Any,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, scale: float | None = None
 ) -> tuple[Tensor, ...]:
+    *_, dropout_p, is_causal, philox_seed, _ = rest
     found = _attend_backward(grad_out, query, key, value, None, dropout_p, is_causal, scale, philox_seed)
     return tuple(_filled(g, torch.empty_like(t)) for g, t in zip(found, (query, key, value), strict=False))
 
@@ -228,24 +214,9 @@ def _scaled_dot_product_cudnn_attention(
 
 @_kernel
 def _scaled_dot_product_cudnn_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    attn_bias: Tensor | None,
-    cum_seq_q: Any,
-    cum_seq_k: Any,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, scale: float | None = None
 ) -> tuple[Tensor, ...]:
+    _, _, philox_seed, _, attn_bias, *_, dropout_p, is_causal = rest
     found = _attend_backward(grad_out, query, key, value, attn_bias, dropout_p, is_causal, scale, philox_seed)
     return tuple(_filled(g, torch.empty_like(t)) for g, t in zip(found, (query, key, value), strict=False))
 
@@ -306,45 +277,31 @@ def _scaled_dot_product_efficient_attention_backward(
 
 
 @_kernel
-def native_batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Any, ...]:
+def native_batch_norm(input: Tensor, *rest: Any) -> tuple[Any, ...]:
     """Save the statistics in 32 bits, as on a GPU. The CPU saves them in the type of the weight."""
-    x, w, b, mean, variance = _host(input, weight, bias, running_mean, running_var)
-    out, saved_mean, saved_inverse = _aten.native_batch_norm(x, w, b, mean, variance, training, momentum, eps)
-    if training and running_mean is not None and running_var is not None:
-        running_mean.copy_(mean)
-        running_var.copy_(variance)
-    saved = (t if t.dtype is torch.float64 else t.float() for t in (saved_mean, saved_inverse))
-    return _device(input.device, out, *saved)
+    out, *statistics = _batch_norm(input, *rest)
+    return _device(input.device, out, *(t if t.dtype is torch.float64 else t.float() for t in statistics))
+
+
+def _batch_norm(input: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """Return output, mean and inverse deviation on the host, and write the running statistics."""
+    *operands, training, momentum, eps = rest
+    given = _host(input, *operands)
+    found = _aten.native_batch_norm(*given, training, momentum, eps)
+    if training:
+        for to, written in zip(operands[2:], given[3:], strict=True):
+            if to is not None:
+                to.copy_(written)
+    return found  # type: ignore[no-any-return]
 
 
 @_kernel
-def native_batch_norm_backward(
-    grad_out: Tensor,
-    input: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_invstd: Tensor | None,
-    train: bool,
-    eps: float,
-    output_mask: Sequence[bool],
-) -> tuple[Any, ...]:
-    operands = _host(grad_out, input, weight, running_mean, running_var)
+def native_batch_norm_backward(grad_out: Tensor, input: Tensor, *rest: Any) -> tuple[Any, ...]:
+    weight, mean, variance, save_mean, save_invstd, train, eps, mask = rest
+    operands = _host(grad_out, input, weight, mean, variance)
     dtype = input.dtype if weight is None else weight.dtype
     saved = (None if t is None else t.to(dtype) for t in _host(save_mean, save_invstd))
-    return _device(
-        input.device, *_aten.native_batch_norm_backward(*operands, *saved, train, eps, list(output_mask))
-    )
+    return _device(input.device, *_aten.native_batch_norm_backward(*operands, *saved, train, eps, list(mask)))
 
 
 @_kernel
@@ -360,16 +317,10 @@ def native_layer_norm(
 
 @_kernel
 def native_layer_norm_backward(
-    grad_out: Tensor,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    output_mask: Sequence[bool],
+    grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], *rest: Any
 ) -> tuple[Any, ...]:
-    g, x, m, r, w, b = _host(grad_out, input, mean, rstd, weight, bias)
+    *operands, output_mask = rest
+    g, x, m, r, w, b = _host(grad_out, input, *operands)
     dtype = x.dtype if w is None else w.dtype
     shape, mask = list(normalized_shape), list(output_mask)
     found = _aten.native_layer_norm_backward(g, x, shape, m.to(dtype), r.to(dtype), w, b, mask)
@@ -377,43 +328,19 @@ def native_layer_norm_backward(
 
 
 @_kernel
-def cudnn_batch_norm(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    exponential_average_factor: float,
-    epsilon: float,
-) -> tuple[Any, ...]:
-    x, w, b, mean, variance = _host(input, weight, bias, running_mean, running_var)
-    out, saved_mean, saved_inverse = _aten.native_batch_norm(
-        x, w, b, mean, variance, training, exponential_average_factor, epsilon
+def cudnn_batch_norm(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Any, ...]:
+    running_mean, running_var, training, momentum, epsilon = rest
+    out, saved_mean, saved_inverse = _batch_norm(
+        input, weight, bias, running_mean, running_var, training, momentum, epsilon
     )
-    if training and running_mean is not None and running_var is not None:
-        running_mean.copy_(mean)
-        running_var.copy_(variance)
-    reserve = torch.empty(0, dtype=torch.uint8)
-    return _device(input.device, out, saved_mean, saved_inverse, reserve)
+    return _device(input.device, out, saved_mean, saved_inverse, torch.empty(0, dtype=torch.uint8))
 
 
 @_kernel
-def cudnn_batch_norm_backward(
-    input: Tensor,
-    grad_output: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_var: Tensor | None,
-    epsilon: float,
-    reserveSpace: Tensor,
-) -> tuple[Any, ...]:
-    operands = _host(grad_output, input, weight, running_mean, running_var, save_mean, save_var)
-    return _device(
-        input.device, *_aten.native_batch_norm_backward(*operands, True, epsilon, [True, True, True])
-    )
+def cudnn_batch_norm_backward(input: Tensor, grad_output: Tensor, *rest: Any) -> tuple[Any, ...]:
+    *operands, epsilon, _ = rest
+    given = _host(grad_output, input, *operands)
+    return _device(input.device, *_aten.native_batch_norm_backward(*given, True, epsilon, [True, True, True]))
 
 
 @_kernel
@@ -453,50 +380,46 @@ def cudnn_grid_sampler_backward(self: Tensor, grid: Tensor, grad_output: Tensor)
 
 
 @_kernel
-def _softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    (out,) = _device(self.device, _aten._softmax(_wide(self, half_to_float), dim, False))
+def _softmax(self: Tensor, dim: int, half_to_float: bool, op: Any = _aten._softmax) -> Tensor:
+    x = self.cpu().float() if half_to_float else self.cpu()
+    (out,) = _device(self.device, op(x, dim, False))
     return out
 
 
 @_kernel
 def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    (out,) = _device(self.device, _aten._log_softmax(_wide(self, half_to_float), dim, False))
-    return out
+    return _softmax(self, dim, half_to_float, _aten._log_softmax)  # type: ignore[no-any-return]
 
 
 @_kernel
-def _softmax_backward_data(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    g, y = _host(grad_output, output)
-    (out,) = _device(output.device, _aten._softmax_backward_data(g, y, dim, y.dtype).to(input_dtype))
-    return out
-
-
-@_kernel
-def _log_softmax_backward_data(
-    grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+def _softmax_backward_data(
+    grad_output: Tensor, output: Tensor, dim: int, dtype: Any, op: Any = _aten._softmax_backward_data
 ) -> Tensor:
     g, y = _host(grad_output, output)
-    (out,) = _device(output.device, _aten._log_softmax_backward_data(g, y, dim, y.dtype).to(input_dtype))
+    (out,) = _device(output.device, op(g, y, dim, y.dtype).to(dtype))
     return out
 
 
-def _wide(tensor: Tensor, half_to_float: bool) -> Tensor:
-    return tensor.cpu().float() if half_to_float else tensor.cpu()
+@_kernel
+def _log_softmax_backward_data(grad_output: Tensor, output: Tensor, dim: int, dtype: Any) -> Tensor:
+    op = _aten._log_softmax_backward_data
+    return _softmax_backward_data(grad_output, output, dim, dtype, op)  # type: ignore[no-any-return]
 
 
 # ---- gradients that torch composes of other ops where a device has no kernel for them
 
 
-@_kernel
-def silu_backward(grad_output: Tensor, self: Tensor) -> Tensor:
-    (out,) = _device(self.device, _aten.silu_backward(*_host(grad_output, self)))
-    return out
+def _gradient_of(name: str) -> None:
+    def kernel(grad_output: Tensor, self: Tensor) -> Tensor:
+        (out,) = _device(self.device, getattr(_aten, name)(*_host(grad_output, self)))
+        return out
+
+    kernel.__name__ = name
+    _kernel(kernel)
 
 
-@_kernel
-def mish_backward(grad_output: Tensor, self: Tensor) -> Tensor:
-    (out,) = _device(self.device, _aten.mish_backward(*_host(grad_output, self)))
-    return out
+_gradient_of("silu_backward")
+_gradient_of("mish_backward")
 
 
 # ---- recurrent cells
