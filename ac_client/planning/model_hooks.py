@@ -75,6 +75,7 @@ class ModelHooks:
         self.unplanned = UnplannedSteps(planning.planner.warn_once)
         self._model = weakref.ref(model)
         planning.watch.optimizers.after_step = weakref.WeakMethod(self._optimizer_stepped)
+        planning.planner.watch_calls = weakref.WeakMethod(self._watch_submodules)
         self._left_out: ObservedStep | None = None  # of another model, which leaves out this forward
         self._submodule_handles: list[Watch] = []
         self._compiled = False  # torch.compile ran the last forward as a whole
@@ -85,6 +86,7 @@ class ModelHooks:
         try:
             self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(model.register_forward_hook(after, always_call=True))
+            self._look_for_compiled(model)
             self._watch_submodules(model)
         except BaseException:
             self.close()
@@ -92,10 +94,10 @@ class ModelHooks:
 
     def close(self) -> None:
         """Remove all hooks. May be called twice."""
-        for handle in (*self._handles, *self._submodule_handles):
+        for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._submodule_handles.clear()
+        self._unwatch_submodules()
         if not self._planning.planner.profiling:
             self._of_thread.forward.end()  # left open by a forward that was interrupted
             self._forget_observation()
@@ -106,22 +108,28 @@ class ModelHooks:
         if observation is not None:
             observation.step.discard()
 
-    def _watch_submodules(self, model: nn.Module) -> None:
-        """Follow the calls of submodules, except in compiled code, whose graphs know their modules."""
+    def _look_for_compiled(self, model: nn.Module) -> None:
+        """Look up which parts of the model torch.compile runs; their graphs know their modules."""
         self._compiled = is_called_compiled(model)
         before, self._changes = self._changes, module_changes(model)
         parts = self._compiled_parts if before == self._changes else compiled_parts(model)
         if self._compiled or parts != self._compiled_parts:
-            for handle in self._submodule_handles:
-                handle.remove()
-            self._submodule_handles = []
+            self._unwatch_submodules()
         if (self._compiled or parts) and not is_tested():
             if (remove := self._remove()) is not None:
                 remove()
             check_version()
         self._compiled_parts = parts
+
+    def _watch_submodules(self, model: nn.Module) -> None:
+        """Follow the calls of submodules, except in compiled code."""
         if not (self._compiled or self._submodule_handles):
             self._submodule_handles = watch_modules(model, self._enter, self._leave)
+
+    def _unwatch_submodules(self) -> None:
+        for handle in self._submodule_handles:
+            handle.remove()
+        self._submodule_handles = []
 
     def _forward_begins(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         planning, options = self._planning, self._planning.options
@@ -165,7 +173,9 @@ class ModelHooks:
         self._of_thread.forward.end()
         if planning.planner.observed_here is not None:
             self._forget_observation()
-        self._watch_submodules(model)
+        self._look_for_compiled(model)
+        if planning.planner.observation is not None:
+            self._watch_submodules(model)
         call = ModelCall(model, args, kwargs)
         bucket = planning.policy_for(call, waiting)
         if bucket is None:
@@ -196,6 +206,10 @@ class ModelHooks:
             has_compiled_parts=bool(self._compiled_parts),
             compares=compares,
         )
+        if self._of_thread.forward.follows_calls:
+            self._watch_submodules(model)
+        elif planning.planner.observation is None and not planning.store.recomputes:
+            self._unwatch_submodules()
 
     def _forward_ended(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
         if self._left_out is not None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ac_client.compiled.policy_file import PolicyFile
 from ac_client.planning.batch_shape import Key, ModelCall
@@ -162,6 +162,7 @@ class BatchPlanner:
         lock: held while this model is planned; a forward on another thread waits for the plan.
         name: of the model, in messages.
         called: paths of the modules that were called since the last profile began.
+        watch_calls: returns the function that has the calls of a model's modules noted.
         frees_gradients: the library frees gradients between forward and backward.
         observation: the step that is observed now, or whose profile is not planned yet.
         needs_checkpoints: the model was found to need its checkpoints: NOTE [ Needed checkpoints ].
@@ -177,6 +178,7 @@ class BatchPlanner:
         self.lock = threading.RLock()
         self.name = name
         self.called: set[str] = set()
+        self.watch_calls: Callable[[], Callable[[nn.Module], None] | None] = lambda: None
         self.frees_gradients = False
         self.warn_once = WarnOnce(name)
         self._optimizers = optimizers
@@ -208,7 +210,7 @@ class BatchPlanner:
         log.info("%s: profiling one step", self.name)
         self._dropped_nbytes = 0
         self._thread.profiling = True
-        self.called.clear()
+        self._follow_calls(call.model)
         try:
             profile = observe(
                 call.model,
@@ -238,6 +240,11 @@ class BatchPlanner:
         if (link := self.host.link(device_of(call.model, call.args, call.kwargs))) is not None:
             profile = profile.model_copy(update={"link": link})
         return profile
+
+    def _follow_calls(self, model: nn.Module) -> None:
+        self.called.clear()
+        if (watch := self.watch_calls()) is not None:
+            watch(model)
 
     @property
     def observed_here(self) -> ObservedStep | None:
@@ -286,7 +293,7 @@ class BatchPlanner:
                     )
                 if recorded_step() is not None or is_recorded_elsewhere():
                     raise AnotherIsObserved
-            self.called.clear()
+            self._follow_calls(call.model)
             step = ObservedStep(
                 call.model,
                 call.args,

@@ -30,18 +30,24 @@ class PlannedForward:
         options: as passed to `apply`.
         report: called if the forward leaves its policy.
         wrappers: paths of modules whose own ops are in no policy.
+
+    Attributes:
+        call: of the model, whose forward runs.
+        left: the forward has left its policy.
+        follows_calls: the forward needs to know of the calls of modules.
     """
 
     def __init__(self, options: ApplyOptions, report: Callable[[OffPath], None], wrappers: Set[str]) -> None:
         self._options = options
         self._report_left = report
         self._wrappers = wrappers
-        self.left = False  # its policy
+        self.left = False
         self.call: ModelCall | None = None
         self._region: save_recompute_policy | None = None
         self._cursor: Cursor | None = None
         self._bucket: PlannedBucket | None = None
         self._route: ForwardRoute | None = None
+        self.follows_calls = False
         self._follows = False  # every op is recorded
         self._nodes_before = 0  # that autograd had made
         self._unrecorded = 0  # ops that ran while the mode was off
@@ -75,6 +81,7 @@ class PlannedForward:
         self._route = route = loaded.route(waiting)
         self._follows = not compiled and bucket.profile is not None and route.follows
         records = self._follows or (not compiled and loaded.recomputes)
+        self.follows_calls = records or has_compiled_parts or bool(bucket.step.skipped)
         self._nodes_before = private.get_sequence_nr()
         self._calls = [(ROOT, id(sys.exception()))]
         if compiled or has_compiled_parts:

@@ -58,6 +58,11 @@ class PolicyStore:
         return list(dict.fromkeys(buckets))  # a given one is there for each set of parameters
 
     @property
+    def recomputes(self) -> bool:
+        """Return True if a policy for the parameters that train now recomputes or moves an op."""
+        return any(bucket.loaded.recomputes for bucket in self.buckets.all)
+
+    @property
     def latest(self) -> PlannedBucket | None:
         """Return the bucket that the last forward ran under, or that every forward will."""
         return self.current or self.buckets.single_policy

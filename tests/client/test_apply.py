@@ -69,6 +69,19 @@ def test_gradients_are_those_of_the_plain_model(budget_gb: float) -> None:
     assert report.predicted_peak_bytes <= report.budget_bytes
 
 
+def test_plan_that_saves_all_leaves_hooks_on_the_root_alone(budget_gb: float) -> None:
+    model, submodules = ac_client.apply(new_model(), 1.0), list(new_model().modules())[1:]
+    for _ in range(3):
+        gradients(model, BATCH)
+    assert hooks(model) == 2
+    gradients(model, torch.cat([BATCH, BATCH]))  # is observed, and its ops need the paths of modules
+    assert hooks(model) == 2 * len(submodules) + 2
+    tight = ac_client.apply(new_model(), budget_gb)
+    for _ in range(3):
+        gradients(tight, BATCH)
+    assert hooks(tight) == 2 * len(submodules) + 2
+
+
 def test_same_policy_from_a_file_in_a_fresh_model(budget_gb: float, tmp_path: Path) -> None:
     first = ac_client.apply(new_model(), budget_gb)
     want = gradients(first, BATCH)
