@@ -14,7 +14,7 @@ from .steps.fake_ranks import fake_ranks
 from .steps.training_loop import Loop, Loss
 from .timing.cache import Times
 from .timing.link import link_of
-from .timing.on_device import datasheet_of_this_cpu
+from .timing.on_device import datasheet_of
 from .timing.roofline import DATASHEETS, Device, KernelKind
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "ProfilerError",
     "Times",
     "UnsupportedTorch",
-    "datasheet_of_this_cpu",
+    "datasheet_of",
     "device_name",
     "device_of",
     "fake_ranks",

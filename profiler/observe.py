@@ -222,17 +222,11 @@ def _check_no_iterators(model: nn.Module, leaves: Sequence[Any]) -> None:
 
 
 def _check_on(on: Device | torch.device | None) -> None:
-    if on is not None and not isinstance(on, (Device, torch.device)):
+    is_here = isinstance(on, torch.device) and (
+        on.type == "cpu" or (on.type == "cuda" and torch.cuda.is_available())
+    )
+    if not (on is None or isinstance(on, Device) or is_here):
         raise ValueError(
-            f"on must be a torch.device or an entry of DATASHEETS, got {on!r}; pass "
-            f"DATASHEETS[name] with a name of {', '.join(DATASHEETS)}"
-        )
-    if (
-        isinstance(on, torch.device)
-        and on.type != "cpu"
-        and not (on.type == "cuda" and torch.cuda.is_available())
-    ):
-        raise ValueError(
-            f"on must be a device of this machine, to run ops, got torch.device({str(on)!r}); pass "
-            "DATASHEETS[...] to estimate run times"
+            f"on must be an entry of DATASHEETS, or a torch.device of this machine, to run ops, got {on!r}; "
+            f"pass DATASHEETS[name] with a name of {', '.join(DATASHEETS)}"
         )

@@ -104,12 +104,6 @@ class Times:
                 row = (_key(machine, step), json.dumps(list(runtimes_us)))
                 file.execute("insert or ignore into steps values (?, ?)", row)
 
-    def clear(self) -> None:
-        """Delete all entries, for example after measuring on a busy machine."""
-        with self._open() as file:
-            if file is not None:
-                file.executescript("delete from ops; delete from steps;")
-
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection | None]:
         """Open the file, and commit at the end. Yield None if the file is unusable."""

@@ -86,11 +86,6 @@ def datasheet_of(device: torch.device) -> Device:
     )
 
 
-def datasheet_of_this_cpu() -> Device:
-    """Measure the datasheet of this machine's CPU, for torch's present number of threads."""
-    return datasheet_of(torch.device("cpu"))
-
-
 def _product_s(n: int, dtype: torch.dtype, device: torch.device) -> float:
     a, b = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
     return least_s(lambda: a @ b, device)

@@ -23,12 +23,7 @@ from ac_client.service_client.errors import ServiceRefused, ServiceUnavailable
 from ac_client.service_client.policy_requests import request_policy
 from autoac.api.errors import SolverDied
 from autoac.api.requests import Kind, answer, job_body
-from autoac.planner.errors import (
-    InfeasibleBudget,
-    InvalidBudget,
-    InvalidConstraints,
-    SolverOutOfTime,
-)
+from autoac.planner.errors import InfeasibleBudget, InvalidBudget, InvalidConstraints, SolverOutOfTime
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import LinkRates, Profile

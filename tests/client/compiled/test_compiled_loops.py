@@ -105,15 +105,7 @@ def optimizer(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor
     return [p.detach().clone() for p in model.parameters()]
 
 
-LOOPS = [
-    one_step,
-    accumulation,
-    two_forwards,
-    evaluation_between,
-    retained_graph,
-    other_shapes,
-    optimizer,
-]
+LOOPS = [one_step, accumulation, two_forwards, evaluation_between, retained_graph, other_shapes, optimizer]
 
 
 def run(

@@ -16,12 +16,7 @@ from autoac.planner import Plan, build, picture, plan, simulate
 from autoac.planner.memory.lifetimes import lives
 from autoac.planner.memory.simulate import extra_bytes
 from autoac.planner.problem.graph import OpId, SaveSet
-from autoac.planner.report.timeline import (
-    FETCH,
-    RECOMPUTE,
-    Picture,
-    Track,
-)
+from autoac.planner.report.timeline import FETCH, RECOMPUTE, Picture, Track
 
 seeds = st.integers(0, 2**32 - 1)
 quick = settings(max_examples=150, derandomize=True, deadline=None)

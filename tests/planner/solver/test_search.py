@@ -17,14 +17,7 @@ from autoac.planner import Graph, build
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.solver import search
 from autoac.planner.solver.constrained_moments import CELLS, FIRST_STRETCHES, first_moments
-from autoac.planner.solver.efforts import (
-    Effort,
-    EffortResult,
-    Round,
-    full_program,
-    lowered_limits,
-    rounded,
-)
+from autoac.planner.solver.efforts import Effort, EffortResult, Round, full_program, lowered_limits, rounded
 from autoac.planner.solver.highs import Outcome, Program, Stopped
 from autoac.planner.solver.incumbent import Goal
 from autoac.planner.solver.moments import DuringStep

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoac.profiler import DATASHEETS, Times, datasheet_of_this_cpu, fake_step, profile
+from autoac.profiler import DATASHEETS, Times, datasheet_of, fake_step, profile
 from autoac.profiler.timing import cache
 from autoac.profiler.timing import on_device as local
 from autoac.profiler.timing.roofline import Device, KernelKind
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def test_measured_datasheet_has_the_rates_that_kernels_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call takes a second, so rates are the work of one call."""
     monkeypatch.setattr(local, "least_s", lambda call, device: 1.0)
-    sheet = datasheet_of_this_cpu()
+    sheet = datasheet_of(torch.device("cpu"))
     assert dict(sheet.flops_per_s) == dict.fromkeys(
         (torch.float32, torch.bfloat16), 2.0 * local.PRODUCT_ROWS**3
     )

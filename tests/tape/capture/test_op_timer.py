@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from autoac.tape.capture.allocations import AllocationRecord
-from autoac.tape.capture.op_timer import (
-    CLOCK_READ_EVERY,
-    DeviceClock,
-    HostClock,
-    clock_of,
-    host_clock,
-)
+from autoac.tape.capture.op_timer import CLOCK_READ_EVERY, DeviceClock, HostClock, clock_of, host_clock
 
 CPU = torch.device("cpu")
 
