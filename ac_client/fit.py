@@ -8,6 +8,9 @@ A plan that fits at one size fits at every smaller one with the same ops, becaus
 grows. So the largest size is found by bisection. The fastest one is not: larger sizes use kernels better, but
 recompute more. So the sizes from the largest with nothing recomputed up to the largest are planned, at most
 `MOST_PLANS` of them, closer to each other where it is fast.
+
+Gradients exist before a forward where several micro-batches add up, and a step takes more then. Both answers
+are searched, and everything else is of one of them: the safe one, if nobody says which it is.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ from autoac.planner import (
 from autoac.planner.budget import amount_in_bytes, budget_in_bytes
 from autoac.planner.formats.policy_set import Bucket
 from autoac.planner.plan import DEFAULT_GAP, step_time_us
+from autoac.planner.problem.apply_constraints import constrained
+from autoac.planner.problem.graph import Graph
 from autoac.planner.units import format_bytes
 from autoac.profiler import DATASHEETS, Device
 
@@ -50,7 +55,7 @@ MOST_PLANS = 12  # for the table
 MOST_MICRO_BATCHES = 8
 WORK_LIMIT = 5.0  # of one plan
 FIND_WORK = 0.2  # to find any plan of a size
-LAST_WORK = 2.0  # to find any plan of the size after the largest ...
+LAST_WORK = 2.0  # to prove that there is none, or to find any plan of the size after the largest ...
 WORTH_WORK = 0.04  # ... if it is larger by this share
 BENT = 0.003  # of a step: what run times between knots may be off
 STEP_GAP = 0.002  # of a step: plans are near enough to the best one
@@ -66,8 +71,8 @@ class FitRow:
     save_all_peak_bytes: int  # with nothing recomputed
     peak_bytes: int  # of the plan
     extra_us: float  # what recomputes take, and waiting for moves
-    step_us: float  # of forward and backward, these included, without the optimizer's step, by the profile
-    per_second: float  # samples or tokens, by the profile
+    step_us: float  # of forward and backward, these included, by the profile
+    per_second: float  # samples or tokens, by the profile, with the optimizer's step
     plan: Plan = field(repr=False)
     measured: Quartiles | None = None  # samples or tokens a second, of steps in turns; None: not timed
 
@@ -83,7 +88,7 @@ class MicroBatches:
 
     size: int  # of the whole step
     count: int
-    share: float  # of the time of a step that is not split, without the optimizer's step
+    share: float  # of the time of a step that is not split
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +101,15 @@ class Fit:
     device: str  # " (estimated)" ends it where nothing ran on the device
     rows: tuple[FitRow, ...] = field(repr=False)  # by size
     largest: int
+    largest_cleared: int  # if no gradients exist before a forward
+    largest_accumulating: int  # if they do, as in every micro-batch but the first; 0: no plan was found
     fastest: int
     equals: tuple[int, ...]  # sizes that measurements cannot tell from the fastest
     all_saved: int  # the largest size with nothing recomputed; 0 if none
     most: int | None  # the largest size that was considered; None: there was no limit
     proven_from: int | None  # this size and larger ones are proven not to fit; None: the search ended before
     split: MicroBatches | None  # of the largest size, where that is faster than its plan; None for tokens
+    optimizer_us: float  # of the optimizer's step, by micro-batch; 0: there is none, or it cannot be timed
     profiled: tuple[int, ...]  # sizes that have profiles of their own; others are interpolated
     profile_of: Callable[[int], Profile] = field(repr=False)
     shapes: Mapping[int, Mapping[str, str]] = field(repr=False)  # of batches that were built, by size
@@ -133,7 +141,8 @@ class Fit:
 
     def peak_bytes(self, size: int) -> int:
         """Return the peak of a step of `size` with nothing recomputed."""
-        return bounds(build(self.profile_of(size))).ceiling
+        constraints = self.row(self.largest).plan.constraints
+        return bounds(constrained(self.profile_of(size), constraints)).ceiling
 
     def sizes_within(self, nbytes: int) -> range:
         """Return the sizes of which a step with nothing recomputed stays within `nbytes`."""
@@ -151,6 +160,7 @@ def fit(
     most: int | None = None,
     autocast: torch.dtype | None = None,
     host_budget_gb: float = 0.0,
+    accumulates: int | None = None,
 ) -> Fit:
     """Return the largest and the fastest size whose step fits in `budget_gb`.
 
@@ -159,12 +169,15 @@ def fit(
             about ten sizes; with `on`, the model and the batch may be on the meta device.
         budget_gb: GiB that the device may hold at any moment of the step.
         on: the device: a name in DATASHEETS, such as "h100", or a datasheet. None: that of the model, where
-            steps run for real, without the optimizer. Gradients, buffers and generators are put back.
+            steps run for real, and the optimizer's on a copy. Gradients, buffers and generators are put back.
         axis: what the size counts: samples of the batch, or tokens. Only for words.
         multiple: sizes are multiples of this.
         most: the largest size to consider, such as the positions that the model has.
         autocast: the type that the step is cast to.
         host_budget_gb: GiB of the host that saved tensors may be moved to.
+        accumulates: how many micro-batches add their gradients up, or True if that is not known; sizes are
+            those of one. False: no gradients exist before a forward. None: as `make` says, in a dict with
+            "accumulates"; else the size must fit both ways, if one does.
 
     Raises:
         InvalidBudget: a budget is not a positive number of GiB.
@@ -188,19 +201,31 @@ def fit(
         raise ValueError(
             f"on must be a device with a link to its host, got {device.name}; see host_budget_gb"
         )
-    sizes = ProfiledSizes(make, device, autocast)
-    return SizeSearch(sizes, budget, host_bytes, multiple, most).fit(axis)
+    sizes = ProfiledSizes(make, device, autocast, accumulates)
+    constraints = Constraints(host_budget_bytes=host_bytes)
+    chosen = cleared = SizeSearch(sizes, budget, constraints, multiple, most)
+    answers = cleared.largest()[0] * multiple, 0
+    try:
+        adding = SizeSearch(
+            sizes, budget, constraints.model_copy(update={"gradients": "present"}), multiple, most
+        )
+        answers = answers[0], adding.largest()[0] * multiple
+        chosen = cleared if sizes.accumulates == 0 else adding
+    except (InfeasibleBudget, SolverOutOfTime):
+        if sizes.accumulates:
+            raise
+    return chosen.fit(axis, answers)
 
 
 class SizeSearch:
-    """The search of one `fit`. Sizes are counted in multiples."""
+    """A search of one `fit`. Sizes are counted in multiples."""
 
     def __init__(
-        self, sizes: ProfiledSizes, budget: int, host_bytes: int, multiple: int, most: int | None
+        self, sizes: ProfiledSizes, budget: int, constraints: Constraints, multiple: int, most: int | None
     ) -> None:
         self._sizes = sizes
         self._budget = budget
-        self._constraints = Constraints(host_budget_bytes=host_bytes)
+        self._constraints = constraints
         self._multiple = multiple
         self._most = MOST_MULTIPLES if most is None else most // multiple
         self._rows: dict[int, FitRow] = {}
@@ -210,14 +235,15 @@ class SizeSearch:
         self._no_room = set[int]()  # sizes that ran out of memory
         self._bent = True  # run times do not lie on a line between the knots
 
-    def fit(self, axis: Axis) -> Fit:
+    def fit(self, axis: Axis, answers: tuple[int, int]) -> Fit:
+        """Return everything about the sizes; `answers` are the largest ones without and with gradients."""
         largest, all_saved = self.largest()
         self._join(largest)
         fastest, equals, split = self._fastest(largest, all_saved), list[int](), None
         parts = self._parts(largest) if axis == "batch" else []
         if parts:
             count, part = parts[0]
-            split = count, Quartiles.of([count * part.step_us / self._rows[largest].step_us])
+            split = count, Quartiles.of([self._us(part, count) / self._us(self._rows[largest])])
         if self._sizes.runs:
             fastest, equals, split = self._time(largest, all_saved, parts)
         m = self._multiple
@@ -228,6 +254,8 @@ class SizeSearch:
             device=self._at(largest).environment.device_name,
             rows=tuple(self._rows[n] for n in sorted(self._rows)),
             largest=largest * m,
+            largest_cleared=answers[0],
+            largest_accumulating=answers[1],
             fastest=fastest * m,
             equals=tuple(n * m for n in equals),
             all_saved=all_saved * m,
@@ -236,6 +264,7 @@ class SizeSearch:
             split=MicroBatches(largest * m, split[0], split[1].median)
             if split is not None and split[1].high < 1
             else None,
+            optimizer_us=self._sizes.optimizer_us_of_batch,
             profiled=self._sizes.profiled,
             profile_of=self._sizes.at,
             shapes=self._sizes.shapes,
@@ -258,11 +287,14 @@ class SizeSearch:
             highest = self._last(lambda n: self._least(n) <= self._budget, 1, self._most)
             after = highest + 1
             self._proven = after if highest < self._most and after not in self._no_room else None
-            all_saved = self._last(lambda n: bounds(build(self._at(n))).ceiling <= self._budget, 0, highest)
+            all_saved = self._last(lambda n: bounds(self._graph(n)).ceiling <= self._budget, 0, highest)
             least = max(all_saved, 1)
             largest = self._last(self._has_plan, least, highest, (highest - least + 1) // 2)
             while largest < highest and self._last(self._has_plan_with_work, largest, largest + 1) > largest:
                 largest += 1
+            if not self._constraints.host_budget_bytes:
+                last_open = self._last(self._may_have_plan, largest, (self._proven or after) - 1)
+                largest = last_open if self._has_plan(last_open) else largest
             joined = [n for n in {all_saved, largest} - {0} if n * self._multiple not in self._sizes.profiled]
             if not joined:
                 return largest, all_saved
@@ -282,7 +314,10 @@ class SizeSearch:
         """Return bytes that no plan of the size is below; with moves to the host, those that never move."""
         if self._constraints.host_budget_bytes:
             return self._at(n).static.total
-        return bounds(build(self._at(n))).floor
+        return bounds(self._graph(n)).floor
+
+    def _graph(self, n: int) -> Graph:
+        return constrained(self._at(n), self._constraints)
 
     def _last(self, holds: Callable[[int], bool], low: int, high: int, width: int = 1) -> int:
         """Return the last size that holds, and for whose step the device has room; see `_last` below."""
@@ -309,11 +344,16 @@ class SizeSearch:
 
     def _has_plan_with_work(self, n: int) -> bool:
         """Return True if a plan of the size is found, with more work if the size is worth it."""
-        is_worth_it = 1 / n >= WORTH_WORK and n not in self._given_up
-        if not self._has_plan(n) and self._found[n][1] is None and is_worth_it:
+        if 1 / n >= WORTH_WORK:
+            self._may_have_plan(n)
+        return self._has_plan(n)
+
+    def _may_have_plan(self, n: int) -> bool:
+        """Return True unless there is proven to be no plan of the size, with more work than to find one."""
+        if not self._has_plan(n) and self._found[n][1] is None and n not in self._given_up:
             self._given_up.add(n)
             self._found[n] = self._found[n][0], self._find_plan(n, LAST_WORK)
-        return self._has_plan(n)
+        return self._has_plan(n) or self._found[n][1] is None
 
     def _find_plan(self, n: int, work_limit: float) -> bool | None:
         """Return True if a plan of the size is found, False if there is proven to be none."""
@@ -331,26 +371,27 @@ class SizeSearch:
         *,
         gap: float = DEFAULT_GAP,
         step_gap: float | None = None,
-        accumulates: bool = False,
+        constraints: Constraints | None = None,
         work_limit: float = WORK_LIMIT,
     ) -> Plan:
-        constraints = self._constraints
-        if accumulates:  # as in every micro-batch but the first
-            constraints = constraints.model_copy(update={"gradients": "present"})
         return plan_with_host(
             self._at(n),
             budget_bytes=self._budget,
-            constraints=constraints,
+            constraints=constraints or self._constraints,
             gap=gap,
             step_gap=step_gap,
             work_limit=work_limit,
         )
 
-    def _plan(self, n: int, *, accumulates: bool = False) -> FitRow:
-        planned = self._planned(n, step_gap=STEP_GAP, accumulates=accumulates)
+    def _plan(self, n: int, constraints: Constraints | None = None) -> FitRow:
+        planned = self._planned(n, step_gap=STEP_GAP, constraints=constraints)
         size, extra_us = n * self._multiple, planned.extra_us
-        step_us = planned.step_us + extra_us
-        return FitRow(size, planned.ceiling, planned.peak, extra_us, step_us, size / step_us * 1e6, planned)
+        row = FitRow(size, planned.ceiling, planned.peak, extra_us, planned.step_us + extra_us, 0.0, planned)
+        return replace(row, per_second=size / self._us(row) * 1e6)
+
+    def _us(self, row: FitRow, count: int = 1) -> float:
+        """Return the time of `count` micro-batches, with the optimizer's step."""
+        return count * row.step_us + self._sizes.optimizer_us_of_batch
 
     def _row(self, n: int) -> float:
         """Plan a size for the table; return its speed.
@@ -399,10 +440,11 @@ class SizeSearch:
 
     def _parts(self, n: int) -> list[tuple[int, FitRow]]:
         """Return counts of equal micro-batches of a size, each with the row of one, the fastest first."""
+        adding = self._constraints.model_copy(update={"gradients": "present"})
         ways: dict[int, FitRow] = {}
         for count in (k for k in range(2, MOST_MICRO_BATCHES + 1) if n % k == 0):
             with suppress(InfeasibleBudget, SolverOutOfTime):
-                ways[count] = self._plan(n // count, accumulates=True)
+                ways[count] = self._plan(n // count, adding)
         return sorted(ways.items(), key=lambda way: way[0] * way[1].step_us)
 
     def _time(
@@ -417,8 +459,8 @@ class SizeSearch:
         by_speed = sorted(self._rows, key=self._row, reverse=True)
         sizes = list(dict.fromkeys([largest, *([all_saved] if all_saved else []), *by_speed]))[:MOST_TIMED]
         ways = [PlannedSize(n * self._multiple, self._confirmed(n).plan.policy()) for n in sizes]
-        most_us = (1 + MAY_BE_LESS) * self._rows[largest].step_us
-        likely = [(k, part) for k, part in parts if k * part.step_us < most_us]
+        most_us = (1 + MAY_BE_LESS) * self._us(self._rows[largest])
+        likely = [(k, part) for k, part in parts if self._us(part, k) < most_us]
         splits = [PlannedSize(part.size, part.plan.policy(), k) for k, part in likely]
         first = splits[:1]  # takes the place of a step of its size; a second one does not
         others = [way for way in ways[1:] if way.size not in {way.size for way in first}]
@@ -443,9 +485,10 @@ class SizeSearch:
     def _times(self, ways: list[PlannedSize]) -> list[list[float]]:
         """Return the times of steps in turns; nothing if there was no room, or if batches have one shape."""
         try:
-            return times_in_turns(self._sizes.setup, ways, self._sizes.autocast)
+            taken = times_in_turns(self._sizes.setup, ways, self._sizes.autocast)
         except torch.OutOfMemoryError:
             return []
+        return [[us + self._sizes.optimizer_us_of_batch for us in times] for times in taken]
 
 
 def _last(holds: Callable[[int], bool], low: int, high: int, width: int = 1) -> int:

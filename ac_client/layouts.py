@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ac_client.fit import SizeSearch
 from ac_client.profiled_sizes import ProfiledSizes
-from autoac.planner import InfeasibleBudget, SolverOutOfTime, bounds, build, find_minimum_peak
+from autoac.planner import Constraints, InfeasibleBudget, SolverOutOfTime, bounds, build, find_minimum_peak
 from autoac.planner.budget import budget_in_bytes
 from autoac.profiler import Device, fake_ranks
 
@@ -34,7 +34,7 @@ class LayoutRow:
     dimensions: Mapping[str, int]  # sizes of the mesh by name, `REST` first
     save_all_peak_bytes: int  # of the smallest size, with nothing recomputed
     smallest_peak_bytes: int  # of the smallest size, as far as it was found
-    largest: int  # the largest size of a rank that has a plan within the budget; 0 if none has
+    largest: int  # the largest size of a rank with a plan within the budget, as `fit` says; 0 if none has
 
     @property
     def largest_of_job(self) -> int:
@@ -85,28 +85,19 @@ def compare_layouts(
     Raises:
         InvalidBudget: the budget is not a positive number of GiB.
     """
-    budget = budget_in_bytes(budget_gb)
-    rows = [_row(make, budget, layout, on, multiple, most, autocast) for layout in layouts]
-    return sorted(rows, key=lambda row: row.smallest_peak_bytes)
-
-
-def _row(
-    make: MakeOnMesh,
-    budget: int,
-    layout: Mapping[str, int],
-    on: Device,
-    multiple: int,
-    most: int | None,
-    autocast: torch.dtype | None,
-) -> LayoutRow:
     from torch.distributed.device_mesh import init_device_mesh
 
-    with fake_ranks(math.prod(layout.values())):
-        mesh = init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
-        sizes = ProfiledSizes(lambda size: make(size, mesh), on, autocast)
-        smallest = sizes.profile(multiple)
-        try:
-            largest = SizeSearch(sizes, budget, 0, multiple, most).largest()[0] * multiple
-        except (InfeasibleBudget, SolverOutOfTime):
-            largest = 0
-    return LayoutRow(layout, bounds(build(smallest)).ceiling, find_minimum_peak(smallest).found, largest)
+    budget, rows = budget_in_bytes(budget_gb), []
+    for layout in layouts:
+        with fake_ranks(math.prod(layout.values())):
+            mesh = init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
+            sizes = ProfiledSizes(lambda size: make(size, mesh), on, autocast)  # noqa: B023 - gone after this turn
+            smallest = sizes.profile(multiple)
+            constraints = Constraints(gradients="as profiled" if sizes.accumulates == 0 else "present")
+            try:
+                largest = SizeSearch(sizes, budget, constraints, multiple, most).largest()[0] * multiple
+            except (InfeasibleBudget, SolverOutOfTime):
+                largest = 0
+        ceiling, minimum = bounds(build(smallest)).ceiling, find_minimum_peak(smallest).found
+        rows.append(LayoutRow(layout, ceiling, minimum, largest))
+    return sorted(rows, key=lambda row: row.smallest_peak_bytes)

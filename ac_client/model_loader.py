@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,7 @@ class TrainingSetup:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any], Any] | None = None
     optimizer: torch.optim.Optimizer | None = None
+    accumulates: int | None = None  # gradients exist before a forward: True, or how many micro-batches add up
 
     @property
     def device(self) -> torch.device:
@@ -50,6 +51,7 @@ class TrainingSetup:
             optimizer=self.optimizer,
             on=on,
             autocast=autocast,
+            accumulates=True if self.accumulates else None,
         )
         return found.model_copy(update={"link": link_of(on or self.device)}) if link else found
 
@@ -92,7 +94,7 @@ def setup_from(returned: Any, name: str) -> TrainingSetup:
     Raises:
         CommandError: the value has none of the forms that `autoac profile` accepts.
     """
-    keys = ("model", "args", "kwargs", "loss", "optimizer")
+    keys = tuple(TrainingSetup.__dataclass_fields__)
     match returned:
         case Mapping() if "model" in returned and set(returned) <= set(keys):
             setup = TrainingSetup(**returned)
@@ -119,7 +121,7 @@ def setup_from(returned: Any, name: str) -> TrainingSetup:
             f"{name} returned an optimizer of type {type(setup.optimizer).__name__}, "
             "not torch.optim.Optimizer"
         )
-    return TrainingSetup(setup.model, tuple(setup.args), setup.kwargs, setup.loss, setup.optimizer)
+    return replace(setup, args=tuple(setup.args))
 
 
 def _with_batch(model: Any, batch: Any) -> TrainingSetup:

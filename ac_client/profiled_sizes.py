@@ -22,7 +22,8 @@ from ac_client.planning.batch_shape import shape_of
 from autoac.planner import Profile, ProfileBySize
 from autoac.planner.formats.policy_set import Shape
 from autoac.planner.sizes.profile_by_size import stream_of
-from autoac.profiler import Device
+from autoac.profiler import Device, KernelKind
+from autoac.profiler.static_memory import optimizer_step_us
 
 log = logging.getLogger("ac_client.fit")
 
@@ -35,19 +36,26 @@ class ProfiledSizes:
 
     Args:
         device: a datasheet, for fake profiles; None for steps that run for real.
+        accumulates: if gradients exist before a forward; None: as a batch's setup says.
 
     Attributes:
+        accumulates: the same, as far as it is known: 0 or False if none exist.
         joined: the profiles by size through the knots of one op stream; None before there are two.
         shapes: of the batches that were built, by size.
         runs: steps run for real.
         autocast: the type that steps are cast to.
+        optimizer_us: that a step of the optimizer takes; 0 without one, None before the first profile.
     """
 
-    def __init__(self, make: Make, device: Device | None, autocast: torch.dtype | None) -> None:
+    def __init__(
+        self, make: Make, device: Device | None, autocast: torch.dtype | None, accumulates: int | None = None
+    ) -> None:
         self._make = make
         self._device = device
         self.runs = device is None
         self.autocast = autocast
+        self.accumulates = accumulates
+        self.optimizer_us: float | None = None
         self._knots: dict[int, Profile] = {}
         self._profiled: dict[int, Profile] = {}
         self.joined: ProfileBySize | None = None
@@ -57,6 +65,11 @@ class ProfiledSizes:
     def profiled(self) -> tuple[int, ...]:
         """Return the sizes that have a profile of their own."""
         return tuple(sorted(self._profiled))
+
+    @property
+    def optimizer_us_of_batch(self) -> float:
+        """Return the time of the optimizer's step that a batch has to bear."""
+        return (self.optimizer_us or 0.0) / max(1, self.accumulates or 1)
 
     def join(self, *sizes: int) -> None:
         """Make knots of `sizes`. Only those with the ops of the first call's largest one count.
@@ -120,4 +133,20 @@ class ProfiledSizes:
         if self.runs:
             check_unplanned(setup.model, may_checkpoint=True)  # a profile is one of the plain model
         self.shapes[size] = shape_of(setup.args, setup.kwargs)
-        return setup.observe(device, self.autocast)
+        if self.accumulates is None:
+            self.accumulates = setup.accumulates
+        found = replace(setup, accumulates=None).observe(device, self.autocast)
+        if self.optimizer_us is None:
+            self.optimizer_us = self._optimizer_us(setup, found)
+        return found
+
+    def _optimizer_us(self, setup: TrainingSetup, found: Profile) -> float:
+        """Return how long the optimizer's step takes: on this machine, or by the bytes that it moves."""
+        optimizer, device = setup.optimizer, self._device
+        if optimizer is None:
+            return 0.0
+        if device is None:
+            return optimizer_step_us(optimizer, setup.device)
+        gradients = found.static.gradients + found.gradient_nbytes  # read, as parameters are, which it writes
+        moved = 3 * gradients + 2 * found.static.optimizer_state
+        return 1e6 * moved / (device.bytes_per_s * device.efficiency[KernelKind.POINTWISE])

@@ -1,4 +1,4 @@
-"""Compare the sizes that `fit` finds with real training steps on the CPU, over 27 models.
+"""Compare the sizes that `fit` finds with real training steps on the CPU, over 27 models and 9 loops.
 
     python -m benchmarks.fit [--only PATTERN] [--out FILE]
 
@@ -19,22 +19,25 @@ all ten peaks to the byte.
 
 from __future__ import annotations
 
+import importlib
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ac_client
 from ac_client import Fit
 from ac_client.measure.memory_timeline import AllocatorTimeline
+from ac_client.model_loader import TrainingSetup
 from autoac.planner import InfeasibleBudget, Policy, SolverOutOfTime, plan
-from autoac.profiler import observe
 from benchmarks.models import tiny, unfamiliar
 from benchmarks.models.batches import Batch, ModelAndBatch
+from benchmarks.models.modules import MessagePassing
 from benchmarks.results import bench_parser, chosen, markdown_table, shown, write_result
 from benchmarks.steps import loss_of
 
@@ -63,11 +66,89 @@ MODELS: dict[str, Callable[[], ModelAndBatch]] = {
 } | {name: unfamiliar.MODELS[name] for name in OTHERS}
 
 
-def build(name: str, size: int) -> ModelAndBatch:
-    """Return a model and a batch of `size` samples, or of that many eighths of its batch."""
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Describe how a model is trained; those of `MODELS` have neither an optimizer nor micro-batches."""
+
+    model: Callable[[], ModelAndBatch]
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+    micro_batches: int = 1
+    autocast: torch.dtype | None = None
+
+
+class Adapted(nn.Module):
+    """LoRA: a frozen product and two small ones that train."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 4, bias=False)
+        self.up = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+def adapted() -> ModelAndBatch:
+    """Return a Llama with LoRA in all of its layers."""
+    model, batch = MODELS["Llama"]()
+    model.requires_grad_(requires_grad=False)
+    for module in list(model.get_submodule("model.layers").modules()):
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(module, name, Adapted(layer))
+    return model, batch
+
+
+class Gru(nn.Module):
+    """A GRU over a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(16, 32, 2, batch_first=True), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x)[0]).square().mean()  # type: ignore[no-any-return]
+
+
+def graph() -> ModelAndBatch:
+    """Return messages along the edges of a graph, and a graph."""
+    nodes = torch.arange(512)
+    return MessagePassing(), {"x": torch.ones(512, 16), "source": nodes, "target": nodes.flip(0)}
+
+
+def eight_bits(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return AdamW of bitsandbytes, whose state has 8 bits."""
+    optimizers: Any = importlib.import_module("bitsandbytes.optim")  # of no package list: install it for this
+    return optimizers.AdamW8bit(parameters, min_8bit_size=256)  # type: ignore[no-any-return]
+
+
+ADAMW = partial(torch.optim.AdamW, foreach=False)
+LOOPS = {name: Loop(model) for name, model in MODELS.items()} | {
+    "U-Net, AdamW": Loop(MODELS["U-Net"], ADAMW),
+    "mixture, AdamW": Loop(MODELS["Mixtral"], ADAMW),
+    "T5, AdamW": Loop(MODELS["T5"], ADAMW),
+    "ViT, bf16": Loop(MODELS["ViT"], ADAMW, autocast=torch.bfloat16),
+    "GRU, AdamW": Loop(lambda: (Gru(), {"x": torch.ones(8, 40, 16)}), ADAMW),
+    "graph, AdamW": Loop(graph, ADAMW),
+    "LoRA, AdamW": Loop(adapted, ADAMW),
+    "Llama, 4 micro-batches": Loop(MODELS["Llama"], ADAMW, micro_batches=4),
+    "Llama, 8 bits": Loop(MODELS["Llama"], eight_bits),
+}
+
+
+def build(name: str, size: int) -> dict[str, Any]:
+    """Return the setup of a model, with a batch of `size` samples, or of that many eighths of its batch."""
     torch.manual_seed(0)
-    model, batch = MODELS[name]()
-    return model.train(), resized(batch, 2 * size if name in BY_PAIRS else size)
+    loop = LOOPS[name]
+    model, batch = loop.model()
+    optimizer = loop.optimizer and loop.optimizer(p for p in model.parameters() if p.requires_grad)
+    return {
+        "model": model.train(),
+        "kwargs": resized(batch, 2 * size if name in BY_PAIRS else size),
+        "optimizer": optimizer,
+        "accumulates": loop.micro_batches if loop.micro_batches > 1 else False,
+    }
 
 
 def resized(batch: Batch, size: int) -> Batch:
@@ -84,20 +165,28 @@ def resized(batch: Batch, size: int) -> Batch:
 
 def real_peak(name: str, size: int, policy: Policy | None = None) -> int:
     """Return the measured peak of a step, under a policy or plain."""
+    loop = LOOPS[name]
     with AllocatorTimeline() as timeline:
-        model, batch = build(name, size)
+        setup = build(name, size)
+        model, batch, optimizer = setup["model"], setup["kwargs"], setup["optimizer"]
         if policy is not None:
             ac_client.apply(model, policy=policy, strict=True)
-        timeline.mark("step")
-        out = model(**batch)
-        loss_of(out).backward()
+        for _ in range(1 if optimizer is None else 2):  # the second has state
+            timeline.mark("step")
+            for _ in range(loop.micro_batches):
+                with torch.autocast("cpu", loop.autocast, enabled=loop.autocast is not None):
+                    loss = loss_of(model(**batch))
+                loss.backward()
+                del loss
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
     return timeline.peak_since("step")
 
 
 def planned_fits(name: str, size: int, budget: int) -> bool:
     """Return True if the real step of `size` has a plan under which it stays within the budget."""
-    model, batch = build(name, size)
-    profile = observe(model, (), batch)
+    profile = TrainingSetup(**build(name, size)).observe(None, LOOPS[name].autocast)
     try:
         policy = plan(profile, budget_bytes=budget, gap=1.0).policy()
     except (InfeasibleBudget, SolverOutOfTime):
@@ -140,7 +229,7 @@ def measure(name: str) -> Row:
     """Return the row of one model."""
     budget = real_peak(name, SIZE_OF_BUDGET)
     began = time.process_time()
-    found = ac_client.fit(partial(build, name), budget / 2**30, most=MOST)
+    found = ac_client.fit(partial(build, name), budget / 2**30, most=MOST, autocast=LOOPS[name].autocast)
     cpu_s = time.process_time() - began
     peaks = [found.peak_bytes(size) for size in TEN]
     real = [real_peak(name, size) for size in TEN]
@@ -179,7 +268,7 @@ def main() -> int:
     """Measure all models and print the table."""
     options = bench_parser(__doc__).parse_args()
     torch.set_num_threads(1)
-    rows = shown(map(measure, chosen(MODELS, options.only)), cells)
+    rows = shown(map(measure, chosen(LOOPS, options.only)), cells)
     exact = sum(row.exact == len(TEN) for row in rows)
     wrong = sum(not row.is_right for row in rows)
     summary = f"{len(rows)} models, {wrong} wrong; in {exact} all ten peaks are exact."

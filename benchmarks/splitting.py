@@ -87,7 +87,7 @@ def measure(case: str) -> Row:
     model, batch = build(name, MOST)
     limits = bounds(graph_of(observe(model, (), batch)))
     budget = int(limits.floor + float(share) * (limits.ceiling - limits.floor))
-    found = ac_client.fit(partial(build, name), budget / GIB, most=MOST)
+    found = ac_client.fit(partial(build, name), budget / GIB, most=MOST, accumulates=False)
     size, split = found.largest, found.split
     row = found.row(size)
     count = split.count if split is not None else next(n for n in range(2, size + 1) if size % n == 0)

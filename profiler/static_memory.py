@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from types import FunctionType
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from autoac.planner.formats.profile import Profile, StaticBytes
 from autoac.planner.units import rounded_bytes
+from autoac.profiler.timing.on_device import least_s
 from autoac.profiler.timing.roofline import Device
 from autoac.tape.distributed.ddp import buckets_of
 from autoac.tape.distributed.fsdp import local, parameters_of
@@ -31,6 +33,7 @@ from autoac.tape.torch_facts.private import (
     tree_leaves,
     tree_map,
 )
+from autoac.tape.torch_facts.rng import generators_restored
 from autoac.tape.torch_facts.storage_table import StorageTable
 
 ONLY_PRESENT_STATE = "only its present state is counted"
@@ -73,19 +76,14 @@ def static_bytes(
     gradient counts as if it had one. The buckets of DistributedDataParallel count as gradients. Of sharded
     parameters, only this rank's shard counts.
     """
-    seen: set[int] = set()
+    seen: dict[int, int] = {}
     rounding = allocator_rounding(device) if on is None else on.allocator_rounding
 
     def count(tensors: Iterable[Any]) -> int:
-        total = 0
-        for tensor in with_memory(tensors):
-            if on is None and tensor.device.type != device.type:
-                continue
-            storage = tensor.untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
-                total += rounded_bytes(storage.nbytes(), rounding)
-        return total
+        found = _storages(tensors, device.type if on is None else None)
+        more = {storage: nbytes for storage, nbytes in found.items() if storage not in seen}
+        seen.update(more)
+        return sum(rounded_bytes(nbytes, rounding) for nbytes in more.values())
 
     parameters = list(parameters_of(model))
     buckets = buckets_of(model, device if on is None else None)
@@ -157,6 +155,8 @@ def bytes_of_one(
     try:
         state, workspace = _fake_step(optimizer, device, on)
     except Exception as error:  # noqa: BLE001 - the optimizer is the user's code, and may run on real tensors
+        if on is not None and on.device_type != "cpu":  # which it may look for
+            return bytes_of_one(optimizer, device, replace(on, device_type="cpu"))
         note = f"{type(optimizer).__name__} could not be run on fake tensors ({type(error).__name__})"
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         complete = all(parameter in optimizer.state for parameter in trained)
@@ -229,15 +229,16 @@ def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Tenso
 
 def memory_nbytes(tensors: Iterable[Any], device_type: str, rounding: int) -> int:
     """Return the bytes of the tensors in `tensors`, or in containers there, on devices of a type."""
-    storages = {
+    return sum(rounded_bytes(nbytes, rounding) for nbytes in _storages(tensors, device_type).values())
+
+
+def _storages(tensors: Iterable[Any], device_type: str | None) -> dict[int, int]:
+    """Return the bytes of each storage behind `tensors`, on devices of a type; None: on all."""
+    return {
         (storage := leaf.untyped_storage())._cdata: storage.nbytes()
         for leaf in with_memory(tree_leaves(list(tensors)))
-        if leaf.device.type == device_type
+        if device_type in (None, leaf.device.type)
     }
-    return sum(rounded_bytes(nbytes, rounding) for nbytes in storages.values())
-
-
-_COPIED = (int, float, complex, str, type(None), Tensor, torch.dtype, torch.device, type, FunctionType)
 
 
 def _with_fakes(fakes: Mapping[int, Tensor], value: Any) -> Any:
@@ -245,33 +246,36 @@ def _with_fakes(fakes: Mapping[int, Tensor], value: Any) -> Any:
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            return leaf
+            return copy.deepcopy(leaf, dict(fakes))
         return fakes[id(leaf)] if id(leaf) in fakes else torch.empty_like(leaf)
 
     return tree_map(fake, value)
 
 
 def _copy_on(
-    fakes: Mapping[int, Tensor], optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
+    fakes: Mapping[int, Tensor], optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]
 ) -> Any:
     """Return a copy of `optimizer` that steps `groups`, has no state, calls no hooks, and changes no object.
 
-    Attributes that the copy would share with the original, and could change, are left out. `copy.copy` leaves
-    out every attribute that a subclass adds, and patches the class.
+    No attribute is shared that the copy could change. `copy.copy` leaves out every attribute that a subclass
+    adds, and patches the class.
 
     Args:
         fakes: by the identity of the parameter that they stand for.
+        groups: the parameters of each group, and options that differ from those of `optimizer`.
     """
     twin = object.__new__(type(optimizer))
+    options = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
     vars(twin).update(
-        param_groups=groups,
+        param_groups=[_with_fakes({}, own) | one for own, one in zip(options, groups, strict=True)],
         state=defaultdict(dict),
         _optimizer_step_pre_hooks={},
         _optimizer_step_post_hooks={},
     )
     for name, value in vars(optimizer).items():
-        if name not in vars(twin) and all(isinstance(leaf, _COPIED) for leaf in tree_leaves(value)):
-            vars(twin)[name] = _with_fakes(fakes, value)
+        if name not in vars(twin):
+            with suppress(Exception):  # such as a lock: what cannot be copied is left out
+                vars(twin)[name] = _with_fakes(fakes, value)
     return twin
 
 
@@ -298,6 +302,8 @@ def _silent_step_hooks() -> Iterator[None]:
                 table.update({key: hook for key, hook in hooks.items() if key in table})
 
 
+# Else dynamo would never compile the real step.
+@torch.compiler.set_stance("force_eager")  # type: ignore[untyped-decorator]
 def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Device | None) -> tuple[int, int]:
     """Return the bytes of state and of workspace, from two steps on fake tensors."""
     device_type = device.type if on is None else on.device_type
@@ -336,8 +342,7 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Devic
                 counts[fake] = 1
                 stand_ins[id(parameter)] = fake
             chosen = {"foreach": True} if _chooses_foreach(group, fakes) else {}
-            others = {name: value for name, value in group.items() if name != "params"}
-            groups.append({**_with_fakes({}, others), **chosen, "params": fakes})
+            groups.append({**chosen, "params": fakes})
         twin = _copy_on(stand_ins, optimizer, groups)
         with torch.no_grad(), _Workspace(device_type, rounding) as first:
             type(optimizer).step(twin)  # creates the state
@@ -345,10 +350,36 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Devic
             type(optimizer).step(twin)
         state = memory_nbytes(_state_of(twin), device_type, rounding)
         # The state counts from the beginning, so it is not workspace of the first step.
-        workspace = max(second.peak, first.peak - state)
+        # State of 8 bits wraps others. One compiled kernel unpacks and updates it, without workspace.
+        packed = any(map(wraps_others, map(type, tree_leaves(list(twin.state.values())))))
+        workspace = 0 if packed else max(second.peak, first.peak - state)
         for one, count in counts.items():
             state += (count - 1) * memory_nbytes([twin.state.get(one)], device_type, rounding)
         return state, workspace
+
+
+def optimizer_step_us(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
+    """Return the microseconds of a step of `optimizer` on `device`: the least of a few, of a copy.
+
+    The copy has parameters, gradients and state of its own. If it cannot step, as without room for these, the
+    result is 0.
+    """
+
+    def own(parameter: Tensor) -> Tensor:
+        copied = torch.zeros_like(local(parameter)).requires_grad_()
+        copied.grad = torch.zeros_like(copied)
+        return copied
+
+    total_s = 0.0
+    try:
+        with generators_restored(device), torch.no_grad(), _silent_step_hooks():
+            for one in (one for one in unwrapped(optimizer) if not _held_by(one)):
+                trained = [[p for p in group["params"] if p.requires_grad] for group in one.param_groups]
+                twin = _copy_on({}, one, [{"params": list(map(own, group))} for group in trained])
+                total_s += least_s(partial(type(one).step, twin), device)
+    except Exception:  # noqa: BLE001 - the optimizer is the user's code
+        return 0.0
+    return 1e6 * total_s
 
 
 MOST_EQUAL = 2
@@ -383,9 +414,7 @@ def _chooses_foreach(group: Mapping[str, Any], fakes: Sequence[Tensor]) -> bool:
 
 
 def _one(dtype: torch.dtype) -> bool | int | float:
-    if dtype is torch.bool:
-        return True
-    return 1.0 if dtype.is_floating_point or dtype.is_complex else 1
+    return dtype is torch.bool or (1.0 if dtype.is_floating_point or dtype.is_complex else 1)
 
 
 class _Workspace(TorchDispatchMode):

@@ -114,7 +114,7 @@ ac_client/entry:        base service_client measure planning planner planner/bas
                         profiler profiler/compiler profiler/static
 ac_client/sizes:        base entry measure planning planner planner/base planner/formats planner/problem
                         planner/memory planner/plans planner/report planner/sizes profiler profiler/entry
-                        profiler/steps
+                        profiler/static profiler/steps
 ac_client:              base entry sizes planner/base
 ac_client/integrations: base planning planner planner/base profiler ac_client
 ac_client/regenerate:   base planner planner/base planner/formats profiler

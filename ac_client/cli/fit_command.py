@@ -180,7 +180,7 @@ def _compare(
 def _lines(found: Fit) -> Iterator[str]:
     from autoac.planner.formats.profile import ESTIMATED
     from autoac.planner.report.by_module import aligned
-    from autoac.planner.units import format_bytes
+    from autoac.planner.units import format_bytes, format_us
 
     unit = f"{'samples' if found.axis == 'batch' else 'tokens'}/s"
     is_timed = any(row.measured for row in found.rows)
@@ -201,9 +201,10 @@ def _lines(found: Fit) -> Iterator[str]:
     yield from _limits(found)
     name = found.device.removesuffix(ESTIMATED)
     source = "those of steps that ran on" if name == found.device else "estimated from the datasheet of"
+    steps = f"with {format_us(found.optimizer_us)} of" if found.optimizer_us else "without"
     environment = found.profile_of(found.largest).environment
     yield (
-        f"Run times are {source} {name}, without the optimizer's step; parameters are {environment.dtype}, "
+        f"Run times are {source} {name}, {steps} the optimizer's step; parameters are {environment.dtype}, "
         f"autocast is {environment.autocast}."
     )
     if is_timed:
@@ -239,6 +240,10 @@ def _answers(found: Fit, unit: str) -> Iterator[str]:
         more = 1 / split.share - 1
         yield f"{parts}, with their gradients added, make {more:.1%} more {unit} than one of {split.size}."
     yield from dict.fromkeys(f"{row.size}: {_recomputed(row.plan)}." for row in (fastest, largest))
+    yield (
+        f"If no gradients exist before a forward, {found.largest_cleared} fits; if they do, as where "
+        f"micro-batches add up, {found.largest_accumulating or 'no size'} does."
+    )
     after = found.largest + found.multiple
     if found.most is not None and after > found.most:
         yield f"No size above {found.most} was considered."
@@ -270,13 +275,15 @@ def _limits(found: Fit) -> Iterator[str]:
 
     plan = found.row(found.largest).plan
     assert plan.profile is not None
-    static = plan.profile.static
+    static, created = plan.profile.static, plan.profile.gradient_nbytes
+    rest = static.total - static.gradients
+    gradients = static.gradients + (created if plan.constraints.gradients == "present" else 0)
     held = {
         "parameters": static.parameters + static.buffers,
-        "gradients": static.gradients,
+        "gradients": gradients,
         "optimizer": static.optimizer_state,
         "batch and workspaces": static.inputs + static.workspaces,
-        "saved tensors, temporaries and new gradients": plan.peak - static.total,
+        "saved tensors, temporaries and new gradients": plan.peak - rest - gradients,
     }
     words = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items() if nbytes)
     yield (

@@ -34,6 +34,8 @@ from autoac.profiler import DATASHEETS, Device, profile
 from autoac.profiler.errors import CannotFake
 
 MIB_IN_GB = 1 / 1024
+fit = partial(ac_client.fit, accumulates=False)
+ADDING = Constraints(gradients="present")
 ROWS = 4096  # of one sample
 
 
@@ -51,7 +53,7 @@ def profile_of(size: int) -> Profile:
 
 @pytest.fixture(scope="module")
 def found() -> Fit:
-    return ac_client.fit(layers, 600 * MIB_IN_GB, on="h100")
+    return fit(layers, 600 * MIB_IN_GB, on="h100")
 
 
 def test_largest_and_fastest_are_those_of_a_scan_over_all_sizes(found: Fit) -> None:
@@ -77,7 +79,7 @@ def test_rows_are_within_the_budget_and_have_the_peaks_of_their_size(found: Fit)
 
 
 def test_sizes_are_multiples_and_end_at_the_largest_to_consider() -> None:
-    found = ac_client.fit(layers, 600 * MIB_IN_GB, on="h100", multiple=2, most=9)
+    found = fit(layers, 600 * MIB_IN_GB, on="h100", multiple=2, most=9)
     assert all(row.size % 2 == 0 for row in found.rows)
     assert (found.largest, found.proven_from) == (8, None)
 
@@ -86,17 +88,33 @@ def test_the_largest_size_is_split_where_micro_batches_are_faster(found: Fit) ->
     """Two halves run all kernels twice and recompute nothing; their gradients exist beforehand."""
     assert found.split.size == found.largest
     count = found.split.count
-    half = plan(
-        profile_of(found.largest // count),
-        budget_bytes=found.budget_bytes,
-        constraints=Constraints(gradients="present"),
-    )
+    half = plan(profile_of(found.largest // count), budget_bytes=found.budget_bytes, constraints=ADDING)
     split_us = count * (half.step_us + half.extra_us)
     assert found.split.share == pytest.approx(split_us / found.row(found.largest).step_us, rel=0.01)
     assert found.split.share < 1
-    roomy = ac_client.fit(layers, 600 * MIB_IN_GB, on="h100", most=2)
+    roomy = fit(layers, 600 * MIB_IN_GB, on="h100", most=2)
     assert roomy.largest == roomy.all_saved
     assert roomy.split is None
+
+
+def heavy(size: int, **more: Any) -> dict[str, Any]:
+    with torch.device("meta"):
+        model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.GELU())))
+        rows = torch.empty(size * 512, 1024)
+    return {"model": model, "args": (rows,), "optimizer": torch.optim.AdamW(model.parameters()), **more}
+
+
+def test_a_size_must_fit_with_gradients_from_before_unless_there_are_none() -> None:
+    unknown = ac_client.fit(heavy, 0.25, on="h100")
+    adding = ac_client.fit(partial(heavy, accumulates=4), 0.25, on="h100")
+    assert adding.largest == unknown.largest == unknown.largest_accumulating < unknown.largest_cleared
+    assert fit(heavy, 0.25, on="h100").largest == unknown.largest_cleared
+    assert unknown.row(unknown.largest).peak_bytes <= unknown.budget_bytes
+    with pytest.raises(InfeasibleBudget):
+        plan(unknown.profile_of(unknown.largest + 1), budget_bytes=unknown.budget_bytes, constraints=ADDING)
+    assert adding.optimizer_us == unknown.optimizer_us / 4 > 0
+    row = adding.row(adding.fastest)
+    assert row.per_second == pytest.approx(1e6 * row.size / (row.step_us + adding.optimizer_us))
 
 
 def test_a_model_that_runs_other_ops_from_step_to_step_is_profiled_at_each_size(found: Fit) -> None:
@@ -106,21 +124,20 @@ def test_a_model_that_runs_other_ops_from_step_to_step_is_profiled_at_each_size(
         model, batch = layers(size)
         return (nn.Sequential(nn.Tanh(), model) if next(steps) < 3 else model), batch
 
-    again = ac_client.fit(changing, 600 * MIB_IN_GB, on="h100")
+    again = fit(changing, 600 * MIB_IN_GB, on="h100")
     assert (again.largest, again.all_saved) == (found.largest, found.all_saved)
 
 
 def test_a_size_that_changes_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="steps of the sizes 2, 3, 5 all take"):
-        ac_client.fit(lambda _: layers(2), 600 * MIB_IN_GB, on="h100")
+        fit(lambda _: layers(2), 600 * MIB_IN_GB, on="h100")
 
 
 def test_long_steps_take_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timed_sizes, "ENOUGH_S", 0.0)
-    policy = plan(profile(*real(2)), budget_bytes=3 << 20).policy()
-    [times] = timed_sizes.times_in_turns(
-        lambda size: TrainingSetup(*real(size)[:1], (real(size)[1],)), [PlannedSize(2, policy)], None
-    )
+    model, rows = real(2)
+    policy = plan(profile(model, rows), budget_bytes=3 << 20).policy()
+    [times] = times_in_turns(lambda _: TrainingSetup(model, (rows,)), [PlannedSize(2, policy)], None)
     assert len(times) == timed_sizes.LEAST_TURNS
 
 
@@ -131,7 +148,7 @@ def test_packed_sequences_are_admitted_up_to_the_largest_size(found: Fit) -> Non
 
 def test_training_starts_under_the_policies_of_fit() -> None:
     cpu = Device("a CPU", {}, 1e11, 1e10, 2**34, device_type="cpu", allocator_rounding=1)
-    found = ac_client.fit(layers, 150 * MIB_IN_GB, on=cpu)
+    found = fit(layers, 150 * MIB_IN_GB, on=cpu)
     assert len(found.policies.buckets) == len({found.fastest, found.largest})
     assert found.row(found.largest).plan.recompute_set
     with AllocatorTimeline() as timeline:
@@ -156,7 +173,7 @@ def real(size: int) -> tuple[nn.Module, torch.Tensor]:
 def test_steps_of_this_machine_find_the_largest_size_that_really_fits() -> None:
     """Kernels have workspaces, which no fake step sees."""
     budget = 2 << 20
-    found = ac_client.fit(real, budget / 2**30, most=64)
+    found = fit(real, budget / 2**30, most=64)
     largest = 0
     for size in range(1, 65):
         model, rows = real(size)
@@ -178,9 +195,10 @@ def test_steps_of_this_machine_find_the_largest_size_that_really_fits() -> None:
 
 
 def test_the_fastest_size_of_this_machine_is_measured_in_turns() -> None:
-    found = ac_client.fit(real, 2 / 1024, most=64)
+    found = fit(real, 2 / 1024, most=64)
     timed = {row.size: row.measured.median for row in found.rows if row.measured is not None}
-    assert {found.largest, found.all_saved, found.fastest} <= set(timed)
+    assert {found.largest, found.fastest} <= set(timed)
+    assert found.all_saved in timed or found.largest % found.all_saved == 0  # in micro-batches of that size
     assert timed[found.fastest] == max(timed.values()) == found.per_second(found.fastest)
     assert set(found.equals) < set(timed)
     assert set(timed) <= set(found.profiled)
@@ -228,7 +246,7 @@ def test_gradients_of_a_loss_with_parameters_are_put_back() -> None:
     model, _ = real(1)
     head = nn.Linear(63, 5)
     head.weight.grad = gradient = torch.ones_like(head.weight)
-    ac_client.fit(lambda size: (model, (real(size)[1],), {}, lambda out: head(out).sum()), 1 / 1024, most=8)
+    fit(lambda size: (model, (real(size)[1],), {}, lambda out: head(out).sum()), 1 / 1024, most=8)
     assert head.weight.grad is gradient
     assert torch.equal(gradient, torch.ones_like(head.weight))
     assert head.bias.grad is None
@@ -238,7 +256,7 @@ def test_a_planned_model_is_refused_before_a_step_runs() -> None:
     model, rows = real(1)
     ac_client.apply(model, budget_gb=1.0)
     with pytest.raises(AlreadyApplied):
-        ac_client.fit(lambda size: (model, rows), 1.0, most=1)
+        fit(lambda size: (model, rows), 1.0, most=1)
     assert ac_client.applied(model).policy is None
 
 
@@ -247,7 +265,7 @@ def test_a_function_that_finds_no_room_is_no_other_error() -> None:
         raise torch.OutOfMemoryError(f"no room for {size}")
 
     with pytest.raises(torch.OutOfMemoryError):
-        ac_client.fit(make, 1.0)
+        fit(make, 1.0)
 
 
 class Repeated(nn.Module):
@@ -265,7 +283,7 @@ def test_sizes_with_batches_of_one_shape_get_the_policy_of_the_largest() -> None
     def make(size: int) -> Any:
         return Repeated(layers(1)[0]), (torch.empty(1, 255, device="meta"), size * ROWS)
 
-    found = ac_client.fit(make, 600 * MIB_IN_GB, on="h100")
+    found = fit(make, 600 * MIB_IN_GB, on="h100")
     assert found.fastest < found.largest
     assert [bucket.policy for bucket in found.policies.buckets] == [found.row(found.largest).plan.policy()]
 
@@ -282,27 +300,15 @@ def classes(size: int, *, closed_over: bool) -> dict[str, Any]:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1000))
         rows, targets = torch.empty(size * 128, 64), torch.empty(size * 128, dtype=torch.long)
-    if closed_over:
-        return {
-            "model": model,
-            "args": (rows,),
-            "loss": lambda out: nn.functional.cross_entropy(out, targets),
-        }
-    return {
-        "model": model,
-        "args": (rows,),
-        "loss": partial(nn.functional.cross_entropy, target=targets),
-    }
+    loss = nn.functional.cross_entropy
+    given = (lambda out: loss(out, targets)) if closed_over else partial(loss, target=targets)
+    return {"model": model, "args": (rows,), "loss": given}
 
 
 def test_a_loss_may_close_over_targets_on_meta() -> None:
-    found, other = (
-        ac_client.fit(partial(classes, closed_over=closed_over), 0.2, on="h100")
-        for closed_over in (True, False)
-    )
-    assert [(row.size, row.peak_bytes) for row in found.rows] == [
-        (row.size, row.peak_bytes) for row in other.rows
-    ]
+    found = [fit(partial(classes, closed_over=closed), 0.2, on="h100") for closed in (True, False)]
+    one, other = ([(row.size, row.peak_bytes) for row in each.rows] for each in found)
+    assert one == other
 
 
 def test_a_loss_may_write_a_tensor_on_meta_that_it_closes_over() -> None:
@@ -326,7 +332,7 @@ def test_a_loss_that_trains_a_tensor_on_meta_is_told_to_add_it_to_the_model() ->
         return setup | {"loss": lambda out: head(out).sum()}
 
     with pytest.raises(CannotFake, match="a parameter of the model"):
-        ac_client.fit(with_head, 0.2, on="h100")
+        fit(with_head, 0.2, on="h100")
 
 
 class Recurrent(nn.Module):
@@ -346,7 +352,7 @@ def recurrent(size: int) -> tuple[nn.Module, torch.Tensor]:
 
 
 def test_sizes_whose_bytes_are_on_no_line_have_profiles_of_their_own() -> None:
-    found = ac_client.fit(recurrent, 0.5 / 1024, most=16)
+    found = fit(recurrent, 0.5 / 1024, most=16)
     for size in (6, 7, 9, 11, 13):
         own = profile(*recurrent(size))
         assert found.peak_bytes(size) == bounds(build(own)).ceiling
@@ -362,14 +368,14 @@ def test_a_size_is_given_up_only_after_more_work(found: Fit, monkeypatch: pytest
         return plan_with_host(*args, work_limit=work_limit, **options)
 
     monkeypatch.setattr(module, "plan_with_host", planned)
-    again = ac_client.fit(layers, 600 * MIB_IN_GB, on="h100")
+    again = fit(layers, 600 * MIB_IN_GB, on="h100")
     assert found.all_saved < again.largest == found.largest
 
 
 def test_fit_leaves_a_real_model_as_it_was() -> None:
     model, _ = real(1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    ac_client.fit(lambda size: (model, real(size)[1]), 2 / 1024, most=8)
+    fit(lambda size: (model, real(size)[1]), 2 / 1024, most=8)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -382,29 +388,29 @@ def products(size: int) -> tuple[nn.Module, torch.Tensor]:
 
 
 def test_moves_to_the_host_make_a_larger_size_the_fastest() -> None:
-    alone = ac_client.fit(products, 0.6, on="h100", most=16)
-    with_host = ac_client.fit(products, 0.6, on="h100", most=16, host_budget_gb=4)
+    alone = fit(products, 0.6, on="h100", most=16)
+    with_host = fit(products, 0.6, on="h100", most=16, host_budget_gb=4)
     fastest = with_host.row(with_host.fastest)
     assert fastest.size > alone.fastest == alone.all_saved
     assert fastest.plan.moves
     assert fastest.peak_bytes <= with_host.budget_bytes
     assert fastest.per_second > alone.row(alone.fastest).per_second
     with pytest.raises(ValueError, match="a link to its host"):
-        ac_client.fit(products, 0.6, on=replace(DATASHEETS["h100"], link_bytes_per_s=0.0), host_budget_gb=4)
+        fit(products, 0.6, on=replace(DATASHEETS["h100"], link_bytes_per_s=0.0), host_budget_gb=4)
 
 
 def test_a_budget_below_the_smallest_size_is_infeasible() -> None:
     with pytest.raises(InfeasibleBudget):
-        ac_client.fit(layers, 1 * MIB_IN_GB, on="h100")
+        fit(layers, 1 * MIB_IN_GB, on="h100")
 
 
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(InvalidBudget):
-        ac_client.fit(layers, -1.0, on="h100")
+        fit(layers, -1.0, on="h100")
     with pytest.raises(ValueError, match="on must be"):
-        ac_client.fit(layers, 1.0, on="abacus")
+        fit(layers, 1.0, on="abacus")
     with pytest.raises(InvalidLimit):
-        ac_client.fit(layers, 1.0, on="h100", multiple=0)
+        fit(layers, 1.0, on="h100", multiple=0)
 
 
 class Attention(nn.Module):
@@ -427,7 +433,7 @@ def attention(tokens: int) -> tuple[nn.Module, torch.Tensor]:
 
 
 def test_the_fastest_length_is_found_although_attention_takes_the_square_of_it() -> None:
-    found = ac_client.fit(attention, 0.5, on="h100", axis="tokens", multiple=512)
+    found = fit(attention, 0.5, on="h100", axis="tokens", multiple=512)
     speeds = {}
     for tokens in range(512, found.all_saved + 1, 512):
         model, batch = attention(tokens)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ac_client.layouts import REST, LayoutRow, compare_layouts, layouts_of
-from autoac.planner import InfeasibleBudget, Profile, bounds, build, find_minimum_peak, plan
+from autoac.planner import Constraints, InfeasibleBudget, Profile, bounds, build, find_minimum_peak, plan
 from autoac.planner.units import GIB
 from autoac.profiler import DATASHEETS, fake_ranks, observe
 
@@ -60,8 +60,9 @@ def test_bytes_of_a_layout_are_those_of_the_profile_of_its_rank() -> None:
         assert 1 < row.largest < MOST
         assert row.largest_of_job == row.largest * row.dimensions[REST]
         assert plan(profile_of(row, row.largest), budget_bytes=BUDGET, gap=1.0).peak <= BUDGET
+        adding = Constraints(gradients="present")  # as nobody says that there are none
         with pytest.raises(InfeasibleBudget):
-            plan(profile_of(row, row.largest + 1), budget_bytes=BUDGET, gap=1.0)
+            plan(profile_of(row, row.largest + 1), budget_bytes=BUDGET, gap=1.0, constraints=adding)
 
 
 def test_no_size_fits_a_budget_below_the_smallest_peak() -> None:

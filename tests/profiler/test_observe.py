@@ -8,6 +8,7 @@ import random
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -20,7 +21,7 @@ from autoac.planner import build, simulate
 from autoac.planner.memory.schedule import OptimizerStep
 from autoac.planner.problem.microbatch import with_gradients
 from autoac.profiler import DATASHEETS, CannotProfile, Loop, Times, observe, profile
-from autoac.profiler.static_memory import optimizer_bytes
+from autoac.profiler.static_memory import optimizer_bytes, optimizer_step_us
 from autoac.tape.torch_facts.gradients import roots_of
 from benchmarks.models.modules import Transformer
 from benchmarks.models.tiny import ZOO, ZooModel
@@ -360,6 +361,36 @@ def test_parameter_that_gets_no_gradient_has_no_state() -> None:
     alone = optimizer_bytes(torch.optim.AdamW(used.parameters()), cpu)
     assert optimizer_bytes(optimizer, cpu) == alone
     assert before.state > alone.state + 2 * unused.weight.nbytes
+
+
+@torch.compile(backend="eager", fullgraph=True)
+def update(parameter: Tensor, gradient: Tensor, average: Tensor) -> None:
+    parameter.sub_(average.lerp_(gradient, 0.1))
+
+
+class Managed(torch.optim.Optimizer):
+    """Its step is compiled, as torchao's of 8 bits is, and reads an object, as that of bitsandbytes does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.manager = SimpleNamespace(steps=0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.manager.steps += 1
+        for one in self.param_groups[0]["params"]:
+            update(one, one.grad, self.state[one].setdefault("average", torch.zeros_like(one)))
+
+
+def test_a_compiled_step_that_reads_an_object_is_run_on_a_copy() -> None:
+    weight = nn.Parameter(torch.zeros(64, 64))
+    optimizer, cpu = Managed([weight]), torch.device("cpu")
+    assert optimizer_bytes(optimizer, cpu).state == weight.nbytes
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()  # still compiles
+    assert optimizer_step_us(optimizer, cpu) > 0
+    assert optimizer.manager.steps == 1
+    assert torch.equal(weight, torch.full_like(weight, -0.1))
 
 
 # torch's own, when it loads decompositions for forward mode

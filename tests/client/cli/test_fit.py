@@ -63,9 +63,8 @@ def test_the_table_marks_the_fastest_and_the_largest_size(capsys: Any) -> None:
 
 
 def test_json_has_the_answers_and_every_row(capsys: Any) -> None:
-    code, out, _ = run(
-        capsys, "sized:make", "--budget-gb", "0.1", "--on", "h100", "--json", "--multiple", "2"
-    )
+    argv = "sized:make --budget-gb 0.1 --on h100 --json --multiple 2"
+    code, out, _ = run(capsys, *argv.split())
     facts = json.loads(out)
     assert code == OK
     sizes = [row["size"] for row in facts["rows"]]
@@ -111,31 +110,32 @@ def test_a_mesh_that_ranks_name_is_passed_on(capsys: Any) -> None:
     assert largest["dp=4,tp=1"] < largest["dp=2,tp=2"]  # the model has as many layers as ranks of tp, and one
 
 
+MADE, LAID = (f"sized:{name} --budget-gb 1 --on h100" for name in ("make", "laid"))
+
+
 @pytest.mark.parametrize(
     ("argv", "code"),
     [
         *(
-            (("sized:laid", "--budget-gb", "1", "--on", "h100", "--ranks", ranks), USAGE)
-            for ranks in ("0", "four", "dp=2,dp=2", "dp=0", "4,tp=2", "dp=2,", "")
+            (f"{LAID} --ranks {ranks}", USAGE)
+            for ranks in ("0", "four", "dp=2,dp=2", "dp=0", "4,tp=2", "dp=2,")
         ),
-        (("sized:laid", "--budget-gb", "1", "--ranks", "dp=2,tp=2"), USAGE),
-        (
-            ("sized:laid", "--budget-gb", "1", "--on", "h100", "--ranks", "dp=2,tp=2", "--layouts", "tp=1"),
-            USAGE,
-        ),
-        (("sized:make", "--budget-gb", "1", "--on", "h100", "--layouts", "tp=1"), USAGE),
-        (("sized:laid", "--budget-gb", "1", "--on", "h100", "--ranks", "4", "--layouts", "tp=3"), USAGE),
-        (("sized:laid", "--budget-gb", "1", "--on", "h100", "--ranks", "4", "--layouts", "tp"), USAGE),
-        (("sized:make", "--budget-gb", "1", "--on", "h100", "--ranks", "4", "--layouts", "tp=1"), ERROR),
-        (("sized:make", "--budget-gb", "1", "--on", "abacus"), USAGE),
-        (("sized:make", "--budget-gb", "-1", "--on", "h100"), USAGE),
-        (("sized:make", "--budget-gb", "1", "--on", "h100", "--multiple", "8", "--most", "4"), USAGE),
-        (("sized:make", "--budget-gb", "0.000001", "--on", "h100"), ERROR),
-        (("sized:wrong", "--budget-gb", "1", "--on", "h100"), ERROR),
-        (("sized:missing", "--budget-gb", "1", "--on", "h100"), ERROR),
+        (f"{LAID} --ranks=", USAGE),
+        ("sized:laid --budget-gb 1 --ranks dp=2,tp=2", USAGE),
+        (f"{LAID} --ranks dp=2,tp=2 --layouts tp=1", USAGE),
+        (f"{MADE} --layouts tp=1", USAGE),
+        (f"{LAID} --ranks 4 --layouts tp=3", USAGE),
+        (f"{LAID} --ranks 4 --layouts tp", USAGE),
+        (f"{MADE} --ranks 4 --layouts tp=1", ERROR),
+        ("sized:make --budget-gb 1 --on abacus", USAGE),
+        ("sized:make --budget-gb -1 --on h100", USAGE),
+        (f"{MADE} --multiple 8 --most 4", USAGE),
+        ("sized:make --budget-gb 0.000001 --on h100", ERROR),
+        ("sized:wrong --budget-gb 1 --on h100", ERROR),
+        ("sized:missing --budget-gb 1 --on h100", ERROR),
     ],
 )
-def test_what_is_wrong_has_its_exit_code_and_one_line(capsys: Any, argv: tuple[str, ...], code: int) -> None:
-    found, _, err = run(capsys, *argv)
+def test_what_is_wrong_has_its_exit_code_and_one_line(capsys: Any, argv: str, code: int) -> None:
+    found, _, err = run(capsys, *argv.split())
     assert found == code
     assert err.splitlines()[-1].startswith("autoac: ")
