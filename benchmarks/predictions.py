@@ -2,14 +2,15 @@
 
     python -m benchmarks.predictions [--only PATTERN] [--out docs/predictions.md]
 
-Each row is a training run of torchtitan whose memory its authors published. One rank of it is profiled in a
-fake step, with torch's own checkpoints in the model, and nothing is fitted to the figures.
+Each row is a training run whose memory its authors published: of torchtitan, or on one GPU
+(single_gpu_runs.py). One rank of it is profiled in a fake step, with torch's own checkpoints in the model,
+and nothing is fitted to the figures.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -30,6 +31,8 @@ from benchmarks.models.sharded_llama import (
     sharded,
 )
 from benchmarks.results import bench_parser, chosen, markdown_table, shown, write_result
+from benchmarks.single_gpu_runs import RUNS as SINGLE_RUNS
+from benchmarks.single_gpu_runs import SingleRun, predicted
 
 GIB = 2**30
 TITAN = "https://github.com/pytorch/torchtitan"
@@ -195,7 +198,7 @@ def predicted_peaks(run: Run) -> tuple[float, float]:
     return found.peak / GIB, (found.peak + fragments) / GIB
 
 
-def summary(words: str, errors: list[tuple[float, Run]]) -> str:
+def summary(words: str, errors: Sequence[tuple[float, Run | SingleRun]]) -> str:
     """Return the median and the worst of some errors."""
     error, run = max(errors, key=lambda item: abs(item[0]))
     median = statistics.median(abs(error) for error, _ in errors)
@@ -205,7 +208,7 @@ def summary(words: str, errors: list[tuple[float, Run]]) -> str:
     )
 
 
-def page(predictions: list[Prediction]) -> str:
+def page(predictions: list[Prediction], single: list[tuple[SingleRun, float]]) -> str:
     """Return docs/predictions.md."""
     head = ["model", "setup", "reserved", "predicted", "error", "source"]
     rows = []
@@ -221,8 +224,27 @@ def page(predictions: list[Prediction]) -> str:
         "Reserved, eager runs": [(p.reserved_error, p.run) for p in eager],
         "Reserved, compiled runs": [(p.reserved_error, p.run) for p in predictions if p.run.ran != EAGER],
     }
-    summaries = [summary(words, errors) for words, errors in kinds.items() if errors]
-    return TEXT.format(table=markdown_table(head, rows), summaries="\n".join(summaries))
+    of_single = [(peak / run.peak - 1, run) for run, peak in single]
+    every: list[tuple[float, Run | SingleRun]] = [*of_single, *((p.reserved_error, p.run) for p in eager)]
+    summaries = [summary(f"torchtitan, {words}", errors) for words, errors in kinds.items() if errors]
+    summaries += [summary("One GPU", of_single)] if of_single else []
+    summaries += [summary("All eager runs", every)] if every else []
+    others = [
+        [
+            f"[{run.project}]({run.source})",
+            run.model,
+            run.setup,
+            *(run.figure, f"{run.peak:.2f}", f"{peak:.2f}", f"{peak / run.peak - 1:+.1%}", run.unknown),
+        ]
+        for run, peak in single
+    ]
+    return TEXT.format(
+        table=markdown_table(head, rows),
+        summaries="\n".join(summaries),
+        single=markdown_table(
+            ["project", "model", "setup", "figure", "published", "predicted", "error", "unknown"], others
+        ),
+    )
 
 
 TEXT = """# Predictions
@@ -230,11 +252,14 @@ TEXT = """# Predictions
 After reading this page you know how far predicted peaks were from those measured on clusters that we
 do not have. `make bench-predictions` makes the page without a GPU.
 
-Each row is a run of [torchtitan](https://github.com/pytorch/torchtitan) whose memory its authors
-published, in GiB. One rank of it is [profiled on fake tensors](profiling.md#one-rank-of-many): a Llama
-of the same widths (`benchmarks/models/sharded_llama.py`), AdamW, parameters in float32 and products in
-bf16, `fully_shard`, tensor and sequence parallelism, and torch's own checkpoint in the model. Nothing
-is fitted to the figures.
+Each row is a run whose memory its authors published, in GiB. It is profiled on fake tensors, with torch's own
+checkpoint in the model, and nothing is fitted to the figures.
+
+{summaries}
+
+Of [torchtitan](https://github.com/pytorch/torchtitan), [one rank](profiling.md#one-rank-of-many) is
+profiled: a Llama of the same widths (`benchmarks/models/sharded_llama.py`), AdamW, parameters in float32 and
+products in bf16, `fully_shard`, tensor and sequence parallelism.
 
 *In use* are the bytes that the allocator has handed out (torch's "active"). *Reserved* is what it took
 from the GPU; the prediction replays its rules ([fragmentation](budget.md#fragmentation)) for three
@@ -242,11 +267,18 @@ steps. "AC ops" is torchtitan's selective checkpoint, which saves attention and 
 "4 x TP 2" shards over 4 times 2 ranks. A compiled run is predicted as if it ran eagerly, and float8 as
 if in bf16; the table leaves those out, and the command prints them.
 
-{summaries}
+## torchtitan
 
 {table}
 
-Where predictions are known to differ:
+## One GPU
+
+Runs of other trainers. A figure is the most bytes in use, or all that the allocator reserved; transformers
+measured the whole GPU, of which 1,343 MiB are the context.
+
+{single}
+
+## Where predictions differ
 
 - The replay gives gradients of sharded parameters a stream of their own. All-gathers have one too,
   whose memory nothing else gets; the replay does not know that, so it reserves less.
@@ -254,6 +286,9 @@ Where predictions are known to differ:
   rank has as many tokens as with 8 x 2048, but up to twice its memory; a likely cause that was not tried:
   collectives of that time held their tensors until the GPU was done.
 - The runs on H200s compile the loss too, so their logits are never there in float32.
+- A first comparison taught two facts about runs: the norms of litgpt's LoRA compute in float32 (from -4.2 to
+  -1.0%), and the `zero_grad` of transformers in 2022 kept gradients (from -18 to -9%).
+- Workspaces of cuDNN are not predicted.
 
 Not predicted: pipelines (Llama 3 405B), context parallelism, DeepSeek-V3, FSDP1 and Qwen3 32B of the same
 sources.
@@ -265,9 +300,13 @@ def main() -> None:
     options = bench_parser(__doc__).parse_args()
     torch.set_num_threads(1)
     runs = {f"{run.model}, {run.setup}, {run.source}": run for run in RUNS}
-    asked = (predict(runs[name]) for name in chosen(runs, options.only))
+    others = {f"{run.project}, {run.model}, {run.setup}": run for run in SINGLE_RUNS}
+    names = list(chosen(runs | others, options.only))
+    asked = (predict(runs[name]) for name in names if name in runs)
     predictions = shown(asked, lambda p: (p.run.model, p.run.setup, f"{p.reserved_error:+.1%}"))
-    write_result(page(predictions).removesuffix("\n"), options.out)
+    alone = ((others[name], predicted(others[name])) for name in names if name in others)
+    single = shown(alone, lambda p: (p[0].model, p[0].setup, f"{p[1]:.2f} GiB"))
+    write_result(page(predictions, single).removesuffix("\n"), options.out)
 
 
 if __name__ == "__main__":
