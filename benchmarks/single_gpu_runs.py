@@ -1,4 +1,4 @@
-"""Training runs on one GPU whose memory litgpt, transformers and mmsegmentation published.
+"""Training runs on one GPU whose memory litgpt, transformers, optimum-benchmark and mmsegmentation published.
 
 Each run is built here as its authors describe it. What they do not say is in `unknown`.
 """
@@ -30,6 +30,7 @@ GIB = 2**30
 LITGPT = "https://github.com/Lightning-AI/litgpt/blob/main/tutorials/resource-tables.md"
 MMSEG = "https://github.com/open-mmlab/mmsegmentation/blob/main/configs/fcn/README.md"
 HF = "https://huggingface.co/docs/transformers/v4.20.0/en/perf_train_gpu_one"
+OPTIMUM = "https://huggingface.co/datasets/optimum-benchmark/rocm/commit/{}"
 CONTEXT_MIB = 1343  # of the GPU that transformers' page counts with its figures
 
 
@@ -145,6 +146,29 @@ def _hf(setup: str, batch: int, mib: int, *, checkpoint: bool = False, half: boo
     )
 
 
+def _masked() -> Any:
+    return transformers.BertForMaskedLM(transformers.BertConfig())
+
+
+def _gpt2() -> Any:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config())
+
+
+def _trainer(build: Callable[[], nn.Module]) -> Step:
+    with torch.device("meta"):
+        model, ids = build().train(), torch.empty(2, 16, dtype=torch.long)
+    return Step(model, {"input_ids": ids, "labels": ids}, torch.optim.AdamW(model.parameters()))
+
+
+def _optimum(model: str, build: Callable[[], nn.Module], megabytes: float, commit: str) -> SingleRun:
+    return SingleRun(
+        *("optimum-benchmark", model, "2 samples, Trainer", OPTIMUM.format(commit), megabytes * 1e6 / GIB),
+        "in use",
+        partial(_trainer, build),
+        "the length, taken for 16; an MI250, predicted as an A100",
+    )
+
+
 RUNS = (
     *_litgpt("phi-1.5", PHI_1_5, 1044, {1: 4.82, 2: 6.76, 4: 10.68}),
     *_litgpt("StableLM 3B", STABLELM_3B, 1034, {1: 9.69, 2: 12.10, 4: 16.92}),
@@ -161,4 +185,6 @@ RUNS = (
     _hf("4 x 512, autocast to fp16", 4, 13939, half=True),
     _hf("1 x 512, accumulated, AC full, autocast to fp16", 1, 7275, checkpoint=True, half=True),
     _hf("4 x 512, Adafactor", 4, 12295),
+    _optimum("BERT base", _masked, 2195.345408, "1017b5a8afd28e0a512c3cc3544bc3ae576dca07"),
+    _optimum("GPT-2", _gpt2, 2506.73664, "b9b708f6fdfa87c7a5fda9cc1f048ecbe06c3979"),
 )
