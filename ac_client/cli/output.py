@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
@@ -173,21 +174,32 @@ def policy_header(policy: Policy) -> dict[str, Any]:
     return header | {"ops": len(policy.decisions), "recomputed": recomputed}
 
 
+SILENCE_S = 10.0  # between two lines about one search
+
+
+def _so_far(progress: Progress) -> str:
+    """Return how far a search is, to put after the name of its task."""
+    point = f", point {progress.point} of {progress.points}" if progress.point else ""
+    return point + (f", gap {progress.gap:.1%}" if progress.gap < 10 else "")
+
+
 class _ProgressLines:
-    """Show progress in a file or a pipe: print a line on stderr when something else starts."""
+    """Show progress in a file or a pipe: print lines on stderr when a task starts, and while it searches."""
 
     def __init__(self, task: str) -> None:
-        self._task = task
+        self._task, self._said_at = task, time.monotonic()
         if task:
             say(f"{task} ...", file=sys.stderr)
 
     def start(self, task: str, done: int = 0, total: int | None = None) -> None:
         if task != self._task:
             say(task, file=sys.stderr)
-        self._task = task
+        self._task, self._said_at = task, time.monotonic()
 
     def solving(self, progress: Progress) -> None:
-        pass
+        if time.monotonic() - self._said_at >= SILENCE_S:
+            say(self._task + _so_far(progress), file=sys.stderr)
+            self._said_at = time.monotonic()
 
 
 class _ProgressBar:
@@ -197,11 +209,11 @@ class _ProgressBar:
         self._bar, self._bar_id, self._task = bar, bar_id, printable(task)
 
     def start(self, task: str, done: int = 0, total: int | None = None) -> None:
-        self._bar.update(self._bar_id, description=printable(task), completed=done, total=total)
+        self._task = printable(task)
+        self._bar.update(self._bar_id, description=self._task, completed=done, total=total)
 
     def solving(self, progress: Progress) -> None:
-        gap = f", gap {progress.gap:.1%}" if progress.gap < 10 else ""
-        self._bar.update(self._bar_id, description=self._task + gap)
+        self._bar.update(self._bar_id, description=self._task + _so_far(progress))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from stepping import needs_compiled_plans
 
 import ac_client
 from ac_client import model_loader
-from ac_client.cli import plan_commands
+from ac_client.cli import output, plan_commands
 from ac_client.cli.exit_codes import ERROR, INTERRUPTED, OK, USAGE
 from ac_client.cli.main import app, main
 from autoac.planner import Policy, PolicySet, Profile
@@ -227,9 +227,11 @@ def test_diff_is_a_table_of_the_decisions_that_differ(profiled, capsys):
     assert json.loads(run(capsys, "diff", "a.json", "a.json", "--json")[1])["same"]
 
 
-def test_frontier_prints_a_line_for_each_plan(profiled, capsys):
-    code, out, _ = run(capsys, "frontier", "profile.json", "--points", "4")
+def test_frontier_prints_a_line_for_each_plan(profiled, capsys, monkeypatch):
+    monkeypatch.setattr(output, "SILENCE_S", 0.0)
+    code, out, err = run(capsys, "frontier", "profile.json", "--points", "4")
     assert code == OK
+    assert any("4 budgets, point 1 of 3" in line for line in err.splitlines())
     assert out.startswith("smallest peak ")
     code, said, _ = run(capsys, "frontier", "profile.json", "--points", "4", "--json")
     data = json.loads(said)
