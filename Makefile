@@ -182,7 +182,7 @@ bench-offload: $(READY)
 bench-random-plans: $(READY)
 	PYTHONPATH=tests/planner $(BIN)/python -m random_plans
 
-# Predicted peaks of published runs on clusters, on fake ranks: docs/predictions.md. Five minutes.
+# Predicted peaks of published runs on clusters and single GPUs: docs/predictions.md. Ten minutes.
 bench-predictions: $(READY)
 	$(BIN)/python -m benchmarks.predictions --out docs/predictions.md
 

@@ -210,50 +210,43 @@ def summary(words: str, errors: Sequence[tuple[float, Run | SingleRun]]) -> str:
 
 def page(predictions: list[Prediction], single: list[tuple[SingleRun, float]]) -> str:
     """Return docs/predictions.md."""
-    head = ["model", "setup", "reserved", "predicted", "error", "source"]
-    rows = []
     eager = [p for p in predictions if p.run.ran == EAGER]
-    for p in eager:
-        run = p.run
-        place = run.source.rsplit("/", 2)
-        name = f"#{place[2]}" if place[1] == "pull" else "table"
-        reserved = [f"{run.reserved:.2f}", f"{p.reserved:.2f}", f"{p.reserved_error:+.1%}"]
-        rows.append([run.model, run.setup, *reserved, f"[{name}]({run.source})"])
     kinds = {
-        "Bytes in use": [(p.active_error, p.run) for p in predictions if p.active_error is not None],
-        "Reserved, eager runs": [(p.reserved_error, p.run) for p in eager],
-        "Reserved, compiled runs": [(p.reserved_error, p.run) for p in predictions if p.run.ran != EAGER],
+        "bytes in use": [(p.active_error, p.run) for p in predictions if p.active_error is not None],
+        "reserved, eager runs": [(p.reserved_error, p.run) for p in eager],
+        "reserved, compiled runs": [(p.reserved_error, p.run) for p in predictions if p.run.ran != EAGER],
     }
     of_single = [(peak / run.peak - 1, run) for run, peak in single]
     every: list[tuple[float, Run | SingleRun]] = [*of_single, *((p.reserved_error, p.run) for p in eager)]
     summaries = [summary(f"torchtitan, {words}", errors) for words, errors in kinds.items() if errors]
     summaries += [summary("One GPU", of_single)] if of_single else []
     summaries += [summary("All eager runs", every)] if every else []
-    others = [
-        [
-            f"[{run.project}]({run.source})",
-            run.model,
-            run.setup,
-            *(run.figure, f"{run.peak:.2f}", f"{peak:.2f}", f"{peak / run.peak - 1:+.1%}", run.unknown),
-        ]
-        for run, peak in single
+    runs: list[tuple[str, Run | SingleRun, float, float]] = [
+        *(("torchtitan", p.run, p.run.reserved, p.reserved) for p in eager),
+        *((run.project, run, run.peak, peak) for run, peak in single),
     ]
+    rows = [
+        [
+            f"[{project}]({run.source}): {run.model}, {run.setup.removesuffix(f', {EAGER}')}",
+            *(f"{published:.2f}", f"{peak:.2f}", f"{peak / published - 1:+.1%}"),
+        ]
+        for project, run, published, peak in runs
+    ]
+    unknown = dict.fromkeys(f"- {run.project}, bytes {run.figure}: {run.unknown}." for run, _ in single)
     return TEXT.format(
-        table=markdown_table(head, rows),
+        unknown="\n".join(unknown),
+        table=markdown_table(["run", "published", "predicted", "error"], rows),
         summaries="\n".join(summaries),
-        single=markdown_table(
-            ["project", "model", "setup", "figure", "published", "predicted", "error", "unknown"], others
-        ),
     )
 
 
 TEXT = """# Predictions
 
-After reading this page you know how far predicted peaks were from those measured on clusters that we
-do not have. `make bench-predictions` makes the page without a GPU.
+After reading this page you know how far predicted peaks were from those measured on clusters and GPUs that
+we do not have. `make bench-predictions` makes the page without a GPU.
 
 Each row is a run whose memory its authors published, in GiB. It is profiled on fake tensors, with torch's own
-checkpoint in the model, and nothing is fitted to the figures.
+checkpoint in the model; no number is fitted to the figures.
 
 {summaries}
 
@@ -264,34 +257,25 @@ products in bf16, `fully_shard`, tensor and sequence parallelism.
 *In use* are the bytes that the allocator has handed out (torch's "active"). *Reserved* is what it took
 from the GPU; the prediction replays its rules ([fragmentation](budget.md#fragmentation)) for three
 steps. "AC ops" is torchtitan's selective checkpoint, which saves attention and every second product;
-"4 x TP 2" shards over 4 times 2 ranks. A compiled run is predicted as if it ran eagerly, and float8 as
-if in bf16; the table leaves those out, and the command prints them.
-
-## torchtitan
+"4 x TP 2" shards over 4 times 2 ranks. Compiled runs are predicted as eager, and float8 as bf16; the table
+leaves those out, and the command prints them.
 
 {table}
 
-## One GPU
+Of torchtitan, reserved bytes are in the table. What is not known of the others:
 
-Runs of other trainers. A figure is the most bytes in use, or all that the allocator reserved; transformers
-measured the whole GPU, of which 1,343 MiB are the context.
-
-{single}
+{unknown}
 
 ## Where predictions differ
 
 - The replay gives gradients of sharded parameters a stream of their own. All-gathers have one too,
   whose memory nothing else gets; the replay does not know that, so it reserves less.
 - Runs of March 2024 (#165) used the `fully_shard` and the DTensor of that time. In the two of 4 x TP 2 a
-  rank has as many tokens as with 8 x 2048, but up to twice its memory; a likely cause that was not tried:
-  collectives of that time held their tensors until the GPU was done.
-- The runs on H200s compile the loss too, so their logits are never there in float32.
-- A first comparison taught two facts about runs: the norms of litgpt's LoRA compute in float32 (from -4.2 to
-  -1.0%), and the `zero_grad` of transformers in 2022 kept gradients (from -18 to -9%).
+  rank has as many tokens as with 8 x 2048, but up to twice its memory; perhaps because collectives then held
+  their tensors until the GPU was done.
+- A first comparison taught two facts about runs: norms of litgpt's LoRA compute in float32 (-4.2 became
+  -1.0%), and `zero_grad` of transformers in 2022 kept gradients (-18 became -9%).
 - Workspaces of cuDNN are not predicted.
-
-Not predicted: pipelines (Llama 3 405B), context parallelism, DeepSeek-V3, FSDP1 and Qwen3 32B of the same
-sources.
 """
 
 
