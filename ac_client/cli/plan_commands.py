@@ -26,14 +26,7 @@ from ac_client.cli.options import (
     constraints_of,
     dimensions_of,
 )
-from ac_client.cli.output import (
-    check_output,
-    deliver,
-    policy_header,
-    read_profile,
-    say,
-    show_progress,
-)
+from ac_client.cli.output import check_output, deliver, policy_header, read_profile, say, show_progress
 
 if TYPE_CHECKING:
     from autoac.planner import Plan
@@ -94,10 +87,7 @@ def profile(
     device = DATASHEETS[on] if on is not None else None
     if device is not None and cudnn is not None:
         device = replace(device, cudnn=cudnn)
-    with (
-        among_ranks(dimensions, rank) as mesh,
-        show_progress(f"profiling {function}"),
-    ):
+    with among_ranks(dimensions, rank) as mesh, show_progress(f"profiling {function}"):
         setup = setup_from(call_function(build, function, *mesh), function)
         dtype = getattr(torch, autocast) if autocast is not None else None
         observed = setup.observe(device, dtype, compiled=compiled)
