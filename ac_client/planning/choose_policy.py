@@ -186,6 +186,11 @@ class PolicyChooser:
             with self._giving_up(ProfilerError, PlannerError, RemoteError):
                 self._plan_observed(observation, call)
 
+    def settle_ended(self, model: nn.Module) -> None:
+        """Plan the observed step now, if its record has ended."""
+        if (observation := self._planner.observation) is not None and not observation.step.recording:
+            self.settle(model)
+
     def settle(self, model: nn.Module, *, raises: bool = False) -> None:
         """Plan the observed step now, if it is over. What cannot be planned raises in the next forward.
 

@@ -229,8 +229,6 @@ class PlannedBucket:
         forwards: how many were to run under it.
         left_at: the last of them that ran other ops than the policy has; 0 if none did.
         left_until: the forward from which on to observe another like it.
-        room_requests: how often other models on the device asked for room.
-        room_requested: bytes that they asked for since the policy was planned.
         observed_for: forms of step that were observed: once each, since steps of two forms may take turns.
         stale: what steps did that the prediction does not count; "" if nothing is known.
         warned: rows of the table of `next_action` that were warned of.
@@ -247,8 +245,6 @@ class PlannedBucket:
         self.statistics = StepStatistics()
         self.ran_skipped: set[str] = set()
         self.forwards = self.left_at = self.left_until = 0
-        self.room_requests = 0
-        self.room_requested = 0
         self.warned: set[str] = set()
         terms = terms or PlannedFor(loaded.policy.budget_bytes, loop=Loop(len(loaded.policy.forwards)))
         self.observed = terms.loop
@@ -327,11 +323,6 @@ class PlannedBucket:
         if warning and action.row not in self.warned:
             self.warned.add(action.row)
             log.warning("%s: %s", name, warning)
-
-    def withhold(self, nbytes: int) -> None:
-        """Have the next step planned for `nbytes` less, to make room for another model on the device."""
-        self.room_requests += 1
-        self.room_requested += nbytes
 
 
 def largest(buckets: Iterable[PlannedBucket]) -> PlannedBucket:

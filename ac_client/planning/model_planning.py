@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -90,6 +91,7 @@ class ModelPlanning:
         self.chooser = PolicyChooser(
             model, self.store, self.planner, given=policy is not None, on_failure=on_failure
         )
+        self.watch.on_device.settle = weakref.WeakMethod(self.chooser.settle_ended)
 
     def policy_for(self, call: ModelCall, waiting: int) -> PlannedBucket | None:
         """Return the bucket that runs this batch, planned if necessary; None if the batch runs unplanned.
@@ -102,7 +104,7 @@ class ModelPlanning:
             ShapeNotPlanned: strict, and no bucket covers the batch.
             PlannerError, RemoteError, ProfilerError: planning failed.
         """
-        self.watch.on_device.note_moment()
+        self.watch.on_device.note_moment(forward=True)
         captures = is_capturing()
         if captures and self.chooser.plans_first:
             raise CannotCapture(self._name, "its plan is not made yet")
@@ -116,8 +118,6 @@ class ModelPlanning:
         facts = self.watch.before_forward(call, bucket, buckets, waiting, gradients=gradients)
         while isinstance(action := self._next(bucket, facts), PlanAgain):
             facts = facts._replace(can_profile=facts.can_profile and not action.profiles)
-            if action.row == "other models":
-                facts, bucket.room_requested = facts._replace(room_requested=0), 0
             if (loop := action.terms.loop) != bucket.planned_for.loop:
                 facts, bucket.observed, buckets.forwards = facts._replace(loop=loop), loop, loop.forwards
             # Any other batch waits for one like the batch that was profiled.
@@ -134,6 +134,8 @@ class ModelPlanning:
                     return None
                 continue  # more forwards in flight are observed from the next step's first one on
             self._plan_again(bucket, action)
+            on_device = self.watch.on_device  # which may have been divided
+            facts = facts._replace(share=on_device.share, others_nbytes=on_device.others_nbytes())
         if bucket.profile is None and not bucket.statistics.steps and not self._fits_here(call, bucket):
             self.store.discard(bucket)
             return self.policy_for(call, waiting)
@@ -346,12 +348,12 @@ class ModelPlanning:
         if call is not None:
             made = self.planner.profiled_step(call, step.profile)
             step = replace(made, shape=step.shape, following=step.following)
+        if (share := self.watch.on_device.share) != terms.share:
+            terms = replace(terms, share=share, others_nbytes=self.watch.on_device.others_nbytes())
         bucket.load(loaded, step, terms)
         if infeasible is not None and peak > self.options.limit and not terms.expects_gradients:
             bucket.warned.add(action.row)
             self.planner.warn_over_budget(peak, action.reason)
-            if action.row == "other models":
-                self.watch.on_device.ask_others_for_room(peak - terms.limit)
             return
         self._log_plan(bucket, action)
 

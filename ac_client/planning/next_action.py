@@ -55,7 +55,7 @@ class Correction:
 
     times: int = 0  # how often a measured peak changed `nbytes`
     nbytes: int = 0  # needed beyond what the simulator counts
-    withheld: int = 0  # of the limit, for fragments, or because another model asked for them
+    withheld: int = 0  # of the limit, for fragments
 
     @property
     def total(self) -> int:
@@ -78,6 +78,7 @@ class PlannedFor:
     optimizers: OptimizerBytes = NO_OPTIMIZER  # whose state and workspace count
     others_nbytes: int = 0  # held by other models and tensors on the device
     gained_room: bool = False  # others held less than they did before, once
+    share: float = 1.0  # of what a forward may save, that it holds at most while it waits (device_share.py)
     kept_nbytes: int = 0  # held in forward alone, by names of the step before
     outside_nbytes: int = 0  # made between the model and backward, and counted in the profile
     tries: int = 0  # batches that were profiled because a forward ran other modules or other ops
@@ -105,7 +106,7 @@ class StepFacts(NamedTuple):
     gradients: int | None = None  # that exist before the step, or before backward
     optimizers: OptimizerBytes | None = None  # of all that have stepped the model, or will
     others_nbytes: int | None = None  # held by other models and tensors on the device
-    room_requested: int = 0  # that other planned models on the device have asked for
+    share: float | None = None  # of what a forward may save, that it may hold while it waits
     ran_skipped: Set[str] = frozenset()  # modules that ran, and that the profiled forward skipped
     left: bool = False  # a forward has run other ops than the policy has
     kept_nbytes: int = 0  # held by names of the step before, until this forward has ended
@@ -284,7 +285,7 @@ def _other_ops(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Count what others hold, if the plan leaves no room for it, or if another planned model asks for room.
+    """Count what others hold, if the plan leaves no room for it, or if all get another share of the device.
 
     If no plan was found that keeps the limit, and the others hold less now, count that, too, but once: what
     they hold may differ from forward to forward. Loops: two planned models (GAN); on a GPU a moving average.
@@ -294,12 +295,9 @@ def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
     more = facts.others_nbytes - planned.others_nbytes
     lacks_room = more > SMALL and planned.peak <= planned.limit < planned.peak + more
     gains_room = more < 0 and planned.peak > planned.limit and not planned.gained_room
-    if not (facts.room_requested or lacks_room or gains_room):
+    share = planned.share if facts.share is None else facts.share
+    if share == planned.share and not (lacks_room or gains_room):
         return None
-    withheld = planned.correction.withheld
-    if facts.room_requested:  # of what the plan uses
-        withheld += facts.room_requested + max(0, planned.limit - withheld - planned.peak)
-    correction = replace(planned.correction, withheld=withheld)
     warning = ""
     if facts.waiting and lacks_room:
         warning = (
@@ -312,7 +310,7 @@ def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
             planned,
             others_nbytes=facts.others_nbytes,
             gained_room=planned.gained_room or gains_room,
-            correction=correction,
+            share=share,
         ),
         of_others(facts.others_nbytes),
         warning,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ac_client.compiled.policy_file import PolicyFile
 from ac_client.planning.batch_shape import Key, ModelCall
+from ac_client.planning.facts.device_share import SHARES, waiting_limit, with_share
 from ac_client.planning.facts.host_budget import HostBudget
 from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
@@ -34,7 +35,7 @@ from ac_client.planning.next_action import PlannedFor, of_others
 from ac_client.planning.options import ApplyOptions
 from ac_client.planning.ranks import Ranks, others_wait
 from ac_client.planning.warn_once import WarnOnce
-from ac_client.service_client.errors import ServiceUnavailable
+from ac_client.service_client.errors import RemoteError, ServiceUnavailable
 from ac_client.service_client.policy_requests import request_policy
 from autoac.planner import (
     InfeasibleBudget,
@@ -65,6 +66,7 @@ from autoac.tape.torch_facts.streams import is_capturing
 log = logging.getLogger("ac_client")
 
 MOST_TRIES = 3  # to leave room for a plan's fragments
+MOST_DIVISIONS = 4  # of a device for one of its models
 MOST_MISSED = 3  # steps that are observed in vain, since another thread calls backward
 NO_PLAN = InfeasibleBudget, SolverOutOfTime
 WAIT_STEPS, WAIT_S = 20, 2.0  # a plan takes the CPU time of so many steps, or so many seconds if more
@@ -125,6 +127,9 @@ class _ThreadState(threading.local):
     profiling = False
 
 
+_Terms = tuple[
+    int, int, bool, float
+]  # limit, extra static bytes, all ranks carry it out, share of the device
 PlanObserved = Callable[[Profile, ModelCall, "Observation"], PlannedBucket]
 """Plans an observed step: from its profile, and the call of the step that begins."""
 
@@ -183,13 +188,15 @@ class BatchPlanner:
         self.warn_once = WarnOnce(name)
         self._optimizers = optimizers
         self._on_device = on_device
+        on_device.planner = weakref.ref(self)
         self._thread = _ThreadState()
         self._dropped_nbytes = 0  # of the batch of the last profile, before the optimizer steps
         # The latest plan made here, with profile and terms: `limit_of` tries what `plan` then takes.
-        self._latest: tuple[Profile, tuple[int, int, bool], tuple[Policy, Plan]] | None = None
+        self._latest: tuple[Profile, _Terms, tuple[Policy, Plan]] | None = None
         self.observation: Observation | None = None
         self.needs_checkpoints = False
         self.missed = 0
+        self._divided = 0  # how often the device was to be divided for this model
 
     @property
     def profiling(self) -> bool:
@@ -385,7 +392,7 @@ class BatchPlanner:
             ServiceUnavailable: the service is away, and is required.
             ServiceRefused: the service refused the request.
         """
-        terms = limit, extra_static, together or not others_wait()
+        terms = limit, extra_static, together or not others_wait(), self._on_device.share
         made = self._plan_within(profile, terms, start)
         if self.host.pins(made[0], self._on_device.device()):
             return made
@@ -400,16 +407,18 @@ class BatchPlanner:
         return False
 
     def _plan_within(
-        self, profile: Profile, terms: tuple[int, int, bool], start: SaveSet | None
+        self, profile: Profile, terms: _Terms, start: SaveSet | None = None
     ) -> tuple[Policy, Plan]:
-        limit, extra_static, together = terms
+        limit, extra_static, together, share = terms
         latest = self._latest
         if latest is not None and latest[0] == profile and latest[1] == terms:
             return latest[2]
         what = f"{self.name}: planning {len(profile.ops)} ops for {format_bytes(limit)}"
         log.info(what)
         service, constraints = self.options.service, self.host.added_to(self.options.constraints)
-        budget = limit + constraints.headroom_bytes
+        budget, step = limit + constraints.headroom_bytes, profile
+        if share < 1:
+            profile = with_share(step, share, limit - extra_static - constraints.extra_static_bytes)
         if extra_static:
             total = constraints.extra_static_bytes + extra_static
             constraints = constraints.model_copy(update={"extra_static_bytes": total})
@@ -427,10 +436,10 @@ class BatchPlanner:
             except ServiceUnavailable as error:
                 self.warn_once("service", f"planning in-process, because {error}")
             else:
-                return policy, as_planned(policy, profile)
+                return policy, as_planned(policy, step)
         stored = PolicyFile(profile, (budget, constraints))
         if (found := stored.read()) is not None:
-            return found, as_planned(found, profile)
+            return found, as_planned(found, step)
         made = plan(
             profile,
             budget_bytes=budget,
@@ -439,7 +448,9 @@ class BatchPlanner:
             progress=PlanNotice(what),
         )
         stored.write(made.policy())
-        self._latest = profile, terms, (made.policy(), made)
+        if share < 1:  # what the others' share takes is none of this step's
+            made = replace(as_planned(made.policy(), step), bound_us=made.bound_us, gained_us=made.gained_us)
+        self._latest = step, terms, (made.policy(), made)
         return self._latest[2]
 
     def plan_or_tightest(
@@ -459,12 +470,57 @@ class BatchPlanner:
         try:
             return *self.plan_within(profile, limit, extra_static), None
         except NO_PLAN as error:
+            if (divided := self._divide_device(profile, limit, extra_static)) is not None:
+                return *self.plan_within(profile, limit, divided), None
             if error.smallest_found is None:
                 raise
             start = error.save_set if isinstance(error, InfeasibleBudget) else None
             tightest = self.plan_within(profile, error.smallest_found, extra_static, start)
             error.__context__ = None  # its frames, and those of the traceback, hold the running forward
             return *tightest, error.with_traceback(None)
+
+    def _divide_device(self, profile: Profile, limit: int, extra_static: int) -> int | None:
+        """Divide the device such that this profile and the plans of the neighbors fit, and recompute least.
+
+        Returns:
+            `extra_static` from then on; None if nothing has changed.
+        """
+        device, waiting = self._on_device, self._on_device.waiting_nbytes()
+        if not waiting or self._divided >= MOST_DIVISIONS:
+            return None
+        self._divided += 1
+        parts = {device: (self, profile, limit, max(0, extra_static - waiting))}
+        for other in device.neighbors():
+            planner, bucket = other.planner(), other.bucket
+            if planner and bucket and bucket.profile and not (terms := bucket.planned_for).stays:
+                static = bucket.step.rank_nbytes + other.others_nbytes() - other.waiting_nbytes()
+                within = terms.limit - terms.correction.total
+                parts[other] = planner, for_terms(bucket.profile, terms), within, static
+        best: tuple[float, float, dict[ModelOnDevice, int]] | None = None  # the extra time, then the share
+        for share in SHARES:
+            allowed = {model: waiting_limit(part[1], share) for model, part in parts.items()}
+            extra_us = 0.0
+            try:
+                for model, (planner, step, within, static) in parts.items():
+                    held = static + model.waiting_nbytes({**allowed, model: 0})
+                    within_share = within, held, not others_wait(), share
+                    extra_us += planner._plan_within(step, within_share)[1].extra_us
+            except (PlannerError, RemoteError):
+                extra_us = math.inf
+            if best is not None and extra_us >= best[0]:
+                break
+            best = (extra_us, share, allowed) if extra_us < math.inf else None
+        if best is None:
+            return None
+        for model in parts:
+            model.share, model.allowed_nbytes = best[1], best[2][model]
+        if any(model.in_flight() for model in parts if model is not device):
+            self.warn_once(
+                "divided",
+                "forwards of another planned model wait, and leave this one too little room: this step "
+                f"may go over the limit of {format_bytes(self.options.limit)}. Both are planned again",
+            )
+        return extra_static - waiting + device.waiting_nbytes()
 
     def warn_over_budget(self, needs: int, reason: str) -> None:
         """Warn that no plan keeps the budget."""
@@ -505,6 +561,8 @@ class BatchPlanner:
         try:
             made = self.plan_within(profile, limit, others)
         except NO_PLAN as error:
+            if self._divide_device(profile, limit, others) is not None:
+                return self.plan(call, loop, step, running=running, shape=shape)
             if self._optimizers.foresees:  # state that does not exist yet may come for each step alone
                 self._optimizers.foresees = False
                 without = self._optimizers.needs().less(self._dropped_nbytes)
@@ -533,8 +591,7 @@ class BatchPlanner:
                 if others:
                     reasons.append(of_others(others))
                 self.warn_over_budget(needs, ", and ".join(reasons))
-            self._on_device.ask_others_for_room(needs - limit)
-        terms = replace(terms, limit=limit, others_nbytes=others)
+        terms = replace(terms, limit=limit, others_nbytes=others, share=self._on_device.share)
         loaded, shape = LoadedPolicy(*made), shape or call.shape
         return PlannedBucket(shape, loaded, replace(self.profiled_step(call, step), shape=shape), terms)
 

@@ -1,7 +1,7 @@
 """Decoders with LoRA on queries and values, as litgpt trained them in October 2023.
 
 Everything else is frozen. Parameters are bf16. Norms and rotations compute in float32. The head runs over
-chunks of tokens, and Lightning Fabric makes its output float32 (`convert_output` of its precision plugin).
+chunks of tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.modeling_outputs import CausalLMOutput
 
 RANK, DROPOUT, CHUNK = 8, 0.05, 128
 
@@ -148,13 +147,11 @@ class LoraGpt(nn.Module):
         self.register_buffer("cos", torch.empty(length, size), persistent=False)
         self.register_buffer("sin", torch.empty(length, size), persistent=False)
 
-    def forward(self, ids: Tensor, targets: Tensor) -> CausalLMOutput:
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.words(ids)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        reduced = [self.head(part) for part in self.norm(x).split(CHUNK, dim=1)]
-        logits = [part.float() for part in reduced]
-        del reduced
+        logits = [self.head(part) for part in self.norm(x).split(CHUNK, dim=1)]
         logits[-1] = logits[-1][..., :-1, :]
         flat = [part.reshape(-1, part.shape[-1]) for part in logits]
         parts = targets[..., 1:].split(CHUNK, dim=1)
@@ -162,6 +159,4 @@ class LoraGpt(nn.Module):
             F.cross_entropy(part, target.reshape(-1), ignore_index=-1, reduction="none")
             for part, target in zip(flat, parts, strict=True)
         ]
-        return CausalLMOutput(
-            loss=torch.cat(losses).mean(), logits=logits
-        )  # both are held until backward is over
+        return torch.cat(losses).mean()

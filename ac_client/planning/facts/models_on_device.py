@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,8 +41,6 @@ class _InFlightNow(NamedTuple):
     others: dict[ModelOnDevice, int]
 
 
-MOST_ROOM_REQUESTS = 3  # by other planned models, of one bucket
-
 _turns = itertools.count(1)
 
 
@@ -54,6 +52,13 @@ class ModelOnDevice:
         name: of the model, in messages.
         optimizers: whose state counts.
         in_flight: the model's forwards.
+
+    Attributes:
+        bucket: of the last forward.
+        share: of what a forward may save, that it may hold while it waits: device_share.py.
+        allowed_nbytes: these bytes, of a forward under the share.
+        planner: returns the `BatchPlanner` of the model, if it is still there.
+        settle: returns the function that plans the observed step of the model, if that is over.
     """
 
     def __init__(
@@ -63,7 +68,11 @@ class ModelOnDevice:
         self._name = name
         self._optimizers = optimizers
         self._in_flight = in_flight
-        self._bucket: PlannedBucket | None = None  # of the last forward
+        self.bucket: PlannedBucket | None = None
+        self.share = 1.0
+        self.allowed_nbytes = 0
+        self.planner: Callable[[], Any] = lambda: None
+        self.settle: Callable[[], Callable[[nn.Module], None] | None] = lambda: None
         self._planned_at = next(_turns)
         self._forward_at = 0  # turn at which the last planned forward began
         # What planned models that may never train hold, as last measured.
@@ -81,20 +90,34 @@ class ModelOnDevice:
 
     def forward_begins(self, bucket: PlannedBucket) -> None:
         """Note that a forward under `bucket` begins. Neighbors without room for the model warn."""
-        self._bucket = bucket
+        self.bucket = bucket
         self._forward_at = next(_turns)
-        for other in self._others():
+        for other in self.neighbors():
             other._warn_if_lacking_room()
 
-    def note_moment(self) -> None:
-        """Note how many forwards wait on the device as a forward or a backward of the model begins."""
+    def note_moment(self, *, forward: bool = False) -> None:
+        """Note how many forwards wait on the device as a forward or a backward of the model begins.
+
+        If none does before a `forward`, the observed steps of other models are planned: a plan of this one
+        counts what they hold.
+        """
+        device = self.device()
+        others = [other for other in list(_all) if other is not self and other.device() == device]
         waiting = _InFlightNow(
-            self._in_flight.waiting(), {other: other._in_flight.waiting() for other in self._others()}
+            self._in_flight.waiting(), {other: other._in_flight.waiting() for other in others}
         )
-        if not (waiting.own or any(waiting.others.values())) and self._running:
-            self._moments, self._running = self._running, []
+        if not (waiting.own or any(waiting.others.values())):
+            for other in others if forward else ():
+                if (settle := other.settle()) is not None and (model := other._model()) is not None:
+                    settle(model)
+            if self._running:
+                self._moments, self._running = self._running, []
         if waiting not in self._running:
             self._running.append(waiting)
+
+    def in_flight(self) -> int:
+        """Return how many forwards of the model wait for their backward."""
+        return self._in_flight.waiting()
 
     def device(self) -> torch.device | None:
         """Return the device on which the model trains; None if the model is gone."""
@@ -144,10 +167,10 @@ class ModelOnDevice:
         held = static_bytes(model, args, kwargs, state, device).total + _unsharded_nbytes(model) + kept
 
         def more_than_held() -> int:
-            training = set(self._others())
+            training = set(self.neighbors())
             idle = (o for o in list(_all) if o is not self and o not in training and o.device() == device)
             self._idle = weakref.WeakKeyDictionary({other: other.standing_nbytes() for other in idle})
-            in_flight = sum(other._in_flight.waiting() * other._forward_nbytes() for other in training)
+            in_flight = sum(other._in_flight.waiting() * other.forward_nbytes() for other in training)
             by_models = sum(o._held_nbytes(n) for o, n in self._others_in_turn()) + in_flight
             by_models += sum(self._idle.values())
             present = torch.cuda.memory_allocated(device) + pool_nbytes(device)
@@ -170,41 +193,32 @@ class ModelOnDevice:
 
     def _measured_nbytes(self) -> int:
         """Return the bytes of tensors and of planned models that do not train, as last measured."""
-        training = set(self._others())
+        training = set(self.neighbors())
         return self._uncounted + sum(n for other, n in self._idle.items() if other not in training)
 
     def neighbors_nbytes(self) -> int:
-        """Return the bytes that the neighbors hold between steps, and for forwards in flight.
+        """Return the bytes that the neighbors hold between steps, and for forwards in flight."""
+        return sum(o._held_nbytes(n) for o, n in self._others_in_turn()) + self.waiting_nbytes()
+
+    def waiting_nbytes(self, forwards: Mapping[ModelOnDevice, int] | None = None) -> int:
+        """Return the bytes that waiting forwards of the neighbors hold.
 
         They are those of the moment at which the forwards of all models hold most, less what the forwards of
         this model hold less there than where most of them wait.
-        """
-        others = set(self._others())
-        forwards = {other: other._forward_nbytes() for other in others}
-        bucket, moments = self._bucket, (*self._moments, *self._running)
-        most = bucket.planned_for.microbatches - 1 if bucket is not None else 0
-        own = self._forward_nbytes()
-        held = max(
-            (
-                (min(m.own, most) - most) * own
-                + sum(n * forwards[other] for other, n in m.others.items() if other in others)
-                for m in moments
-            ),
-            default=0,
-        )
-        return sum(o._held_nbytes(n) for o, n in self._others_in_turn()) + max(0, held)
 
-    def ask_others_for_room(self, nbytes: int) -> None:
-        """Have the neighbors planned for `nbytes` less, if that is positive."""
-        for other in self._others() if nbytes > 0 else ():
-            bucket = other._bucket
-            if (
-                bucket is not None
-                and bucket.profile is not None
-                and bucket.planned_for.peak <= bucket.planned_for.limit  # else it has none to give
-                and bucket.room_requests < MOST_ROOM_REQUESTS
-            ):
-                bucket.withhold(nbytes)
+        Args:
+            forwards: bytes that one waiting forward of each model holds; None: as planned now.
+        """
+        if forwards is None:
+            forwards = {one: one.forward_nbytes() for one in (self, *self.neighbors())}
+        bucket, moments = self.bucket, (*self._moments, *self._running)
+        most = bucket.planned_for.microbatches - 1 if bucket is not None else 0
+        held = (
+            (min(m.own, most) - most) * forwards[self]
+            + sum(n * forwards[other] for other, n in m.others.items() if other in forwards)
+            for m in moments
+        )
+        return max(0, max(held, default=0))
 
     def name_others(self, error: Exception) -> None:
         """Add to `error` what the other planned models on the device hold, whether or not they train."""
@@ -219,7 +233,7 @@ class ModelOnDevice:
                 f"{', '.join(others)} between steps. That has to fit as well"
             )
 
-    def _others(self) -> Iterator[ModelOnDevice]:
+    def neighbors(self) -> Iterator[ModelOnDevice]:
         """Yield the models on the same device that have trained since this one was planned."""
         for other in list(_all):
             if other is self or other._forward_at <= self._planned_at:
@@ -229,9 +243,9 @@ class ModelOnDevice:
                 yield other
 
     def _others_in_turn(self) -> Iterator[tuple[ModelOnDevice, list[torch.optim.Optimizer]]]:
-        """Yield the models of `_others`, each with the optimizers whose state counts before it does."""
+        """Yield the models of `neighbors`, each with the optimizers whose state counts before it does."""
         counted = self._optimizers.all
-        for other in self._others():
+        for other in self.neighbors():
             yield other, counted
             counted = [*counted, *other._optimizers.all]
 
@@ -243,7 +257,7 @@ class ModelOnDevice:
 
     def _held_nbytes(self, counted: Sequence[torch.optim.Optimizer]) -> int:
         """Return the bytes held between steps, without the state of optimizers that are among `counted`."""
-        bucket, shared = self._bucket, self._shared_nbytes(counted)
+        bucket, shared = self.bucket, self._shared_nbytes(counted)
         if bucket is None or bucket.profile is None or bucket.plan is None or self._model() is None:
             return self.standing_nbytes() - shared
         static = bucket.profile.static
@@ -252,14 +266,16 @@ class ModelOnDevice:
         held += state - static.optimizer_state - min(shared, state)
         return held + (0 if static.gradients else bucket.profile.gradient_nbytes)
 
-    def _forward_nbytes(self) -> int:
-        """Return the bytes that a forward of the model holds while it waits for its backward."""
-        loaded = self._bucket.loaded if self._bucket is not None else None
-        return loaded.waiting_nbytes // len(loaded.forwards) if loaded is not None else 0
+    def forward_nbytes(self) -> int:
+        """Return the bytes that a waiting forward of the model holds, once it is planned with its share."""
+        if (bucket := self.bucket) is None:
+            return 0
+        nbytes = bucket.loaded.waiting_nbytes // len(bucket.loaded.forwards)
+        return nbytes if bucket.planned_for.share == self.share else min(nbytes, self.allowed_nbytes)
 
     def _warn_if_lacking_room(self) -> None:
         """Warn if the running step goes over the budget because of the bytes that the neighbors hold."""
-        bucket, waiting = self._bucket, self._in_flight.waiting()
+        bucket, waiting = self.bucket, self._in_flight.waiting()
         if bucket is None or not waiting:
             return  # between steps: the next forward counts it
         facts = StepFacts(waiting=waiting, others_nbytes=self.others_nbytes())

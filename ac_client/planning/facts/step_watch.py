@@ -95,7 +95,7 @@ class StepWatch:
             self._found_gradients,
             needs,
             self.on_device.others_nbytes(),
-            bucket.room_requested,
+            self.on_device.share,
             bucket.ran_skipped,
             bucket.left,
             kept_nbytes=now,

@@ -209,10 +209,11 @@ def test_other_models_that_hold_less_are_counted_if_no_plan_fitted() -> None:
     assert next_action(once, StepFacts(others_nbytes=100)) == Keep(), "they may hold more again"
 
 
-def test_other_models_that_ask_for_room_get_it_from_what_the_plan_uses() -> None:
-    action = again("other models", PLANNED, StepFacts(others_nbytes=0, room_requested=70))
-    room = PLANNED.limit - PLANNED.peak
-    assert action.terms.correction == Correction(withheld=room + 70), "less than the plan uses"
+def test_another_share_of_the_device_is_planned_for() -> None:
+    facts = StepFacts(others_nbytes=0, share=0.5)
+    action = again("other models", PLANNED, facts)
+    assert action.terms.share == 0.5
+    assert next_action(action.terms, facts) == Keep()
 
 
 def test_graph_that_a_name_carries_into_the_next_step_is_counted() -> None:

@@ -535,8 +535,6 @@ def test_two_planned_models_share_the_budget_of_their_device(caplog: pytest.LogC
         ac_client.apply(model, budget / GIB)
     for _ in range(5):  # one model is observed at a time, and then each is planned with the other
         step()
-    assert "other models and tensors on the device" in warnings(caplog)[0]
-    caplog.clear()
     assert peak() <= budget
     assert not warnings(caplog)
     assert any(ac_client.applied(model).report().recomputed for model in models)
