@@ -40,7 +40,7 @@ def profile(
         typer.Argument(
             metavar="MODULE:FUNCTION",
             help="Returns (model, batch), (model, args, kwargs), (model, args, kwargs, loss), or a dict with "
-            "the keys model, args, kwargs, loss, optimizer. The current folder is searched for MODULE first.",
+            "keys model, args, kwargs, loss, optimizer, accumulates. MODULE may lie in the current folder.",
         ),
     ],
     output: OutputFile = Path("profile.json"),
