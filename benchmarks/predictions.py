@@ -258,7 +258,7 @@ products in bf16, `fully_shard`, tensor and sequence parallelism.
 from the GPU; the prediction replays its rules ([fragmentation](budget.md#fragmentation)) for three
 steps. "AC ops" is torchtitan's selective checkpoint, which saves attention and every second product;
 "4 x TP 2" shards over 4 times 2 ranks. Compiled runs are predicted as eager, and float8 as bf16; the table
-leaves those out, and the command prints them.
+leaves those out.
 
 {table}
 
@@ -271,8 +271,7 @@ Of torchtitan, reserved bytes are in the table. What is not known of the others:
 - The replay gives gradients of sharded parameters a stream of their own. All-gathers have one too,
   whose memory nothing else gets; the replay does not know that, so it reserves less.
 - Runs of March 2024 (#165) used the `fully_shard` and the DTensor of that time. In the two of 4 x TP 2 a
-  rank has as many tokens as with 8 x 2048, but up to twice its memory; perhaps because collectives then held
-  their tensors until the GPU was done.
+  rank has as many tokens as with 8 x 2048, but up to twice its memory.
 - A first comparison taught two facts about runs: norms of litgpt's LoRA compute in float32 (-4.2 became
   -1.0%), and `zero_grad` of transformers in 2022 kept gradients (-18 became -9%).
 - Workspaces of cuDNN are not predicted.

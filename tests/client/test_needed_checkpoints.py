@@ -136,13 +136,7 @@ def gradients(model: nn.Module, steps: int = 3) -> list[Tensor]:
 def test_needed_checkpoints_are_left_to_torch_with_a_warning(
     kind: type[Net], call: Call, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert all(
-        map(
-            torch.equal,
-            gradients(ac_client.apply(made(kind, call), 1.0)),
-            gradients(made(kind)),
-        )
-    )
+    assert all(map(torch.equal, gradients(ac_client.apply(made(kind, call), 1.0)), gradients(made(kind))))
     assert caplog.text.count("memory that they share") == 1
 
 

@@ -34,10 +34,7 @@ class Table:
     def of(cls, database: Database, **settings: Any) -> Table:
         made, queue = Settings(**{"attempts": 2} | settings), queue_of(database)
         return cls(
-            database,
-            JobRequests(database, made, queue),
-            JobRuns(database, made, queue),
-            JobStore(database),
+            database, JobRequests(database, made, queue), JobRuns(database, made, queue), JobStore(database)
         )
 
     def submit(self, profile: Profile, owner: str = "me", **options: Any) -> str:

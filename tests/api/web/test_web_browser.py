@@ -237,8 +237,7 @@ def test_lists_have_ten_rows_to_a_page(opened: Opened) -> None:
             first = seen[-1][0].split("\t")[0]
             older.click()
             made.until(
-                "([rows, old]) => !document.querySelector(rows).innerText.startsWith(old)",
-                [rows, first],
+                "([rows, old]) => !document.querySelector(rows).innerText.startsWith(old)", [rows, first]
             )
             seen.append(page.locator(rows).all_inner_texts())
         assert len({row for rows_ in seen for row in rows_}) == (12 if "profiles" in where else 23)
