@@ -182,7 +182,7 @@ class ObservedStep:
         self._untraced = ExitStack()  # what ends with the backward that runs
         self._was_recorded = False  # at first
         self._reached = False  # backward has, an output of the step
-        self._reaches = False  # the pass that runs has
+        self._reaches = self._missed = False  # the pass that runs has; one before was of another thread
         self._retains = False  # the pass that runs retains its graph
         self._kept_nbytes = 0  # of the tensors that backward starts from
         self._seeds: set[int] = set()  # addresses of the gradients that backward starts with
@@ -363,7 +363,7 @@ class ObservedStep:
         self._pass, self._reaches = self._allocations.mark(), False
         if self.has_backward:
             return
-        self._begin = self._pass
+        self._begin, self._missed = self._pass, self._tape.saved.first_task >= 0
         model = self.model() if self._gradient_nbytes else None
         self.holds_gradients = model is not None and any(
             gradient_of(parameter) is not None for parameter in parameters_of(model)
@@ -432,7 +432,7 @@ class ObservedStep:
             return
         if raised:
             self.discard()  # it saw only a part of a backward
-        elif self._reaches or (not self.has_backward and self._tape.saved.first_task >= 0):
+        elif self._reaches or not (self._missed or self.has_backward or self._tape.saved.first_task < 0):
             with self._or_discard():
                 self.end_backward()
                 self._last = self._allocations.mark()

@@ -423,12 +423,13 @@ class PolicyChooser:
             self._planner.observe(call, key_of(call.args, call.kwargs), recorded=False)
             return None  # its turn comes in the next step
         if planned := self._store.all:
+            bucket = largest(self._store.buckets.all or planned)
             self._planner.warn_once(
                 "busy beyond",
-                "a batch that no bucket covers runs under the largest one now, and may need more memory than "
-                f"this bucket was planned for, until a step can be observed: {busy}",
+                "a batch that no bucket covers runs under the largest one until a step can be observed "
+                f"({busy}). This step may go over the limit of {format_bytes(bucket.planned_for.limit)}",
             )
-            return largest(self._store.buckets.all or planned)
+            return bucket
         self._planner.warn_once("busy", f"it runs without a plan until a step can be observed: {busy}")
         self._planner.observe(call, key_of(call.args, call.kwargs), meets=meets, recorded=False)
         return None

@@ -295,11 +295,12 @@ class BatchPlanner:
                 _check_idle()
                 if self.missed >= MOST_MISSED:
                     raise ProfilerBusy(
-                        "another thread than that of its forward calls backward, whose memory is not seen "
-                        "then. Call both on one thread"
+                        "another thread than that of its forward calls backward, whose memory torch.profiler "
+                        "does not see then. Call both on one thread, or plan before with "
+                        "ac_client.applied(model).plan_for(...), which runs a step of its own"
                     )
                 if recorded_step() is not None or is_recorded_elsewhere():
-                    raise AnotherIsObserved
+                    raise AnotherIsObserved("a step of another model is observed now")
             self._follow_calls(call.model)
             step = ObservedStep(
                 call.model,

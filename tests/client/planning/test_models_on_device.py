@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ac_client
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from ac_client.planning.facts.device_share import with_share
+from autoac.planner import build, plan
+from autoac.planner.memory.simulate import waiting_bytes
+from autoac.planner.units import GIB
+from autoac.profiler import observe
 
 WIDTH, ROWS = 64, 256
 
@@ -56,3 +65,74 @@ def test_forwards_of_another_model_count_where_they_wait() -> None:
     loaded = ac_client.applied(models[0])._planning.store.current.loaded
     assert second.neighbors_nbytes() == standing + 2 * loaded.waiting_nbytes // len(loaded.forwards)
     assert loaded.waiting_nbytes > standing
+
+
+def one_after_the_other(parts: list[nn.Module]) -> None:
+    """Run the second part while the first one waits."""
+    parts[1](parts[0](batch())).square().mean().backward()
+
+
+def stages(parts: list[nn.Module]) -> None:
+    """Run three microbatches, whose backwards go through one part at a time."""
+    waiting = []
+    for _ in range(3):
+        sent = parts[0](batch())
+        received = sent.detach().requires_grad_()
+        waiting.append((sent, received, parts[1](received).square().mean()))
+    while waiting:
+        sent, received, loss = waiting.pop(0)
+        loss.backward()
+        sent.backward(received.grad)
+
+
+def batch() -> Tensor:
+    return torch.ones(16 * ROWS, WIDTH)
+
+
+def peak_of(step: Callable[[list[nn.Module]], None], parts: list[nn.Module]) -> int:
+    standing = sum(p.nbytes for model in parts for p in model.parameters())
+    with AllocatorTimeline(base=standing) as timeline:
+        step(parts)
+    gradients(parts)
+    return timeline.peak_bytes
+
+
+def gradients(parts: list[nn.Module]) -> list[Tensor]:
+    """Return the gradients, and free them."""
+    made = [p.grad for model in parts for p in model.parameters() if p.grad is not None]
+    for model in parts:
+        model.zero_grad()
+    return made
+
+
+@pytest.mark.parametrize(("step", "tightness"), [(one_after_the_other, 0.6), (stages, 0.5)])
+def test_models_that_wait_for_each_other_keep_a_budget_of_their_device(
+    step: Callable[[list[nn.Module]], None], tightness: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first model alone fits with little to recompute, and leaves the second no room."""
+    plain, parts = [part(0), part(1)], [part(0), part(1)]
+    budget = int(tightness * peak_of(step, plain))
+    for model in parts:
+        ac_client.apply(model, budget / GIB)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):  # one model is observed at a time
+            step(parts)
+            found = gradients(parts)
+    step(plain)
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients(plain), strict=True))
+    assert peak_of(step, parts) <= budget
+    assert not [message for message in caplog.messages if "cannot be kept" in message]
+    reports = [ac_client.applied(model).report() for model in parts]
+    assert all(report.predicted_peak_bytes <= budget for report in reports)
+
+
+def test_share_of_the_device_limits_what_waits_and_is_not_predicted() -> None:
+    model = part(0)
+    profile = observe(model, (batch(),), {})
+    graph = build(profile)
+    least, most = waiting_bytes(graph, frozenset()), waiting_bytes(graph, graph.everything)
+    budget = 2 * plan(graph, budget_gb=1).peak
+    for share in (0.25, 0.5):
+        limited = plan(with_share(profile, share, budget), budget_bytes=budget)
+        assert waiting_bytes(graph, limited.save_set) <= least + share * (most - least)
+    assert plan(profile, budget_bytes=budget).recompute_us == 0

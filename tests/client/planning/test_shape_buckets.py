@@ -230,7 +230,7 @@ def test_measured_step_on_a_batch_that_no_bucket_covers_corrects_nothing(
         assert_as_plain(planned, plain, LARGE)
     assert at.policy is policy
     assert at.report().corrections == 0
-    assert sum("runs under the largest one now" in message for message in caplog.messages) == 1
+    assert sum("runs under the largest one" in message for message in caplog.messages) == 1
 
 
 def test_shape_with_nothing_to_differentiate_runs_plain() -> None:

@@ -30,6 +30,12 @@ def budget_gb() -> float:
     return binding_budget(profile(new_model().eval(), BATCH)) / GIB
 
 
+def on_thread(loss: Tensor) -> None:
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+
+
 def train(
     model: nn.Module,
     call: Callable[[Tensor], object],
@@ -163,6 +169,23 @@ def test_backward_on_another_thread_is_said_after_three_steps_and_no_more_are_ob
         assert torch.equal(ours.grad, wanted.grad)
     assert sum("observing one step" in message for message in caplog.messages) == 3
     assert sum("another thread" in message for message in caplog.messages) == 1
+    planned.zero_grad()
+    applied(planned).plan_for(BATCH)
+    on_thread(scalar(planned(BATCH)))
+    assert applied(planned).report().recomputed > 0
+
+
+def test_backward_of_another_model_is_not_taken_for_one_on_another_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "ac_client")
+    first, second = (ac_client.apply(nn.Sequential(nn.Linear(64, 64), nn.GELU()), 1.0) for _ in range(2))
+    for _ in range(4):
+        sent = first(BATCH)
+        received = sent.detach().requires_grad_()
+        on_thread(scalar(second(received)))
+        sent.backward(received.grad)
+    assert sum("planned: predicted" in message for message in caplog.messages) == 1
 
 
 def test_new_shape_inside_of_a_checkpoint_runs_unplanned_with_one_warning(
