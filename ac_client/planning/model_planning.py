@@ -52,6 +52,7 @@ from autoac.profiler.observed_step import BackwardListener, ObservedStep, record
 from autoac.profiler.static_memory import static_bytes
 from autoac.tape.distributed.fsdp import layout_of
 from autoac.tape.errors import CannotCapture
+from autoac.tape.runtime.split_backward import UNCOUNTED, current_split
 from autoac.tape.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
@@ -226,6 +227,8 @@ class ModelPlanning:
             step.leave_out()  # until backward ends: it is of another model
         if bucket.loaded is not loaded:
             return
+        if current_split() is not None and not bucket.planned_for.fits(1):
+            self.planner.warn_once("split", UNCOUNTED)
         facts = self.watch.in_backward(bucket, backward, self.store.parameters.gradients_exist)
         planned = bucket.planned_for
         while isinstance(action := next_action(planned, facts), PlanAgain):

@@ -46,6 +46,8 @@ class Split:
 
 # In torch's thread-local state, which the engine copies to its own threads.
 _KEY = "ac_client.split_backward"
+UNCOUNTED = """backward is split: what its second half reads of a forward is in no plan. Leave \
+Constraints(headroom_bytes=...) for it: this step and later steps may go over the limit"""
 
 
 @contextmanager

@@ -188,6 +188,17 @@ def test_backward_of_another_model_is_not_taken_for_one_on_another_thread(
     assert sum("planned: predicted" in message for message in caplog.messages) == 1
 
 
+def test_split_backward_under_a_plan_without_room_is_said_once(
+    budget_gb: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ac_client.apply(new_model(), budget_gb)
+    for _ in range(3):
+        with ac_client.split_backward():
+            scalar(model(BATCH)).backward()
+        model.zero_grad()
+    assert sum("backward is split" in message for message in caplog.messages) == 1
+
+
 def test_new_shape_inside_of_a_checkpoint_runs_unplanned_with_one_warning(
     budget_gb: float, caplog: pytest.LogCaptureFixture
 ) -> None:
