@@ -23,8 +23,8 @@ from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.model_hooks import ModelHooks
 from ac_client.planning.model_planning import ModelPlanning
-from ac_client.planning.next_action import StepFacts
 from ac_client.planning.options import ApplyOptions
+from ac_client.planning.trigger import Measured
 from autoac.planner import Plan, Policy, PolicySet, beyond_dispatch_in_words, picture
 from autoac.planner.report.page import timeline_page
 from autoac.profiler import device_of
@@ -244,7 +244,7 @@ class Applied:
             bucket = max(ran, key=lambda bucket: bucket.policy.predicted.peak_bytes)
             if bucket.loaded in complete:
                 bucket.statistics.peak = timeline.peak_bytes
-                self._planning.judge(bucket, StepFacts(peak=timeline.peak_bytes))
+                self._planning.judge(bucket, Measured(timeline.peak_bytes))
 
     def remove(self) -> None:
         """Remove the plan, so that the model is a plain model again. May be called twice."""

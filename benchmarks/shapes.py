@@ -72,7 +72,7 @@ def main() -> None:
 
         def lookup_new(args: Any = args, kwargs: Any = kwargs, buckets: ShapeBuckets = buckets) -> None:
             key = key_of(args, kwargs)
-            loaded = buckets.known.get(key) or buckets.covering(key, args, kwargs)
+            loaded = buckets.known.get(key) or buckets.covering(args, kwargs)
             assert loaded is not None
             buckets.remember(key, loaded)
             buckets.known.clear()

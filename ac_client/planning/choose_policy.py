@@ -1,6 +1,6 @@
 """Choose the policy of a batch: the model's single one, that of a bucket that covers it, a new one, or none.
 
-docs/budget.md explains the buckets, and docs/integrations.md says what several ranks agree on.
+docs/shapes.md explains the buckets, and docs/integrations.md says what several ranks agree on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import nn
 from ac_client.errors import ShapeNotPlanned
 from ac_client.planning.batch_shape import Key, ModelCall, key_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, largest
-from ac_client.planning.next_action import PlannedFor
 from ac_client.planning.plan_batch import (
     NO_PLAN,
     AnotherIsObserved,
@@ -23,9 +22,6 @@ from ac_client.planning.plan_batch import (
     InCheckpoint,
     Observation,
     first_line,
-    for_terms,
-    forwards_of,
-    passes_of,
 )
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.planning.ranks import (
@@ -39,6 +35,7 @@ from ac_client.planning.ranks import (
     ranks_of_collectives,
 )
 from ac_client.planning.shape_buckets import MOST_BUCKETS
+from ac_client.planning.trigger import PlannedFor
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import (
     OtherProfile,
@@ -50,7 +47,7 @@ from autoac.planner import (
 )
 from autoac.planner.formats.policy_set import Shape, shape_in_words
 from autoac.planner.units import format_bytes
-from autoac.profiler import Loop, ProfilerBusy, device_of
+from autoac.profiler import ProfilerBusy, device_of
 from autoac.tape.distributed.pipelining import infers_metadata
 from autoac.tape.errors import CannotCapture, CannotProfile, ProfilerError
 from autoac.tape.torch_facts.batch_contents import batch_tensors
@@ -164,23 +161,19 @@ class PolicyChooser:
             with self._giving_up():
                 self._planner.host.agree(ranks, device_of(call.model, call.args, call.kwargs))
             need: Need | Exception
-            step_profile, profile, terms = None, None, PlannedFor(0)
+            profile, terms = None, PlannedFor(0)
             try:
-                loop, step_profile = _as_shown(self._planner.observed(call, observation))
-                terms = self._planner.terms(step_profile, 0, loop)
-                profile = for_terms(step_profile, terms)
-                limit, static = self._planner.limit_of(profile), profile.static.total
+                profile = self._planner.observed(call, observation)
+                terms = self._planner.terms(profile, observation)
+                counted = terms.counted_in(profile)
+                limit, static = self._planner.limit_of(counted), counted.static.total
                 among = ranks.include(step.groups or {})
-                need = Need(observation.shape, limit, static, digest_of(profile) if among else "")
+                need = Need(observation.shape, limit, static, digest_of(counted) if among else "")
             except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
                 need = error
             with self._giving_up():
-                self._meet(observation.shape, call, terms, need, profile)
+                self._meet(observation, call, terms, need, profile)
             self._to_meet = False
-            for bucket in self._store.buckets.all:
-                if bucket.profile is profile is not None:
-                    bucket.step = replace(bucket.step, profile=step_profile)
-                    self._note(observation, bucket, profile)
         else:
             self._to_meet = self._to_meet and not observation.meets
             with self._giving_up(ProfilerError, PlannerError, RemoteError):
@@ -225,19 +218,10 @@ class PolicyChooser:
             if observation.then is not None:
                 self._store.current = observation.then(profile, call, observation)
                 return
-            loop, profile = _as_shown(profile)
-            bucket = self._plan(call, loop, profile, observation.shape, observed=True)
-            self._note(observation, bucket, profile)
+            bucket = self._plan(call, profile, observation)
             if buckets.single_policy is None:
                 buckets.remember(observation.key, bucket)
             self._store.current = bucket
-
-    def _note(self, observation: Observation, bucket: PlannedBucket, profile: Profile) -> None:
-        """Note what else the observed step has shown, which `bucket` was planned for."""
-        buckets, outside = self._store.buckets, observation.step.outside_nbytes(profile)
-        bucket.planned_for = replace(bucket.planned_for, outside_nbytes=outside)
-        bucket.step = replace(bucket.step, following=observation.group_of(profile))
-        buckets.forwards = max(buckets.forwards, forwards_of(profile))
 
     def plan_for(self, call: ModelCall) -> Policy:
         """Plan for one more shape of batch, by one real step on it without the optimizer.
@@ -248,8 +232,8 @@ class PolicyChooser:
         with self._planner.lock:
             if self._store.parameters.changed(call.model):
                 self._store.look_at_parameters(call.model)
-            loop = Loop(self._store.buckets.forwards)
-            return self._plan(call, loop, self._planner.profile(call, loop)).policy
+            forwards = max((one.planned_for.form.forwards for one in self._store.buckets.all), default=1)
+            return self._plan(call, self._planner.profile(call, forwards)).policy
 
     def _of_new_shape(self, call: ModelCall, key: Key, waiting: int) -> PlannedBucket | None:
         """Return the bucket for a batch whose key is new; None: none covers it, and its step is observed.
@@ -264,7 +248,7 @@ class PolicyChooser:
         """
         buckets = self._store.buckets
         with self._planner.lock:  # a forward on another thread waits for the plan
-            bucket = buckets.covering(key, call.args, call.kwargs)
+            bucket = buckets.covering(call.args, call.kwargs)
             if bucket is None:
                 shape, planned = call.shape, len(self._store.all)
                 without_budget = self._options.budget_bytes is None
@@ -310,20 +294,14 @@ class PolicyChooser:
             raise
 
     def _plan(
-        self,
-        call: ModelCall,
-        loop: Loop,
-        profile: Profile,
-        shape: Shape | None = None,
-        *,
-        observed: bool = False,
+        self, call: ModelCall, profile: Profile, observation: Observation | None = None
     ) -> PlannedBucket:
         running = ""
         if self._store.all and not self._store.buckets.all:
             running = OTHER_PARAMETERS
-        elif self._store.all and observed:  # it ran, and the loop goes on
-            running = f"for a batch of {shape_in_words(shape or call.shape)}"
-        bucket = self._planner.plan(call, loop, profile, running=running, shape=shape)
+        elif self._store.all and observation is not None:  # it ran, and the loop goes on
+            running = f"for a batch of {shape_in_words(observation.shape)}"
+        bucket = self._planner.plan(call, profile, observation, running=running)
         self._store.add(bucket)
         return bucket
 
@@ -338,7 +316,7 @@ class PolicyChooser:
 
     def _meet(
         self,
-        shape: Shape,
+        observation: Observation,
         call: ModelCall,
         terms: PlannedFor,
         need: Need | Exception,
@@ -347,19 +325,20 @@ class PolicyChooser:
         """Agree with the other ranks, and add the buckets of all policies.
 
         Args:
-            shape: of this rank's batch that was profiled.
+            observation: of this rank's step.
             call: of the model.
             terms: of the plan, but for its limit.
             need: of this rank, or the error that kept it from finding out.
             profile: of this rank; None with an error.
         """
-        ranks = self.ranks
+        ranks, shape = self.ranks, observation.shape
         assert ranks is not None
         own_plan: list[Plan] = []
 
         def plan(limit: int, extra_static: int, alike: bool) -> Policy:
             assert profile is not None
-            policy, plan = self._planner.plan_within(profile, limit, extra_static, together=alike)
+            counted = terms.counted_in(profile)
+            policy, plan = self._planner.plan_within(counted, limit, extra_static, together=alike)
             own_plan.append(plan)
             return policy
 
@@ -369,15 +348,14 @@ class PolicyChooser:
             policies, static = meet(ranks, need, plan)
         assert profile is not None
         assert isinstance(need, Need), "meet raises the error of a rank"
+        counted = terms.counted_in(profile)
         for one in policies:
             policy, found = one.policy, own_plan[0] if one.planner == ranks.rank else None
             if found is None and one.shape == shape:
-                policy, found = self._plan_on(policy, profile, need.limit)
+                policy, found = self._plan_on(policy, counted, need.limit)
             loaded, step = LoadedPolicy(policy, found), None
             if found is not None:
-                more = static - profile.static.total
-                step = self._planner.profiled_step(call, profile, more)
-                step = replace(step, shape=shape)
+                step = self._planner.profiled_step(call, profile, observation, static - counted.static.total)
             bucket = PlannedBucket(one.shape, loaded, step, replace(terms, limit=need.limit))
             self._store.add(bucket)
             log.info("%s: planned by rank %d of %d", self._planner.name, one.planner, ranks.size)
@@ -460,9 +438,3 @@ class PolicyChooser:
         )
         self._store.buckets.remember(key, bucket)
         return bucket
-
-
-def _as_shown(profile: Profile) -> tuple[Loop, Profile]:
-    """Return the form of the loop that an observed step has shown, and the profile of a step in that loop."""
-    loop = Loop(forwards_of(profile), profile.droppable_outputs, passes_of(profile))
-    return loop, profile.with_dropped_outputs(loop.drops)

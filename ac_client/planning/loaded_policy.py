@@ -3,7 +3,7 @@
     PlannedBucket            one bucket of batches; the only part that changes
     +-- LoadedPolicy         the policy and its routes
     +-- ProfiledStep         the batch that was profiled, and its profile
-    +-- PlannedFor           the loop and the bytes that the policy was planned for (next_action.py)
+    +-- PlannedFor           the loop and the bytes that the policy was planned for (trigger.py)
     +-- StepStatistics       peaks that the allocator reported
 
 Who may change what: `model_planning.py` loads another policy with its step; `peak_watch.py` adds to the
@@ -13,7 +13,6 @@ statistics; `planned_forward.py` keeps what a route has learned.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,7 +23,7 @@ from torch import nn
 
 from ac_client.compiled.policy_parts import PartCalls
 from ac_client.planning.batch_shape import ModelCall, leaves_of
-from ac_client.planning.next_action import ELSEWHERE, TOGETHER, Action, PlannedFor
+from ac_client.planning.trigger import ELSEWHERE, TOGETHER, Form, PlannedFor, Warned
 from autoac.planner import Plan, Policy, Profile
 from autoac.planner.errors import Holding
 from autoac.planner.formats.policy import SAVE, Decision, cudnn_text
@@ -33,7 +32,7 @@ from autoac.planner.formats.profile import ESTIMATED
 from autoac.planner.memory.lifetimes import live_at_peak, waiting_storages
 from autoac.planner.memory.simulate import waiting_bytes
 from autoac.planner.problem.graph import StorageId
-from autoac.profiler import Loop, device_name
+from autoac.profiler import device_name
 from autoac.tape.runtime.cursor import Route
 from autoac.tape.torch_facts.inductor import compiled_parts
 from autoac.tape.torch_facts.libraries import cudnn_of, has_expandable_segments
@@ -223,15 +222,15 @@ class PlannedBucket:
         terms: the loop and the bytes that the policy was planned for.
 
     Attributes:
-        observed: the form of the loop, as steps have shown it. The next forward is planned for it.
-        outside_nbytes: that steps have made between the model and backward, at most.
+        extent: the parsed shape.
+        shown: the form of the loop, as steps have shown it. The next forward is planned for it.
         ran_skipped: skipped modules of the step that a forward has run since.
         forwards: how many were to run under it.
         left_at: the last of them that ran other ops than the policy has; 0 if none did.
         left_until: the forward from which on to observe another like it.
         observed_for: forms of step that were observed: once each, since steps of two forms may take turns.
         stale: what steps did that the prediction does not count; "" if nothing is known.
-        warned: rows of the table of `next_action` that were warned of.
+        warned: subjects that were warned of.
     """
 
     def __init__(
@@ -242,14 +241,14 @@ class PlannedBucket:
         terms: PlannedFor | None = None,
     ) -> None:
         self.shape = shape
+        self.extent = Extent.of(shape) if shape is not None else None
         self.statistics = StepStatistics()
         self.ran_skipped: set[str] = set()
         self.forwards = self.left_at = self.left_until = 0
         self.warned: set[str] = set()
-        terms = terms or PlannedFor(loaded.policy.budget_bytes, loop=Loop(len(loaded.policy.forwards)))
-        self.observed = terms.loop
-        self.outside_nbytes = 0
-        self.observed_for: set[tuple[object, ...]] = set()
+        terms = terms or PlannedFor(loaded.policy.budget_bytes, form=Form(len(loaded.policy.forwards)))
+        self.shown = terms.form
+        self.observed_for: set[Form] = set()
         self.load(loaded, step or ProfiledStep(shape), terms)
 
     @property
@@ -269,7 +268,7 @@ class PlannedBucket:
         then the next is as far away as the last.
         """
         if self.left_at != self.forwards:
-            turns = self.left_at and self.planned_for.tries
+            turns = self.left_at and self.planned_for.form.tries
             self.left_until = self.forwards + (self.forwards - self.left_at if turns else 1)
             self.left_at = self.forwards
 
@@ -308,21 +307,17 @@ class PlannedBucket:
         self.planned_for = replace(
             terms,
             peak=predicted.peak_bytes,
-            step_us=predicted.step_us,
-            stall_us=predicted.stall_us,
-            gained_us=loaded.plan.gained_us if loaded.plan is not None else math.inf,
             forward_nbytes=own,
             microbatches=predicted.microbatches,
             stays=ELSEWHERE if profile is None else TOGETHER if loaded.communicates else "",
         )
 
-    def warn(self, name: str, action: Action) -> None:
-        """Log the warning of `action`, if there is one and its row was not warned of before."""
-        if warning := action.warning:
-            self.stale = warning.partition(": this step")[0].partition(". ")[0]
-        if warning and action.row not in self.warned:
-            self.warned.add(action.row)
-            log.warning("%s: %s", name, warning)
+    def warn(self, name: str, warning: Warned) -> None:
+        """Log a warning, if its subject was not warned of before."""
+        self.stale = warning.text.partition(": this step")[0].partition(". ")[0]
+        if warning.subject not in self.warned:
+            self.warned.add(warning.subject)
+            log.warning("%s: %s", name, warning.text)
 
 
 def largest(buckets: Iterable[PlannedBucket]) -> PlannedBucket:

@@ -1,11 +1,11 @@
-"""Plan the steps of one model: choose the policy of each batch, and carry out what next_action.py says."""
+"""Plan the steps of one model: choose the policy of each batch, and carry out what trigger.py says."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,25 +25,28 @@ from ac_client.planning.loaded_policy import (
     corrected,
     skipped_modules,
 )
-from ac_client.planning.next_action import (
-    GRADIENTS,
-    MOST_TRIES,
-    Action,
-    PlanAgain,
-    StepFacts,
-    next_action,
-)
 from ac_client.planning.options import ApplyOptions
 from ac_client.planning.plan_batch import (
     BatchPlanner,
     Observation,
     first_line,
-    for_terms,
-    forwards_of,
+    form_of,
     optimizers_in,
-    passes_of,
 )
 from ac_client.planning.policy_store import PolicyStore
+from ac_client.planning.trigger import (
+    GRADIENTS,
+    MOST_TRIES,
+    Correction,
+    Form,
+    Measured,
+    PlanAgain,
+    backward_rule,
+    form_rule,
+    may_go_over,
+    measured_rule,
+    present_rule,
+)
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError, Policy, PolicySet, Profile
 from autoac.planner.units import format_bytes
@@ -56,8 +59,6 @@ from autoac.tape.runtime.split_backward import UNCOUNTED, current_split
 from autoac.tape.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
-
-_LOUD = ("over the limit", "fragments", "stalls")  # measured
 
 
 class ModelPlanning:
@@ -113,30 +114,24 @@ class ModelPlanning:
         if bucket is None:
             return None
         bucket.forwards += 1
-        planned, buckets = bucket.planned_for, self.store.buckets
-        looks = not planned.gradients or planned.frees_gradients is not False
+        planned = bucket.planned_for
+        form, warning = form_rule(planned, bucket.shown, waiting, left=bucket.left)
+        if warning is not None:
+            bucket.warn(self._name, warning)
+        if not (planned.stays or form.has_profile_of(planned.form)):
+            bucket.shown = replace(form, tries=planned.form.tries)
+            if call.shape == bucket.step.shape and self._observes(bucket, form, call, waiting):
+                return None
+        looks = not planned.present.gradients or bucket.shown.frees_gradients is not False
         gradients = looks and self.store.parameters.gradients_exist()
-        facts = self.watch.before_forward(call, bucket, buckets, waiting, gradients=gradients)
-        while isinstance(action := self._next(bucket, facts), PlanAgain):
-            facts = facts._replace(can_profile=facts.can_profile and not action.profiles)
-            if (loop := action.terms.loop) != bucket.planned_for.loop:
-                facts, bucket.observed, buckets.forwards = facts._replace(loop=loop), loop, loop.forwards
-            # Any other batch waits for one like the batch that was profiled.
-            if action.profiles and call.shape != bucket.step.shape:
-                continue
-            if captures and action.profiles and not waiting and _form_of(action) not in bucket.observed_for:
-                raise CannotCapture(
-                    self._name, f"a plan is to be made for another form of step: {action.reason}"
-                )
-            if action.profiles:
-                if _form_of(action) in bucket.observed_for:
-                    self._warn_of_turns(bucket, action, waiting)
-                elif not waiting and self._observe_again(bucket, action, call):
-                    return None
-                continue  # more forwards in flight are observed from the next step's first one on
-            self._plan_again(bucket, action)
-            on_device = self.watch.on_device  # which may have been divided
-            facts = facts._replace(share=on_device.share, others_nbytes=on_device.others_nbytes())
+        present = self.watch.present(call, bucket, waiting, gradients=gradients)
+        on_device = self.watch.on_device
+        while not bucket.planned_for.stays:
+            if (again := present_rule(bucket.planned_for, present, bucket.shown)) is None:
+                break
+            self._plan_again(bucket, again)  # which may have divided the device
+            others = on_device.others_nbytes()
+            present = replace(present, share=on_device.share, others_nbytes=others)
         if bucket.profile is None and not bucket.statistics.steps and not self._fits_here(call, bucket):
             self.store.discard(bucket)
             return self.policy_for(call, waiting)
@@ -184,8 +179,20 @@ class ModelPlanning:
     def forward_ended(self, bucket: PlannedBucket, out: Any) -> None:
         """Watch the forward that returned `out`, until its backward begins."""
         if bucket.ran_skipped:
-            self._next(bucket, StepFacts(ran_skipped=bucket.ran_skipped, can_profile=False))
+            self._warn_of_skipped(bucket)
         self.watch.after_forward(out, partial(self._backward_begins, bucket, bucket.loaded))
+
+    def _warn_of_skipped(self, bucket: PlannedBucket) -> None:
+        """Warn of modules that ran, and that the profiled forward skipped; the next step is observed."""
+        ran = sorted(bucket.ran_skipped, key=lambda path: (len(path), path))
+        bucket.ran_skipped.clear()
+        bucket.leave()
+        if not bucket.planned_for.fits(1):
+            more = f" and {len(ran) - 3} more" if len(ran) > 3 else ""
+            what = f"modules run that the profiled forward skipped ({', '.join(ran[:3])}{more}). They are "
+            what += "decided like the nearest layer that it ran, or else saved"
+            advice = "a first batch that runs all modules is planned best"
+            bucket.warn(self._name, may_go_over(bucket.planned_for, "skipped", what, advice))
 
     def observed_forward_ended(self, step: ObservedStep, out: Any) -> None:
         """Follow a forward of an observed step, which returned `out`, until its backward begins."""
@@ -206,20 +213,16 @@ class ModelPlanning:
         if (judged := self.watch.peaks.end_step()) is not None:
             self.judge(*judged)
 
-    def judge(self, bucket: PlannedBucket, facts: StepFacts) -> None:
+    def judge(self, bucket: PlannedBucket, measured: Measured) -> None:
         """Plan `bucket` again if its steps went over the limit, or waited for copies."""
-        action = self._next(bucket, facts)
-        bucket.statistics.corrections += isinstance(action, PlanAgain)
+        action = measured_rule(bucket.planned_for, measured)
         if isinstance(action, PlanAgain):
-            self._plan_again(bucket, action)
-            if action.row == "fragments" and not is_capturing():
+            bucket.statistics.corrections += 1
+            self._plan_again(bucket, action, logging.WARNING)
+            if not is_capturing():
                 torch.cuda.empty_cache()  # of the plan before
-
-    def _next(self, bucket: PlannedBucket, facts: StepFacts) -> Action:
-        """Return the next action, after its warning if it has one."""
-        action = next_action(bucket.planned_for, facts)
-        bucket.warn(self._name, action)
-        return action
+        elif action is not None:
+            bucket.warn(self._name, action)
 
     def _backward_begins(self, bucket: PlannedBucket, loaded: LoadedPolicy, backward: BackwardFacts) -> None:
         """Warn if the running step is not the planned one, and note the loop's form for the next plan."""
@@ -229,151 +232,132 @@ class ModelPlanning:
             return
         if current_split() is not None and not bucket.planned_for.fits(1):
             self.planner.warn_once("split", UNCOUNTED)
-        facts = self.watch.in_backward(bucket, backward, self.store.parameters.gradients_exist)
+        backward, gradients = self.watch.in_backward(bucket, backward, self.store.parameters.gradients_exist)
+        planned, before = bucket.planned_for, bucket.shown
+        bucket.shown, warnings = backward_rule(planned, before, backward, gradients)
+        for warning in warnings:
+            bucket.warn(self._name, warning)
+        if gradients and before.frees_gradients is None and planned.peak > self.options.limit:
+            self.planner.warn_over_budget(planned.peak, GRADIENTS)
+
+    def _observes(self, bucket: PlannedBucket, form: Form, call: ModelCall, waiting: int) -> bool:
+        """Return True if the step that begins is observed, to plan `bucket` for another form of step.
+
+        Of steps of two forms that take turns, only one is planned for.
+        """
         planned = bucket.planned_for
-        while isinstance(action := next_action(planned, facts), PlanAgain):
-            bucket.warn(self._name, action)
-            planned = action.terms
-        bucket.warn(self._name, action)
-        if planned is not bucket.planned_for:
-            bucket.observed, bucket.outside_nbytes = planned.loop, planned.outside_nbytes
-            found = bucket.planned_for.expects_gradients and planned.gradients
-            if found and planned.peak > self.options.limit:
-                self.planner.warn_over_budget(planned.peak, GRADIENTS)
-            bucket.planned_for = replace(
-                bucket.planned_for, gradients=planned.gradients, frees_gradients=planned.frees_gradients
-            )
-
-    def _observe_again(self, bucket: PlannedBucket, action: PlanAgain, call: ModelCall) -> bool:
-        """Observe the step that begins in place of a profile for `action`; False: torch.profiler runs."""
-        shape = call.shape
-
-        def plan(found: Profile, following: ModelCall, observation: Observation) -> PlannedBucket:
-            loop = replace(action.terms.loop, forwards=forwards_of(found), passes=passes_of(found))
-            terms = replace(action.terms, loop=loop)
-            found = found.with_dropped_outputs(loop.drops)
-            again = replace(action, terms=terms)
-            bucket.observed_for |= {_form_of(action), _form_of(again)}
-            planned = bucket.planned_for.loop
-            as_planned = (
-                terms.loop == planned and found.waiting_microbatches < bucket.planned_for.microbatches
-            )
-            fewer = loop.forwards < planned.forwards or loop.passes < planned.passes
-            if fewer or (action.row == "loop" and as_planned):
-                return bucket  # the steps that have more forwards take turns with these
-            group = ProfiledStep(shape, observation.group_of(found), found)
-            self._plan_observed(bucket, again, following, group)
-            return bucket
-
-        try:
-            self.planner.observe(call, key_of(call.args, call.kwargs), plan)
-        except ProfilerBusy:
-            return False
-        return True
-
-    def _warn_of_turns(self, bucket: PlannedBucket, action: PlanAgain, waiting: int) -> None:
-        """Warn of steps of two forms that take turns, of which only one is planned for."""
-        planned = bucket.planned_for
-        limit = planned.limit
-        if planned.peak + waiting * planned.forward_nbytes > limit:
-            self.planner.warn_once(
-                action.row,
-                f"in some steps {action.reason}, and in others not. The plan is for the others, so these "
-                f"steps may go over the limit of {format_bytes(limit)}",
-            )
-
-    def _plan_again(self, bucket: PlannedBucket, action: PlanAgain) -> None:
-        """Plan `bucket` from the profile that it has, as `action` says."""
-        if not action.terms.link_share:
-            self.planner.host.stop(action.reason)
-        with self._present_stays(bucket, action):
-            self._load(bucket, bucket.step, action)
+        if form in bucket.observed_for:
+            bucket.shown = planned.form.held_as(form)
+            if planned.peak + waiting * planned.forward_nbytes > planned.limit:
+                self.planner.warn_once(
+                    f"turns {form}",
+                    f"some steps have another form ({form}), and others not. The plan is for the others, so "
+                    f"these steps may go over the limit of {format_bytes(planned.limit)}",
+                )
+        elif not waiting:  # more forwards in flight are observed from the next step's first one on
+            if is_capturing():
+                raise CannotCapture(self._name, f"a plan is to be made for another form of step: {form}")
+            with suppress(ProfilerBusy):
+                plan = partial(self._plan_observed, bucket, form)
+                self.planner.observe(call, key_of(call.args, call.kwargs), plan)
+                return True
+        return False
 
     def _plan_observed(
-        self, bucket: PlannedBucket, action: PlanAgain, call: ModelCall, observed: ProfiledStep
-    ) -> None:
-        """Plan `bucket` from the profile of a step that was observed for `action`.
+        self, bucket: PlannedBucket, form: Form, found: Profile, call: ModelCall, observation: Observation
+    ) -> PlannedBucket:
+        """Plan `bucket` from the profile of a step that was observed for `form`, if it has that form.
 
-        If steps of two forms take turns, the plan of the one with more ops stays.
+        If steps of two forms take turns, the plan of the one with more ops, forwards or passes stays.
 
         Args:
+            found: the profile.
             call: of the step after the one that was observed.
-            observed: the step.
+            observation: of the step.
         """
-        terms, present, found = action.terms, bucket.profile, observed.profile
+        planned, present = bucket.planned_for, bucket.profile
         assert present is not None
-        assert found is not None
-        skipped = skipped_modules(call.model, self.planner.called)
-        fewer = action.row == "other ops" and len(found.ops) <= len(present.ops)
-        if fewer and (terms.tries == MOST_TRIES or skipped != bucket.step.skipped):
-            bucket.planned_for = replace(bucket.planned_for, tries=MOST_TRIES)
-            return
-        terms = replace(terms, optimizers=optimizers_in(found))
-        with self._present_stays(bucket, action):
-            others = self.watch.on_device.others_nbytes()
-            limit = self.planner.limit_of(for_terms(found, terms))
-            action = replace(action, terms=replace(terms, others_nbytes=others, limit=limit))
-            self._load(bucket, replace(observed, profile=found), action, call)
+        shown = form_of(found, form)
+        bucket.observed_for |= {form, shown}
+        bucket.shown = planned.form.held_as(form)
+        as_planned = shown == planned.form and found.waiting_microbatches < planned.microbatches
+        if as_planned or shown.forwards < planned.form.forwards or shown.passes < planned.form.passes:
+            return bucket
+        if shown.tries > planned.form.tries and len(found.ops) <= len(present.ops):
+            skipped = skipped_modules(call.model, self.planner.called)
+            if shown.tries == MOST_TRIES or skipped != bucket.step.skipped:
+                bucket.shown = replace(bucket.shown, tries=MOST_TRIES)
+                bucket.planned_for = replace(planned, form=replace(planned.form, tries=MOST_TRIES))
+                return bucket
+        bucket.shown = shown
+        held = replace(planned.present, optimizers=optimizers_in(found))
+        terms = replace(
+            planned, form=shown, present=held, correction=Correction(withheld=planned.correction.withheld)
+        )
+        again = PlanAgain(terms, f"a step had another form: {shown}")
+        with self._present_stays(bucket, again):
+            held = replace(held, others_nbytes=self.watch.on_device.others_nbytes())
+            limit = self.planner.limit_of(terms.counted_in(found))
+            again = again._replace(terms=replace(terms, present=held, limit=limit))
+            self._load(bucket, self.planner.profiled_step(call, found, observation), again)
+        return bucket
+
+    def _plan_again(self, bucket: PlannedBucket, again: PlanAgain, level: int = logging.INFO) -> None:
+        """Plan `bucket` from the profile that it has, for the terms of `again`."""
+        if not again.terms.link_share:
+            self.planner.host.stop(again.reason)
+        with self._present_stays(bucket, again):
+            self._load(bucket, bucket.step, again, level)
 
     @contextmanager
-    def _present_stays(self, bucket: PlannedBucket, action: PlanAgain) -> Iterator[None]:
-        """Plan inside. If no plan can be made, the present one stays, for the terms of `action`."""
+    def _present_stays(self, bucket: PlannedBucket, again: PlanAgain) -> Iterator[None]:
+        """Plan inside. If no plan can be made, the present one stays, for the terms of `again`."""
         try:
             with self.planner.lock:
                 yield
         except (PlannerError, RemoteError) as error:
-            correction = replace(bucket.planned_for.correction, times=action.terms.correction.times)
-            bucket.planned_for = replace(action.terms, correction=correction)  # once
-            bucket.stale = action.reason
+            correction = replace(bucket.planned_for.correction, times=again.terms.correction.times)
+            bucket.planned_for = replace(again.terms, correction=correction)  # once
+            bucket.stale = again.reason
             log.warning(
                 "%s: %s, and no plan could be made for that (%s). The present plan stays",
                 self._name,
-                action.reason,
+                again.reason,
                 first_line(error),
             )
 
     def _load(
-        self, bucket: PlannedBucket, step: ProfiledStep, action: PlanAgain, call: ModelCall | None = None
+        self, bucket: PlannedBucket, step: ProfiledStep, again: PlanAgain, level: int = logging.INFO
     ) -> None:
-        """Load the plan of `step` for the terms of `action`, or the tightest plan if none fits.
+        """Load the plan of `step` for the terms of `again`, or the tightest plan if none fits.
 
         Raises:
             PlannerError, RemoteError: no plan was found; the bucket is as it was.
         """
-        terms, correction = action.terms, action.terms.correction
+        terms, reason = again
+        correction, others = terms.correction, terms.present.others_nbytes
         assert step.profile is not None
         limit = max(1, terms.limit - correction.total)
-        within = for_terms(step.profile, terms), limit, step.rank_nbytes + terms.others_nbytes
+        within = terms.counted_in(step.profile), limit, step.rank_nbytes + others
         policy, plan, infeasible = self.planner.plan_or_tightest(*within)
         peak = policy.predicted.peak_bytes + correction.nbytes
         policy = policy.model_copy(update={"budget_bytes": self.options.budget_bytes})
-        loaded = LoadedPolicy(corrected(policy, correction.nbytes, correction.total), plan)
-        if call is not None:
-            made = self.planner.profiled_step(call, step.profile)
-            step = replace(made, shape=step.shape, following=step.following)
-        if (share := self.watch.on_device.share) != terms.share:
-            terms = replace(terms, share=share, others_nbytes=self.watch.on_device.others_nbytes())
-        bucket.load(loaded, step, terms)
-        if infeasible is not None and peak > self.options.limit and not terms.expects_gradients:
-            bucket.warned.add(action.row)
-            self.planner.warn_over_budget(peak, action.reason)
+        if (share := self.watch.on_device.share) != terms.present.share:
+            others = self.watch.on_device.others_nbytes()
+            terms = replace(terms, present=replace(terms.present, share=share, others_nbytes=others))
+        bucket.load(LoadedPolicy(corrected(policy, correction.nbytes, correction.total), plan), step, terms)
+        expects_gradients = terms.present.gradients and bucket.shown.frees_gradients is None
+        if infeasible is not None and peak > self.options.limit and not expects_gradients:
+            bucket.warned.add("over the limit")
+            self.planner.warn_over_budget(peak, reason)
             return
-        self._log_plan(bucket, action)
-
-    def _log_plan(self, bucket: PlannedBucket, action: PlanAgain) -> None:
-        policy, planned = bucket.policy, bucket.planned_for
         log.log(
-            logging.WARNING if action.row in _LOUD else logging.INFO,
+            level,
             "%s: planned again, since %s: %d of %d ops are recomputed, and the predicted peak is %s of %s",
             self._name,
-            action.reason,
+            reason,
             policy.recomputed,
             len(policy.decisions),
-            format_bytes(planned.peak),
-            format_bytes(planned.limit),
+            format_bytes(peak),
+            format_bytes(terms.limit),
         )
-
-
-def _form_of(action: PlanAgain) -> tuple[object, ...]:
-    """Return what tells the step that `action` needs a profile of from others of its bucket."""
-    return action.row, action.terms.loop, action.terms.outside_nbytes, action.terms.tries

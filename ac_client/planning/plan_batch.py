@@ -31,9 +31,9 @@ from ac_client.planning.loaded_policy import (
     fragments_of,
     skipped_modules,
 )
-from ac_client.planning.next_action import PlannedFor, of_others
 from ac_client.planning.options import ApplyOptions
 from ac_client.planning.ranks import Ranks, others_wait
+from ac_client.planning.trigger import Form, PlannedFor, Present, of_others
 from ac_client.planning.warn_once import WarnOnce
 from ac_client.service_client.errors import RemoteError, ServiceUnavailable
 from ac_client.service_client.policy_requests import request_policy
@@ -51,7 +51,7 @@ from autoac.planner import plan_with_host as plan_profile
 from autoac.planner.formats.policy_set import Shape
 from autoac.planner.plan import DEFAULT_WORK_LIMIT
 from autoac.planner.problem.graph import SaveSet
-from autoac.planner.problem.microbatch import microbatch_of, with_gradients
+from autoac.planner.problem.microbatch import microbatch_of
 from autoac.planner.units import format_bytes
 from autoac.profiler import Loop, ProfilerBusy, device_of, observe
 from autoac.profiler.model_device import device_of_step
@@ -203,12 +203,12 @@ class BatchPlanner:
         """Return True if the forward that runs on this thread is only profiled."""
         return self._thread.profiling
 
-    def profile(self, call: ModelCall, loop: Loop) -> Profile:
+    def profile(self, call: ModelCall, forwards: int) -> Profile:
         """Run the step of `call` now, for real, without the optimizer, and return its profile.
 
         Args:
             call: of the model, on the batch.
-            loop: the form of the loop.
+            forwards: before its one backward.
 
         Raises:
             ProfilerError: the step cannot be profiled.
@@ -223,7 +223,7 @@ class BatchPlanner:
                 call.model,
                 call.args,
                 call.kwargs,
-                loop=loop,
+                loop=Loop(forwards),
                 take_over_checkpoints=self.options.constraints.take_over_checkpoints,
             )
             return self._completed(profile, call)
@@ -340,13 +340,17 @@ class BatchPlanner:
             torch.cuda.empty_cache()  # its segments would get holes in the first planned steps
         return profile
 
-    def terms(self, profile: Profile, limit: int, loop: Loop) -> PlannedFor:
-        """Return the terms of the first plan of a step: a library may be known to free gradients in it."""
+    def terms(self, profile: Profile, observation: Observation | None) -> PlannedFor:
+        """Return the terms of the first plan of a step, without its limit.
+
+        A library may be known to free gradients in the step.
+        """
         frees = self.frees_gradients and not profile.static.gradients
-        optimizers = optimizers_in(profile)
-        return PlannedFor(
-            limit, loop=loop, gradients=frees, frees_gradients=frees or None, optimizers=optimizers
-        )
+        form = form_of(profile, Form(frees_gradients=frees or None))
+        if observation is not None:
+            outside = observation.step.outside_nbytes(profile)
+            form = replace(form, drops=profile.droppable_outputs, outside_nbytes=outside)
+        return PlannedFor(0, form=form, present=Present(frees, optimizers_in(profile)))
 
     def limit_of(self, profile: Profile) -> int:
         """Return the most bytes that a planned peak of this step may have.
@@ -496,7 +500,7 @@ class BatchPlanner:
             if planner and bucket and bucket.profile and not (terms := bucket.planned_for).stays:
                 static = bucket.step.rank_nbytes + other.others_nbytes() - other.waiting_nbytes()
                 within = terms.limit - terms.correction.total
-                parts[other] = planner, for_terms(bucket.profile, terms), within, static
+                parts[other] = planner, terms.counted_in(bucket.profile), within, static
         best: tuple[float, float, dict[ModelOnDevice, int]] | None = None  # the extra time, then the share
         for share in SHARES:
             allowed = {model: waiting_limit(part[1], share) for model, part in parts.items()}
@@ -537,41 +541,39 @@ class BatchPlanner:
     def plan(
         self,
         call: ModelCall,
-        loop: Loop,
         profile: Profile,
+        observation: Observation | None = None,
         *,
         running: str = "",
-        shape: Shape | None = None,
     ) -> PlannedBucket:
         """Plan a step that was profiled.
 
         Args:
             call: of the model, on the batch.
-            loop: the form of the loop.
             profile: of the step.
+            observation: of the step, if the loop ran it.
             running: why a loop that runs needs another plan, in words: the tightest one, if none fits.
-            shape: of the batch that was profiled, if it is not that of `call`.
 
         Raises:
             PlannerError, RemoteError: the step could not be planned.
         """
         self._on_device.measure_uncounted(call.args, call.kwargs, self._on_device.kept_nbytes(profile))
-        step, terms = profile, self.terms(profile, self.options.limit, loop)
-        profile = for_terms(profile, terms)
+        step, terms = profile, self.terms(profile, observation)
+        profile = terms.counted_in(profile)
         others, limit = self._on_device.others_nbytes(), self.limit_of(profile)
         try:
             made = self.plan_within(profile, limit, others)
         except NO_PLAN as error:
             if self._divide_device(profile, limit, others) is not None:
-                return self.plan(call, loop, step, running=running, shape=shape)
+                return self.plan(call, step, observation, running=running)
             if self._optimizers.foresees:  # state that does not exist yet may come for each step alone
                 self._optimizers.foresees = False
                 without = self._optimizers.needs().less(self._dropped_nbytes)
                 if without.state < profile.static.optimizer_state:
                     with suppress(*NO_PLAN):
                         other = without.counted_in(step)
-                        return self.plan(call, loop, other, running=running, shape=shape)
-            _explain(error, profile, loop)
+                        return self.plan(call, other, observation, running=running)
+            _explain(error, profile, terms.form)
             smallest = error.smallest_found
             fits_alone = smallest is not None and smallest - others <= self.options.limit
             if not (running or fits_alone or self._on_device.neighbors_nbytes()):
@@ -592,20 +594,28 @@ class BatchPlanner:
                 if others:
                     reasons.append(of_others(others))
                 self.warn_over_budget(needs, ", and ".join(reasons))
-        terms = replace(terms, limit=limit, others_nbytes=others, share=self._on_device.share)
-        loaded, shape = LoadedPolicy(*made), shape or call.shape
-        return PlannedBucket(shape, loaded, replace(self.profiled_step(call, step), shape=shape), terms)
+        present = replace(terms.present, others_nbytes=others, share=self._on_device.share)
+        terms = replace(terms, limit=limit, present=present)
+        profiled = self.profiled_step(call, step, observation)
+        return PlannedBucket(profiled.shape, LoadedPolicy(*made), profiled, terms)
 
-    def profiled_step(self, call: ModelCall, profile: Profile, rank_nbytes: int = 0) -> ProfiledStep:
-        """Return the step of `call`, which was profiled.
+    def profiled_step(
+        self, call: ModelCall, profile: Profile, observation: Observation | None, rank_nbytes: int = 0
+    ) -> ProfiledStep:
+        """Return the step that was profiled.
 
         Args:
-            call: of the model, on the batch.
+            call: of the model, on the batch of this step, or of the one after an observed step.
             profile: of the step.
+            observation: of the step, if the loop ran it.
             rank_nbytes: held by the neediest rank beyond what the profile counts.
         """
         skipped = skipped_modules(call.model, self.called)
-        return ProfiledStep(call.shape, (), profile, rank_nbytes, skipped, self._dropped_nbytes)
+        shape: Shape = call.shape
+        following: tuple[Shape, ...] = ()
+        if observation is not None:
+            shape, following = observation.shape, observation.group_of(profile)
+        return ProfiledStep(shape, following, profile, rank_nbytes, skipped, self._dropped_nbytes)
 
 
 def optimizers_in(profile: Profile) -> OptimizerBytes:
@@ -613,34 +623,19 @@ def optimizers_in(profile: Profile) -> OptimizerBytes:
     return OptimizerBytes(profile.static.optimizer_state, profile.optimizer_workspace_nbytes)
 
 
-def for_terms(profile: Profile, terms: PlannedFor) -> Profile:
-    """Return `profile`, which was observed, for a step of `terms` with the same ops."""
-    if terms.gradients and terms.frees_gradients:
-        profile = profile.with_kept(profile.gradient_nbytes)
-    elif terms.gradients:
-        profile = with_gradients(profile)
-    if terms.kept_nbytes:
-        profile = profile.with_kept(terms.kept_nbytes)
-    profile = terms.optimizers.counted_in(profile).with_dropped_outputs(terms.loop.drops)
-    if profile.link is None or terms.link_share == 1:
-        return profile
-    link = profile.link.slower(terms.link_share) if terms.link_share else None
-    return profile.model_copy(update={"link": link})
-
-
 def forwards_of(profile: Profile) -> int:
     """Return how many forwards ran before the one backward of a profile."""
     return len(profile.forward_ends) or 1
 
 
-def passes_of(profile: Profile) -> int:
-    """Return how many passes of backward went through the forwards of a profile."""
-    return len(profile.pass_ends) + 1
+def form_of(profile: Profile, form: Form) -> Form:
+    """Return `form` with as many forwards and passes of backward as the profiled step had."""
+    return replace(form, forwards=forwards_of(profile), passes=len(profile.pass_ends) + 1)
 
 
-def _explain(error: PlannerError, profile: Profile, loop: Loop) -> None:
+def _explain(error: PlannerError, profile: Profile, form: Form) -> None:
     """Say what the loop, or the model, could change so that a plan fits."""
-    if drops := profile.droppable_outputs - loop.drops:
+    if drops := profile.droppable_outputs - form.drops:
         nbytes = format_bytes(profile.output_nbytes(drops))
         error.add_note(
             f"autoac: the training loop holds outputs of the model during backward ({nbytes}). A loop that "

@@ -7,14 +7,13 @@ import logging
 from torch import nn
 
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
-from ac_client.planning.next_action import PlannedFor
 from ac_client.planning.options import ApplyOptions
 from ac_client.planning.shape_buckets import ShapeBuckets
 from ac_client.planning.trained_parameters import TrainedKey, TrainedParameters
+from ac_client.planning.trigger import Form, PlannedFor
 from autoac.planner import Policy, PolicySet
 from autoac.planner.formats.policy_set import Bucket
 from autoac.planner.units import format_bytes
-from autoac.profiler import Loop
 
 log = logging.getLogger("ac_client")
 
@@ -44,7 +43,7 @@ class PolicyStore:
         self._given = []
         for shape, one in given:
             limit = one.budget_bytes if options.budget_bytes is None else options.limit
-            terms = PlannedFor(limit, loop=Loop(len(one.forwards)))
+            terms = PlannedFor(limit, form=Form(len(one.forwards)))
             self._given.append(PlannedBucket(shape, LoadedPolicy(one), terms=terms))
             self._log_policy("runs under a given policy", one)
         self._by_trained: dict[TrainedKey, ShapeBuckets] = {}

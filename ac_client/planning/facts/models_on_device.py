@@ -16,6 +16,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from ac_client.planning.facts.forwards_in_flight import ForwardsInFlight
 from ac_client.planning.facts.model_structure import device_of
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.loaded_policy import PlannedBucket
-from ac_client.planning.next_action import StepFacts, next_action
+from ac_client.planning.trigger import Warned, present_rule
 from autoac.planner.formats.profile import Profile, StaticBytes
 from autoac.planner.units import format_bytes
 from autoac.profiler.static_memory import optimizer_state_nbytes, static_bytes
@@ -262,7 +263,7 @@ class ModelOnDevice:
             return self.standing_nbytes() - shared
         static = bucket.profile.static
         held = static.total - static.inputs - static.workspaces  # which models share
-        state = bucket.planned_for.optimizers.state
+        state = bucket.planned_for.present.optimizers.state
         held += state - static.optimizer_state - min(shared, state)
         return held + (0 if static.gradients else bucket.profile.gradient_nbytes)
 
@@ -271,15 +272,21 @@ class ModelOnDevice:
         if (bucket := self.bucket) is None:
             return 0
         nbytes = bucket.loaded.waiting_nbytes // len(bucket.loaded.forwards)
-        return nbytes if bucket.planned_for.share == self.share else min(nbytes, self.allowed_nbytes)
+        return nbytes if bucket.planned_for.present.share == self.share else min(nbytes, self.allowed_nbytes)
 
     def _warn_if_lacking_room(self) -> None:
         """Warn if the running step goes over the budget because of the bytes that the neighbors hold."""
-        bucket, waiting = self.bucket, self._in_flight.waiting()
-        if bucket is None or not waiting:
+        bucket = self.bucket
+        if bucket is None or not self._in_flight.waiting():
             return  # between steps: the next forward counts it
-        facts = StepFacts(waiting=waiting, others_nbytes=self.others_nbytes())
-        bucket.warn(self._name, next_action(bucket.planned_for, facts))
+        planned, held = bucket.planned_for, self.others_nbytes()
+        now = replace(planned.present, others_nbytes=held)
+        if held > planned.present.others_nbytes and present_rule(planned, now, planned.form) is not None:
+            text = "another planned model trains on the same device, and what it holds is not in this plan: "
+            text += (
+                f"this step may go over the limit of {format_bytes(planned.limit)}. The plan is made again "
+            )
+            bucket.warn(self._name, Warned("other models", f"{text}at the next step"))
 
 
 def _unsharded_nbytes(model: nn.Module) -> int:

@@ -14,8 +14,8 @@ from ac_client.planning.facts.model_structure import device_of
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_counter import CudaPeak, allocator_peak, least_peak
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
-from ac_client.planning.next_action import WATCHED_STEPS, StepFacts
 from ac_client.planning.options import ApplyOptions
+from ac_client.planning.trigger import WATCHED_STEPS, Measured
 from autoac.tape.distributed.fsdp import parameters_of
 from autoac.tape.runtime.moves.copies import stalls
 from autoac.tape.runtime.write_guard import version_counter
@@ -99,40 +99,43 @@ class PeakWatch:
         self._readings = None
         stalls.take()
 
-    def end_step(self) -> tuple[PlannedBucket, StepFacts] | None:
-        """End the step, and return the facts about the steps so far; None if there are none to judge."""
+    def end_step(self) -> tuple[PlannedBucket, Measured] | None:
+        """End the step, and return what the steps so far have shown; None if there is nothing to judge."""
         self.read()
         stalled_us = stalls.take()
         readings, self._readings = self._readings, None
         if readings is None or readings.loaded is not readings.bucket.loaded:
             return None
         bucket = readings.bucket
-        facts = StepFacts()
+        measured = Measured()
         if readings.counts is not None:
             bucket.statistics.add(least_peak(readings.counts))
-            facts = StepFacts(
+            predicted, plan = bucket.policy.predicted, bucket.plan
+            longer_us = stalled_us - predicted.stall_us
+            finds = self._options.finds_host_budget and plan is not None
+            measured = Measured(
                 peak=bucket.statistics.peak,
-                stalled_us=stalled_us,
-                finds_host_budget=self._options.finds_host_budget,
+                stalled=longer_us / predicted.step_us if predicted.step_us else 0.0,
+                moves_lose=finds and plan is not None and longer_us > plan.gained_us,
             )
-        return bucket, self._with_reserved(facts, bucket, readings.counts)
+        return bucket, self._with_reserved(measured, bucket, readings.counts)
 
     def _with_reserved(
-        self, facts: StepFacts, bucket: PlannedBucket, counts: Sequence[int] | None
-    ) -> StepFacts:
-        """Return `facts`, and by how much the steps took what is reserved over the budget.
+        self, measured: Measured, bucket: PlannedBucket, counts: Sequence[int] | None
+    ) -> Measured:
+        """Return `measured`, and by how much the steps took what is reserved over the budget.
 
         What was reserved between steps is not the plan's to keep small.
         """
         budget = self._options.budget_bytes
         if self.allocator is None or budget is None:
-            return facts
+            return measured
         self._reserved = now = self.allocator.reserved()
         if counts is not None:
             # The counter may show what needed more than a step: a profile, or an evaluation.
             bucket.statistics.fragments = max(0, now - min(max(counts), bucket.planned_for.peak))
         over = now - self._reserved_outside - budget
-        return facts._replace(
+        return measured._replace(
             reserved_over=max(0, over), of_reserved=self._options.constraints.budget_of == "reserved"
         )
 
@@ -146,7 +149,10 @@ class PeakWatch:
         return (
             bucket.profile is None
             or self.written() != self._written_at_first
-            or (model is not None and self._optimizers.has_state_of(model, bucket.planned_for.optimizers))
+            or (
+                model is not None
+                and self._optimizers.has_state_of(model, bucket.planned_for.present.optimizers)
+            )
         )
 
     def written(self) -> int:

@@ -15,9 +15,8 @@ from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_watch import PeakWatch
 from ac_client.planning.loaded_policy import PlannedBucket
-from ac_client.planning.next_action import WATCHED_STEPS, StepFacts
 from ac_client.planning.options import ApplyOptions
-from ac_client.planning.shape_buckets import ShapeBuckets
+from ac_client.planning.trigger import WATCHED_STEPS, Present
 from autoac.tape.distributed.wrapped_tensors import with_memory
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.batch_contents import batch_tensors
@@ -37,7 +36,6 @@ class StepWatch:
         self._options = options
         self._in_flight = ForwardsInFlight()
         self._found_gradients = 0  # bytes that the last forward found, until a backward has begun
-        self._kept = 0  # bytes that names of the last step held as the last forward began
         self._last_batch: list[weakref.ref[Tensor]] = []
         self._after_forward: tuple[int, int] | None = None  # allocated bytes, and their peak; None: not read
         self._graphs = 0  # created by backwards since the last one that freed what it used
@@ -56,52 +54,34 @@ class StepWatch:
         self.optimizers.close()
         self.on_device.close()
 
-    def before_forward(
-        self, call: ModelCall, bucket: PlannedBucket, buckets: ShapeBuckets, waiting: int, *, gradients: bool
-    ) -> StepFacts:
-        """Return the facts as a forward begins.
+    def present(self, call: ModelCall, bucket: PlannedBucket, waiting: int, *, gradients: bool) -> Present:
+        """Return what is present as a forward begins.
 
         Args:
             call: of the model, on the batch.
             bucket: the bucket that runs the forward.
-            buckets: those of the parameters that train now.
             waiting: how many forwards wait for their backward.
             gradients: True if gradients exist before the step.
         """
-        loop = bucket.observed
-        if loop.forwards != buckets.forwards:
-            loop = replace(loop, forwards=buckets.forwards)
+        counted, profile = bucket.planned_for.present, bucket.profile
         self._found_gradients = 0
-        if bucket.profile is None:  # the policy stays
-            return StepFacts(waiting, loop, ran_skipped=bucket.ran_skipped)
-        needs = None
+        if profile is None:  # the policy stays
+            return counted
+        needs = counted.optimizers
         if bucket.step.progress != (progress := self.optimizers.progress):
             bucket.step = replace(bucket.step, progress=progress)
             needs = self.optimizers.needs().less(bucket.step.dropped_nbytes)
-        graph = self._in_flight.kept_nbytes(bucket.profile.kept_nbytes)
+        graph = self._in_flight.kept_nbytes(profile.kept_nbytes)
         batch = self._kept_batch(call)
-        now = 0 if graph is None or waiting else graph + batch
+        kept = 0 if graph is None or waiting else graph + batch
         if not waiting and bucket.statistics.compared < WATCHED_STEPS:
-            state = (needs or bucket.planned_for.optimizers).state
-            counts = bucket.profile.static.model_copy(update={"optimizer_state": state})
+            counts = profile.static.model_copy(update={"optimizer_state": needs.state})
             has_run = bucket.statistics.steps > 0
-            self.on_device.measure_uncounted(call.args, call.kwargs, now, counts=counts if has_run else None)
-        if gradients and not bucket.profile.static.gradients:
-            self._found_gradients = bucket.profile.gradient_nbytes
-        kept_before, self._kept = self._kept, now
-        return StepFacts(
-            waiting,
-            loop,
-            self._found_gradients,
-            needs,
-            self.on_device.others_nbytes(),
-            self.on_device.share,
-            bucket.ran_skipped,
-            bucket.left,
-            kept_nbytes=now,
-            kept_before=kept_before,
-            outside_nbytes=bucket.outside_nbytes,
-        )
+            self.on_device.measure_uncounted(call.args, call.kwargs, kept, counts=counts if has_run else None)
+        if gradients and not profile.static.gradients:
+            self._found_gradients = profile.gradient_nbytes
+        others, share = self.on_device.others_nbytes(), self.on_device.share
+        return Present(self._found_gradients > 0, needs, others, kept, share)
 
     def _kept_batch(self, call: ModelCall) -> int:
         """Return the bytes that are still held of the last batch and its gradients, and note this batch.
@@ -121,10 +101,13 @@ class StepWatch:
 
     def in_backward(
         self, bucket: PlannedBucket, backward: BackwardFacts, gradients_exist: Callable[[], bool]
-    ) -> StepFacts:
-        """Return the facts as a backward begins through a forward that ran under `bucket`."""
+    ) -> tuple[BackwardFacts, int | None]:
+        """Return the facts as a backward begins through a forward that ran under `bucket`.
+
+        The second are the bytes of gradients that forward found, as backward finds them; None: not looked at.
+        """
         gradients, self._found_gradients = self._found_gradients, 0
-        plan, profile, drops = bucket.plan, bucket.profile, bucket.planned_for.loop.drops
+        plan, profile, drops = bucket.plan, bucket.profile, bucket.planned_for.form.drops
         self.on_device.note_moment()
         if not private.current_graph_task_keeps_graph() or self.optimizers.steps > self._stepped_at:
             self._graphs = 0
@@ -146,9 +129,9 @@ class StepWatch:
             by_autograd = {i for i, s in zip(rows.position, rows.storage, strict=True) if s in by_plan}
             held = drops - backward.dropped - by_autograd
             backward = backward._replace(held_nbytes=profile.output_nbytes(held))
-        if not gradients:
-            return StepFacts(backward=backward)
-        return StepFacts(backward=backward, gradients=gradients if gradients_exist() else 0)
+        if gradients and not gradients_exist():
+            return backward, 0
+        return backward, gradients or None
 
     def _read_allocator(self) -> tuple[int, int] | None:
         allocator = self.peaks.allocator

@@ -13,7 +13,7 @@ from torch import nn
 import ac_client
 from ac_client.planning.facts import peak_watch
 from ac_client.planning.facts.peak_counter import least_peak
-from ac_client.planning.next_action import MOST_CORRECTIONS
+from ac_client.planning.trigger import MOST_CORRECTIONS
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
 from benchmarks.models.modules import Transformer

@@ -1,0 +1,286 @@
+"""Each rule that says when a plan is made again, and the tolerances on both sides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ac_client.planning.facts.forwards_in_flight import BackwardFacts
+from ac_client.planning.trigger import (
+    ELSEWHERE,
+    GRADIENTS,
+    LAST_MARGIN,
+    MOST_CORRECTIONS,
+    MOST_TRIES,
+    SEGMENT,
+    SLOWER,
+    STALLED,
+    Correction,
+    Form,
+    Measured,
+    PlanAgain,
+    PlannedFor,
+    Present,
+    Warned,
+    backward_rule,
+    form_rule,
+    measured_rule,
+    present_rule,
+)
+from autoac.planner.units import format_bytes
+from autoac.profiler.static_memory import OptimizerBytes
+
+LIMIT = 1000
+PLANNED = PlannedFor(LIMIT, peak=900, forward_nbytes=400)  # one more forward does not fit
+LOOSE = replace(PLANNED, peak=100, forward_nbytes=10)  # twenty more fit
+DROPS = replace(PLANNED, form=Form(drops=frozenset({1})))
+LARGE = replace(PLANNED, limit=10**7, peak=9_999_000)
+TIGHTEST = replace(PLANNED, peak=1100, present=Present(others_nbytes=300))  # no plan keeps the limit
+
+
+def again(planned: PlannedFor, now: Present | Measured, form: Form | None = None) -> PlanAgain:
+    action = (
+        present_rule(planned, now, form or planned.form)
+        if isinstance(now, Present)
+        else measured_rule(planned, now)
+    )
+    assert isinstance(action, PlanAgain)
+    return action
+
+
+def shown_by(planned: PlannedFor, gradients: int | None = None, **facts: Any) -> tuple[Form, list[str]]:
+    form, warnings = backward_rule(planned, planned.form, BackwardFacts(**facts), gradients)
+    return form, [warning.text for warning in warnings]
+
+
+# --- what is present --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("planned", "now"),
+    [
+        (PLANNED, Present()),
+        (PLANNED, Present(others_nbytes=100)),  # they fit
+        (LARGE, Present(others_nbytes=1000)),
+        (replace(PLANNED, peak=LIMIT), Present(kept_nbytes=1 << 10)),  # a scalar loss
+        (replace(LARGE, peak=5 * 10**6), Present(others_nbytes=60_000, kept_nbytes=60_000)),
+        (replace(LARGE, present=Present(kept_nbytes=2_000)), Present(kept_nbytes=2_000)),
+        (replace(LARGE, present=Present(gradients=True)), Present(gradients=True)),
+        (replace(LARGE, present=Present(gradients=True)), Present()),  # a first microbatch has none
+        (
+            replace(PLANNED, present=Present(optimizers=OptimizerBytes(5, 2))),
+            Present(optimizers=OptimizerBytes(5, 1)),
+        ),
+        (replace(LARGE, peak=10**7 + 1), Present(others_nbytes=2_000)),  # no plan has room for it
+        (replace(TIGHTEST, gained_room=True), Present(others_nbytes=200)),  # they may hold more again
+        (replace(TIGHTEST, peak=900), Present(others_nbytes=200)),
+    ],
+)
+def test_plan_stays_if_what_is_present_is_counted_or_fits(planned: PlannedFor, now: Present) -> None:
+    assert present_rule(planned, now, planned.form) is None
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        Present(others_nbytes=2_000),
+        Present(kept_nbytes=2_000),
+        Present(others_nbytes=1_000, kept_nbytes=1_000),
+        Present(gradients=True),
+        Present(optimizers=OptimizerBytes(50, 1)),
+    ],
+)
+def test_what_is_present_is_counted_at_once(now: Present) -> None:
+    assert again(LARGE, now).terms == replace(LARGE, present=now)
+
+
+@pytest.mark.parametrize("counted", [OptimizerBytes(90, 1), OptimizerBytes(50, 0)])
+def test_state_that_is_not_as_counted_is_planned_for(counted: OptimizerBytes) -> None:
+    now = Present(optimizers=OptimizerBytes(50, 1))
+    assert again(replace(PLANNED, present=Present(optimizers=counted)), now).terms.present == now
+
+
+def test_gradients_count_in_all_later_plans() -> None:
+    found = again(PLANNED, Present(gradients=True))
+    assert found.reason == GRADIENTS
+    assert again(found.terms, Present(optimizers=OptimizerBytes(50, 1))).terms.present.gradients
+
+
+def test_less_than_counted_is_planned_for_once_if_no_plan_fitted() -> None:
+    terms = again(TIGHTEST, Present(others_nbytes=200)).terms
+    assert (terms.present.others_nbytes, terms.gained_room) == (200, True)
+
+
+def test_another_share_of_the_device_is_planned_for() -> None:
+    now = Present(share=0.5)
+    terms = again(PLANNED, now).terms
+    assert terms.present.share == 0.5
+    assert present_rule(terms, now, terms.form) is None
+
+
+def test_outputs_and_gradients_that_backward_finds_need_no_profile() -> None:
+    held = Form(drops=frozenset())
+    assert held.has_profile_of(DROPS.form)
+    assert again(DROPS, Present(), held).terms.form == held
+    frees = replace(DROPS.form, frees_gradients=True)
+    assert again(DROPS, Present(), frees).terms.form == frees
+    assert present_rule(DROPS, Present(), replace(frees, frees_gradients=False)) is None
+
+
+@pytest.mark.parametrize(
+    ("now", "nbytes"),
+    [(Present(gradients=True), 0), (Present(others_nbytes=5_000), 50)],
+    ids=["step", "other"],
+)
+def test_correction_ends_with_the_step_that_it_was_measured_in(now: Present, nbytes: int) -> None:
+    corrected = replace(LARGE, correction=Correction(1, nbytes=50, withheld=7))
+    assert again(corrected, now).terms.correction == Correction(int(nbytes > 0), nbytes, withheld=7)
+
+
+# --- the form of the step ---------------------------------------------------------------------------------
+
+
+def test_more_forwards_in_flight_are_warned_of_and_planned_for() -> None:
+    form, warning = form_rule(PLANNED, PLANNED.form, 1, left=False)
+    assert form == Form(2)
+    assert not form.has_profile_of(PLANNED.form)
+    assert warning is not None
+    assert "2 forwards wait for one backward, and the plan is for 1" in warning.text
+    assert form_rule(LOOSE, LOOSE.form, 1, left=False) == (LOOSE.form, None)
+    waiting = replace(PLANNED, microbatches=2)
+    assert form_rule(waiting, Form(2), 1, left=False) == (PLANNED.form, None), "each has its own backward"
+
+
+@pytest.mark.parametrize(
+    ("planned", "waiting", "tries"),
+    [(PLANNED, 0, 1), (PLANNED, 1, 0), (LOOSE, 0, 0), (replace(PLANNED, form=Form(tries=MOST_TRIES)), 0, 2)],
+    ids=["", "in the middle", "fits", "twice"],
+)
+def test_forward_that_ran_other_ops_is_observed(planned: PlannedFor, waiting: int, tries: int) -> None:
+    assert form_rule(planned, planned.form, waiting, left=True)[0].tries == tries
+
+
+def test_what_is_made_outside_counts_until_the_peak_is_measured() -> None:
+    shown = Form(outside_nbytes=301)
+    assert form_rule(PLANNED, shown, 0, left=False) == (shown, None)
+    assert form_rule(replace(PLANNED, correction=Correction(1)), shown, 0, left=False) == (Form(), None)
+
+
+@pytest.mark.parametrize(
+    ("planned", "facts"),
+    [
+        (LOOSE, {"passes": 2}),
+        (replace(PLANNED, form=Form(passes=2)), {"passes": 2}),
+        (LOOSE, {"creates_graph": True}),
+        (DROPS, {"dropped": frozenset({1, 2})}),
+        (PLANNED, {"dropped": frozenset({1}), "dropped_nbytes": 300}),
+        (PLANNED, {"nbytes_outside": 300, "nbytes_live": 700}),
+        (PLANNED, {"nbytes_outside": 30, "nbytes_live": 999}),
+        (replace(PLANNED, form=Form(outside_nbytes=301)), {"nbytes_outside": 301, "nbytes_live": 700}),
+    ],
+)
+def test_backward_of_the_planned_form_changes_nothing(planned: PlannedFor, facts: dict[str, Any]) -> None:
+    assert shown_by(planned, **facts) == (planned.form, [])
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradient_penalty_is_warned_of_however_often_backward_runs(passes: int) -> None:
+    form, (text,) = shown_by(PLANNED, creates_graph=True, passes=passes)
+    assert form == PLANNED.form
+    assert "create_graph=True" in text
+    assert f"headroom_bytes=...) for it: {format_bytes(2 * PLANNED.forward_nbytes)}" in text
+
+
+def test_more_passes_of_backward_are_observed() -> None:
+    form, (text,) = shown_by(PLANNED, passes=2)
+    assert form == Form(passes=2)
+    assert "retain_graph=True" in text
+
+
+@pytest.mark.parametrize(("held", "warns"), [(100, False), (101, True)])
+def test_outputs_that_are_held_count_again(held: int, warns: bool) -> None:
+    form, texts = shown_by(DROPS, held_nbytes=held)
+    assert form == Form()
+    assert bool(texts) is warns
+
+
+def test_larger_loss_outside_of_the_model_is_warned_of_and_observed() -> None:
+    form, (text,) = shown_by(PLANNED, nbytes_outside=301, nbytes_live=700)
+    assert form == Form(outside_nbytes=301)
+    assert "about 301 B were made, and the plan counts 0 B" in text
+
+
+def test_loop_that_frees_gradients_is_one_until_backward_finds_some() -> None:
+    counted = replace(PLANNED, present=Present(gradients=True))
+    assert shown_by(counted) == (Form(), [])
+    form, texts = shown_by(counted, gradients=0)
+    assert (form.frees_gradients, texts) == (True, [])
+    freed = replace(counted, form=form)
+    held, (text,) = shown_by(freed, gradients=70)
+    assert held.frees_gradients is False
+    assert "gradients of 70 B are held" in text
+    for gradients in (70, 0, None):
+        assert shown_by(replace(freed, form=held), gradients) == (held, []), "a first microbatch has none"
+
+
+def test_plan_that_was_made_elsewhere_is_said_to_stay() -> None:
+    _, (text,) = shown_by(replace(PLANNED, stays=ELSEWHERE), passes=2)
+    assert "It was planned elsewhere and stays; one backward" in text
+
+
+# --- what was measured ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("planned", "peak"), [(PLANNED, 900), (PLANNED, LIMIT), (PLANNED, 300), (TIGHTEST, 1100)]
+)
+def test_plan_stays_if_its_peak_is_within_the_limit_or_as_predicted(planned: PlannedFor, peak: int) -> None:
+    assert measured_rule(planned, Measured(peak)) is None
+
+
+def test_peak_over_the_limit_is_corrected_and_the_last_time_with_a_margin() -> None:
+    assert again(PLANNED, Measured(1001)).terms.correction == Correction(1, nbytes=101)
+    once = replace(PLANNED, correction=Correction(MOST_CORRECTIONS - 1, nbytes=101, withheld=7))
+    nbytes = 251 + round(LAST_MARGIN * LIMIT)
+    assert again(once, Measured(1050)).terms.correction == Correction(MOST_CORRECTIONS, nbytes, withheld=7)
+
+
+@pytest.mark.parametrize(
+    "planned",
+    [replace(PLANNED, stays=ELSEWHERE), replace(PLANNED, correction=Correction(MOST_CORRECTIONS, nbytes=50))],
+    ids=["elsewhere", "corrected"],
+)
+def test_peak_over_the_limit_is_warned_of_if_the_plan_stays(planned: PlannedFor) -> None:
+    warned = measured_rule(planned, Measured(1001))
+    assert isinstance(warned, Warned)
+    assert "planned elsewhere" in warned.text or "corrected 2 times" in warned.text
+
+
+def test_stalls_that_were_not_foreseen_are_planned_for_with_a_slower_link() -> None:
+    stalled = Measured(PLANNED.peak, stalled=1.1 * STALLED)
+    terms = again(PLANNED, stalled).terms
+    assert terms.link_share == SLOWER
+    assert again(terms, stalled).terms.link_share == SLOWER**2
+    assert again(terms, stalled._replace(moves_lose=True)).terms.link_share == 0
+    assert measured_rule(PLANNED, Measured(PLANNED.peak, stalled=STALLED)) is None
+
+
+def test_reserved_bytes_over_the_budget_are_warned_of_or_planned_for() -> None:
+    assert measured_rule(PLANNED, Measured(reserved_over=20 << 20)) is None
+    warned = measured_rule(PLANNED, Measured(reserved_over=21 << 20))
+    assert isinstance(warned, Warned)
+    assert 'Constraints(budget_of="reserved")' in warned.text
+    over = Measured(990, reserved_over=80, of_reserved=True)
+    assert again(PLANNED, over).terms.correction == Correction(1, withheld=80)
+    once = replace(PLANNED, correction=Correction(MOST_CORRECTIONS - 1, withheld=80))
+    assert again(once, over).terms.correction == Correction(MOST_CORRECTIONS, withheld=80 + 80 + SEGMENT)
+    last = measured_rule(replace(PLANNED, correction=Correction(MOST_CORRECTIONS)), over)
+    assert isinstance(last, Warned)
+    assert "expandable_segments" in last.text
+    for tightest in (
+        replace(PLANNED, peak=LIMIT + 1),
+        replace(PLANNED, peak=LIMIT - 79, correction=Correction(1, withheld=80)),
+    ):
+        assert measured_rule(tightest, over) == last
