@@ -21,6 +21,7 @@ from autoac.tape.runtime.saved_tensor_hooks import RegionHooks
 from autoac.tape.runtime.tracked_storages import TrackedStorages
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.module_paths import ROOT, is_called
+from autoac.tape.unseen.moving_weights import MOVES
 
 
 class PlannedForward:
@@ -80,7 +81,9 @@ class PlannedForward:
         self._bucket, self.call, self._unrecorded, self.left = bucket, call, 0, False
         self._route = route = loaded.route(waiting)
         self._follows = not compiled and bucket.profile is not None and route.follows
-        records = self._follows or (not compiled and loaded.recomputes)
+        # What autograd saves of weights that come and go is not held: only a region can see to that.
+        weights_move = bucket.profile is not None and MOVES in bucket.profile.reasons
+        records = self._follows or (not compiled and (loaded.recomputes or weights_move))
         self.follows_calls = records or has_compiled_parts or bool(bucket.step.skipped)
         self._nodes_before = private.get_sequence_nr()
         self._calls = [(ROOT, id(sys.exception()))]

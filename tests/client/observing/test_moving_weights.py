@@ -105,6 +105,7 @@ def test_weights_that_backward_does_not_fill_again_are_those_of_forward(change: 
     assert all(map(torch.equal, plain, planned))
 
 
-def test_other_values_after_steps_with_the_same_are_an_error() -> None:
+@pytest.mark.parametrize("since", range(1, STEPS))
+def test_other_values_after_steps_with_the_same_are_an_error(since: int) -> None:
     with pytest.raises(StaleError, match="Fill it with the same values"):
-        train(planned=True, in_backward=lambda step, weight: weight + (step == STEPS - 1))
+        train(planned=True, in_backward=lambda step, weight: weight + (step == since))

@@ -113,7 +113,7 @@ def test_compiled_function_is_recomputed_and_needs_no_more_than_its_ops(
     least = smallest(compiled)
     saved = smallest(compiled, Constraints(pin_save=("layers.*/CompiledFunction",)))
     assert least <= 1.1 * smallest(function) < saved
-    model = ac_client.apply(Net(compiled), 1.01 * least / GIB)
+    model = ac_client.apply(Net(compiled), 1.05 * least / GIB)
     assert all(map(torch.equal, trained(model), trained(Net(compiled))))
     policy = ac_client.applied(model).policy
     calls = [key for key in policy.decisions if "CompiledFunction" in key]
