@@ -247,13 +247,15 @@ class ModelHooks:
             self._planning.watch.peaks.read()
 
     def _enter(self, path: str) -> None:
-        self._planning.planner.called.add(path)
-        if (observed := self._planning.planner.observed_here) is not None:
+        planner = self._planning.planner
+        planner.called.add(path)
+        if planner.observation is not None and (observed := planner.observed_here) is not None:
             observed.enter(path)
         self._of_thread.forward.enter(path)
 
     def _leave(self, path: str) -> None:
-        if (observed := self._planning.planner.observed_here) is not None:
+        planner = self._planning.planner
+        if planner.observation is not None and (observed := planner.observed_here) is not None:
             observed.leave(path)
         self._of_thread.forward.leave(path)
 

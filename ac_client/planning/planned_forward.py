@@ -49,6 +49,7 @@ class PlannedForward:
         self._bucket: PlannedBucket | None = None
         self._route: ForwardRoute | None = None
         self.follows_calls = False
+        self._skipped: Set[str] = frozenset()  # modules that the profiled forward did not call
         self._follows = False  # every op is recorded
         self._nodes_before = 0  # that autograd had made
         self._unrecorded = 0  # ops that ran while the mode was off
@@ -78,6 +79,7 @@ class PlannedForward:
             compares: backward compares what it recomputes.
         """
         loaded = bucket.loaded
+        self._skipped = bucket.step.skipped
         self._bucket, self.call, self._unrecorded, self.left = bucket, call, 0, False
         self._route = route = loaded.route(waiting)
         self._follows = not compiled and bucket.profile is not None and route.follows
@@ -159,7 +161,7 @@ class PlannedForward:
         route, self._route = self._route, None
         if region is not None:
             region.__exit__(None, None, None)
-        bucket, self._bucket, self.call = self._bucket, None, None
+        bucket, self._bucket, self.call, self._skipped = self._bucket, None, None, frozenset()
         if whole and route is not None:
             if cursor is not None:
                 route.unrecorded = self._unrecorded
@@ -179,7 +181,7 @@ class PlannedForward:
     def enter(self, path: str) -> None:
         """Note a call of the module at `path`. If every op of the call is saved, turn recording off."""
         self._calls.append((path, id(sys.exception())))
-        if self._bucket is not None and path in self._bucket.step.skipped:
+        if path in self._skipped and self._bucket is not None:
             self._bucket.ran_skipped.add(path)
         region = active.region
         if self._cursor is None or self._route is None or region is None:
@@ -203,7 +205,7 @@ class PlannedForward:
         """Mark the end of the call of the module at `path`. A route learns from calls that return."""
         if self._calls[-1][0] != path:
             return  # a hook of the user's raised before `enter`
-        raised = self.raises
+        raised = self._calls[-1][1] != id(sys.exception())  # as `raises`, whose call would cost more
         if len(self._calls) > 1:
             self._calls.pop()
         region = active.region
@@ -219,7 +221,7 @@ class PlannedForward:
         if raised:  # calls around this one did not run all their ops either
             self._writes_before = [-1] * len(self._writes_before)
             return
-        if called is not None and writes == region.storages.writes and self._cursor.saves_all(called):
+        if called is not None and writes == region.storages.writes and self._route.route.is_quiet(called):
             self._route.quiet_calls[path, called[0]] = called[1]
 
     def _innermost(self) -> str:

@@ -121,6 +121,8 @@ class Route:
         self.decisions = list(decisions.values())
         self._spans = spans_by_module(self.modules)
         self._siblings: dict[str, str | None] = {}
+        # Calls of modules that began on the path, by module and position.
+        self.calls: dict[tuple[str, int], _Call] = {}
         # Ops after the last module may be those of the loss that the profile was taken with.
         self.last_in_module = max((i for i, module in enumerate(self.modules) if module != ROOT), default=-1)
         points = self.triggers | {move.free for move in self.moves.values()}
@@ -129,14 +131,11 @@ class Route:
         for i, decision in enumerate(self.decisions):
             self._seen.append(self._seen[-1] + (decision != "save" or i in points))
 
-    def saves_all(self, span: Span) -> bool:
-        """Return True if every op of `span` is saved, and nothing is freed or fetched at one."""
+    def is_quiet(self, span: Span) -> bool:
+        """Return True if every op of `span` is saved, nothing moves in it, and no use group ends in it."""
         begin, end = span
-        return self._seen[begin] == self._seen[end]
-
-    def is_in_one_group(self, span: Span) -> bool:
-        """Return True if all uses by ops of `span` are in the same use group of every op."""
-        begin, end = span
+        if self._seen[begin] != self._seen[end]:
+            return False
         nearest = bisect.bisect_left(self._boundaries, begin - 1)
         return nearest == len(self._boundaries) or self._boundaries[nearest] >= end - 1
 
@@ -280,6 +279,13 @@ class Cursor:
     def enter(self, path: str) -> int | None:
         """Follow the forward into a module; return the position of its first op if that is certain."""
         self._modules.append(path)
+        key = path, self._position
+        followed = not self._lost and self._expected is None and self._unplanned is None
+        if followed:
+            known = self._route.calls.get(key)
+            if known is not None and known.departures == self._departures:
+                self._calls.append(known)
+                return known.begin
         path = self._path_in_route(path)
         expected = self._next
         span = self._route.span_from(path, expected)
@@ -301,7 +307,10 @@ class Cursor:
                 self._position, self._expected = span[0], expected
                 if self.off_path is not None:
                     begin = self._position
-        self._calls.append(_Call(span, begin, self._departures))
+        call = _Call(span, begin, self._departures)
+        self._calls.append(call)
+        if followed and self._unplanned is None and begin == key[1]:
+            self._route.calls[key] = call
         return begin
 
     def _path_in_route(self, path: str) -> str:
@@ -335,10 +344,6 @@ class Cursor:
         if call.begin is None or call.departures != self._departures or self._expected is not None:
             return None
         return call.begin, self._position
-
-    def saves_all(self, span: Span) -> bool:
-        """Return True if every op of `span` is saved, nothing moves in it, and no use group ends in it."""
-        return self._route.saves_all(span) and self._route.is_in_one_group(span)
 
     @property
     def has_use_groups(self) -> bool:

@@ -31,16 +31,25 @@ class ModuleHook:
     """A hook that stays with its module: a copy of the module gets a hook that does nothing.
 
     Dynamo does not trace it: compiled code calls it outside of its graphs.
+
+    Args:
+        call: called with the arguments of the hook, or with `path` alone.
+        path: of the module.
     """
 
-    __slots__ = ("call",)
+    __slots__ = ("_path", "call")
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
+    def __init__(self, call: Callable[..., Any], path: str | None = None) -> None:
+        self.call, self._path = call, path
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any) -> None:
+        if self._path is not None:
+            args = (self._path,)
         # As `dynamo_is_active`, whose call would double the cost.
-        return call_outside_dynamo(self.call, args) if _dynamo_callback() else self.call(*args)
+        if _dynamo_callback():
+            call_outside_dynamo(self.call, args)
+        else:
+            self.call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (ModuleHook, (_nothing,))
@@ -106,29 +115,22 @@ def watch_modules(
         Handles that remove the hooks.
     """
 
-    def call_before(path: str, *_: Any) -> None:
-        enter(path)
-
-    def call_after(path: str, *_: Any) -> None:
-        leave(path)
-
     handles: list[Watch] = []
     skipped: set[nn.Module] = set()
     try:
         for path, module in model.named_modules():
             if module is model or module in skipped:
                 continue
-            before, after = partial(call_before, path), partial(call_after, path)
             if isinstance(module, torch.jit.ScriptModule):
                 skipped.update(module.modules())
                 continue
             if is_compiled(module):
                 skipped.update(module.modules())
                 if not is_optimized(module):  # the compiler would trace the hooks
-                    handles.append(WatchedCompiledCall(module, before, after))
+                    handles.append(WatchedCompiledCall(module, partial(enter, path), partial(leave, path)))
                     continue
-            handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
-            handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
+            handles.append(module.register_forward_pre_hook(ModuleHook(enter, path), prepend=True))
+            handles.append(module.register_forward_hook(ModuleHook(leave, path), always_call=True))
     except BaseException:
         for handle in handles:
             handle.remove()
