@@ -34,7 +34,7 @@ from autoac.tape.runtime.nodes import (
 from autoac.tape.runtime.split_backward import Split, current_split, is_nested_backward
 from autoac.tape.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
 from autoac.tape.runtime.write_guard import StaleError
-from autoac.tape.torch_facts import private, rng
+from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.nested_ops import AUTOCAST
 from autoac.tape.torch_facts.op_signature import outputs_of
 from autoac.tape.unseen.checked_code import CheckedCode
@@ -486,11 +486,10 @@ def _replay(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, 
     if node.flags != flags.current:
         flags.set(node.flags)
     began = tape.replays.begin() if tape is not None else None
-    if node.rng_state is None:
-        out = node.func(*args, **kwargs) if kwargs else node.func(*args)
-    else:
-        with rng.generator_at(node.rng_state):
-            out = node.func(*args, **kwargs)
+    if node.rng_state is not None:
+        flags.drawn.keep(node.rng_state.generator)
+        node.rng_state.restore()
+    out = node.func(*args, **kwargs) if kwargs else node.func(*args)
     if tape is not None:
         tape.note_replay(node.order, began)
     for old, new in node.rewrites:

@@ -35,17 +35,6 @@ def capture_generator(generator: torch.Generator) -> GeneratorState:
     return GeneratorState(generator, generator.get_state().numpy().tobytes())
 
 
-@contextmanager
-def generator_at(state: GeneratorState) -> Iterator[None]:
-    """Set the generator to `state` inside, and back to its present state afterwards."""
-    now = capture_generator(state.generator)
-    state.restore()
-    try:
-        yield
-    finally:
-        now.restore()
-
-
 def default_generator(device: torch.device) -> torch.Generator:
     """Return the generator that ops on `device` draw from if none is passed to them."""
     if device.type in ("cpu", "meta"):  # nothing is drawn on meta, which has no generator
@@ -123,7 +112,10 @@ class UsedGenerators:
 
     def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note the generator that an op with these arguments is about to draw from."""
-        generator = generator_of(args, kwargs)
+        self.keep(generator_of(args, kwargs))
+
+    def keep(self, generator: torch.Generator) -> None:
+        """Note `generator`, from which an op is about to draw."""
         if id(generator) not in self._states:
             self._states[id(generator)] = capture_generator(generator)
 

@@ -14,7 +14,7 @@ import torch
 
 from autoac.tape.checkpoints.own_checkpoints import checkpoints_are_plain, plain_checkpoints
 from autoac.tape.torch_facts import private
-from autoac.tape.torch_facts.rng import capture_generator, default_generator, generator_at
+from autoac.tape.torch_facts.rng import UsedGenerators, capture_generator, default_generator
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -45,8 +45,11 @@ class AmbientState:
     def restored(self) -> Iterator[None]:
         """Put the state in force while the body runs; then restore the present state."""
         with ExitStack() as stack:
-            for generator in self._generators:
-                stack.enter_context(generator_at(generator))
+            drawn = UsedGenerators()
+            stack.callback(drawn.restore)
+            for state in self._generators:
+                drawn.keep(state.generator)
+                state.restore()
             for kind, enabled, dtype, cached in self._autocast:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(

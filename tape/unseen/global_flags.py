@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.rng import UsedGenerators
 
 Flags = tuple[Any, ...]
 """Grad mode, default dtype, deterministic algorithms, then the flags of oneDNN and cuDNN; as in _SETTERS."""
@@ -70,11 +71,16 @@ class FlagSwitcher:
     """Set the flags of one op after another; restore the caller's flags at the end of the with-block.
 
     Ops do not change flags, so only a difference between two ops costs anything.
+
+    Attributes:
+        current: the flags in force.
+        drawn: the generators that ops draw from, whose states are restored too.
     """
 
-    __slots__ = ("_before", "_warns", "current")
+    __slots__ = ("_before", "_warns", "current", "drawn")
 
     def __enter__(self) -> FlagSwitcher:
+        self.drawn = UsedGenerators()
         self._before = self.current = current_flags()
         return self
 
@@ -86,6 +92,7 @@ class FlagSwitcher:
         self.current = flags
 
     def __exit__(self, *_: Any) -> None:
+        self.drawn.restore()
         if self.current != self._before:
             _switch(self.current, self._before)
             private.set_deterministic_algorithms(_deterministic(), warn_only=self._warns)
