@@ -26,8 +26,9 @@ Args = Sequence[Any]
 Kwargs = dict[str, Any]
 PolicyCallable = Callable[..., CheckpointPolicy | bool]
 
-MUSTS = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE})
-SAVES = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE})
+# Tuples: the hash of an enumeration is a call.
+MUSTS = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+SAVES = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE
 
 _SAVE_FOR_OFFLOAD = {
     CheckpointPolicy.MUST_CPU_OFFLOAD: CheckpointPolicy.MUST_SAVE,
@@ -285,8 +286,6 @@ class PolicyStack:
         moving: a plan that moves outputs of ops to the host; None if there is none.
         holding: a plan that holds what a backward inside of forward unpacks; None if there is none.
         planned: the plan's decision for the op decided last; None if it has none, or other policies apply.
-        saves_all: True if every op is saved.
-        recomputes_all: True if every op is recomputed, except those with `OpFacts.must_save`.
     """
 
     __slots__ = (
@@ -298,8 +297,6 @@ class PolicyStack:
         "moving",
         "needs_output",
         "planned",
-        "recomputes_all",
-        "saves_all",
     )
 
     def __init__(self, frames: Iterable[PolicyFrame]) -> None:
@@ -308,8 +305,6 @@ class PolicyStack:
         # Two common stacks of a single policy need no resolving.
         only = self.frames[0].policy if len(self.frames) == 1 else None
         self._constant = only.decision if isinstance(only, ConstantPolicy) else None
-        self.saves_all = self._constant in SAVES
-        self.recomputes_all = self._constant is not None and not self.saves_all
         self._cursor = only.cursor if isinstance(only, PlannedPolicy) else None
         cursors = [f.policy.cursor for f in self.frames if isinstance(f.policy, PlannedPolicy)]
         self.grouping: Grouping | None = next((cursor for cursor in cursors if cursor.has_use_groups), None)

@@ -57,35 +57,26 @@ class Source:
     __slots__ = ("__weakref__", "_copied", "_first", "_recipe", "guard", "nbytes", "tensors")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensors: list[Tensor] = []  # as nodes read them: on the storage, without history
-        self._first: weakref.ref[Tensor] | None = None  # the tensor that tensors[0] was made from
+        self._first = weakref.ref(tensor)  # the tensor that tensors[0] was made from
         self._recipe: Recipe | None = None  # of tensors[0], computed when first needed
         self._copied: torch.Event | None = None  # end of the private copy, if streams must wait for it
         self.nbytes = tensor.untyped_storage().nbytes()
         self.guard: WriteGuard | None = WriteGuard(without_history(tensor))
-
-    def argument_for(self, tensor: Tensor) -> Source | SourceView:
-        """Return the stand-in for `tensor` among the arguments of a node."""
-        if not self.tensors:
-            self._first = weakref.ref(tensor)
-        elif self.guard is None:
-            self.tensors.append(make_view(self.tensors[0].untyped_storage(), recipe_of(tensor)))
-            return SourceView(self, len(self.tensors) - 1)
-        if _count_modes():
-            unseen = private.DisableTorchDispatch()  # out of sight of modes around the region
-            self.tensors.append(tensor.data)
-            del unseen
-        else:
-            self.tensors.append(tensor.data)
-        if recorded.held is not None:
-            recorded.held.note(self.tensors[-1])
-        if self.guard is not None and self.guard.blind:
+        self.tensors = [_without_counter(tensor)]  # as nodes read them: on the storage, without history
+        if self.guard.counter < 0:
             self.keep_copy()  # a later write could not be detected
-        return SourceView(self, len(self.tensors) - 1) if len(self.tensors) > 1 else self
+
+    def argument_for(self, tensor: Tensor) -> SourceView:
+        """Return the stand-in among the arguments of a node for `tensor`, which is not the first one read."""
+        if self.guard is None:
+            self.tensors.append(make_view(self.tensors[0].untyped_storage(), recipe_of(tensor)))
+        else:
+            self.tensors.append(_without_counter(tensor))
+        return SourceView(self, len(self.tensors) - 1)
 
     def is_first_read(self, tensor: Tensor) -> bool:
         """Return True if `tensor` is the first one read and unchanged: `tensor.data = ...` runs no op."""
-        if self._first is None or self._first() is not tensor:
+        if self._first() is not tensor:
             return False
         if self._recipe is None:
             self._recipe = recipe_of(self.tensors[0])
@@ -124,7 +115,15 @@ class Source:
         return tensor
 
 
-_count_modes = private.len_dispatch_stack
+def _without_counter(tensor: Tensor) -> Tensor:
+    """Return a tensor on the memory of `tensor`, without history and with a version counter of its own."""
+    unseen = private.DisableTorchDispatch()  # out of sight of modes around the region
+    data = tensor.data
+    del unseen
+    if recorded.held is not None:
+        recorded.held.note(data)
+    return data
+
 
 _serials = itertools.count()
 
@@ -374,7 +373,7 @@ def pin_version(version: NodeVersion, tensor: Tensor, order: int) -> Source:
     before.outs = tuple(None if ref is not None and ref() is version else ref for ref in before.outs)
     before.rewrites = tuple((old, _nothing if new() is version else new) for old, new in before.rewrites)
     source = Source(tensor)
-    version.node = _pinned_node(source, tensor, order)
+    version.node = _pinned_node(source, order)
     version.node.outs = (weakref.ref(version),)
     version.raw = True
     if uses:
@@ -385,15 +384,15 @@ def pin_version(version: NodeVersion, tensor: Tensor, order: int) -> Source:
 
 def held_version(tensor: Tensor) -> NodeVersion:
     """Return a new version that holds `tensor`, with its present contents and what unseen kernels write."""
-    node = _pinned_node(Source(tensor), tensor, next_order())
+    node = _pinned_node(Source(tensor), next_order())
     version = NodeVersion(node, tensor, raw=True)
     node.outs = (weakref.ref(version),)
     return version
 
 
-def _pinned_node(source: Source, tensor: Tensor, order: int) -> Node:
+def _pinned_node(source: Source, order: int) -> Node:
     # It reads no version, so it may run before all others.
-    return Node(-order, "pinned", _identity, (source.argument_for(tensor),), {}, (), None)
+    return Node(-order, "pinned", _identity, (source,), {}, (), None)
 
 
 def _identity(tensor: Tensor) -> Tensor:

@@ -335,12 +335,7 @@ class Region(RecordingMode):
             self._hooks.note_fill(args[facts.fills_packed])
         policy = self._policy
         if not policy.needs_output:
-            if tape is not None and tape.must_save:
-                saved = True
-            elif policy.recomputes_all and not facts.must_save:
-                saved = False
-            else:
-                saved = policy.saves_all or policy.saves(func, facts, args, kwargs)
+            saved = (tape is not None and bool(tape.must_save)) or policy.saves(func, facts, args, kwargs)
             if moves is not None:
                 moves.free_due()
             if self._holds is not None:

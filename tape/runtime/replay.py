@@ -32,7 +32,7 @@ from autoac.tape.runtime.nodes import (
     pin_version,
 )
 from autoac.tape.runtime.split_backward import Split, current_split, is_nested_backward
-from autoac.tape.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
+from autoac.tape.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of, restrided
 from autoac.tape.runtime.write_guard import StaleError
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.nested_ops import AUTOCAST
@@ -152,20 +152,20 @@ class EventLog:
 
 
 class HandleRegistry(list["weakref.ref[Any]"]):
-    """The handles of one region, by integer key, for compiled code, which can only pass a key on."""
+    """The handles of one region, by integer key, for compiled code, which can only pass a key on.
 
-    __slots__ = ("__weakref__", "_base")
+    Attributes:
+        base: the key of the first handle, in this list and valid for as long as the region's graph lives.
+            Those of the others follow.
+    """
+
+    __slots__ = ("__weakref__", "base")
 
     def __init__(self) -> None:
         super().__init__()
         serial = next(_serials)
-        self._base = serial << 32
+        self.base = serial << 32
         _registries[serial] = self
-
-    def register(self, handle: Any) -> int:
-        """Add `handle` and return its key, which is valid for as long as the region's graph lives."""
-        self.append(weakref.ref(handle))
-        return self._base + len(self) - 1
 
 
 _serials = itertools.count()
@@ -173,7 +173,7 @@ _registries: weakref.WeakValueDictionary[int, HandleRegistry] = weakref.WeakValu
 
 
 def handle_of_key(key: int) -> Any:
-    """Return the handle that `HandleRegistry.register` gave `key` to; None if it died."""
+    """Return the handle with `key` in its `HandleRegistry`; None if it died."""
     return _registries[key >> 32][key & 0xFFFFFFFF]()
 
 
@@ -362,21 +362,21 @@ def view_of(version: NodeVersion, recomputed: Tensor, recipe: Recipe) -> Tensor:
         recomputed: the tensor that was computed for `version`.
         recipe: dtype, size, stride and offset of the view.
     """
-    if _shows(version, recomputed, recipe):
-        return recomputed
     recording_off.depth += 1
     try:
-        return make_view(recomputed.untyped_storage(), recipe)
+        return _view(version, recomputed, recipe)
     finally:
         recording_off.depth -= 1
 
 
-def _shows(version: NodeVersion, recomputed: Tensor, recipe: Recipe) -> bool:
-    """Return True if `recomputed`, the tensor computed for `version`, is the view that `recipe` makes."""
+def _view(version: NodeVersion, recomputed: Tensor, recipe: Recipe) -> Tensor:
+    """Return `view_of`. Call it unrecorded."""
     # Usually `recipe` is that of the tensor that the op returned.
-    return matches_recipe(recomputed, recipe) and (
+    if matches_recipe(recomputed, recipe) and (
         (recipe is version.recipe and not version.raw) or recomputed.is_neg() is recipe[5]
-    )
+    ):
+        return recomputed
+    return restrided(recomputed, recipe)
 
 
 def save_functions_before(node: Node) -> None:
@@ -544,10 +544,7 @@ def _argument(
         buffer = buffers.get(id(version)) if buffers else None
         if buffer is not None:
             return make_view(buffer, recipe)
-        recomputed = cache[version.serial]
-        if _shows(version, recomputed, recipe):
-            return recomputed
-        return make_view(recomputed.untyped_storage(), recipe)
+        return _view(version, cache[version.serial], recipe)
     if kind is Source or kind is SourceView:
         source, position = (arg, 0) if kind is Source else arg
         buffer = buffers.get(id(source)) if buffers else None

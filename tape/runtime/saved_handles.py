@@ -27,6 +27,7 @@ from autoac.tape.runtime.write_guard import (
     ContentsDiffer,
     StaleError,
     WriteGuard,
+    check_counter,
     detached_alias,
     without_history,
 )
@@ -76,11 +77,13 @@ class RecomputedHandle:
         # Fingerprint of the tensor, where backward compares.
         self.contents: Fingerprint | None = None
         self.trigger: FetchTrigger | None = None
-        self.key = graph.registry.register(self)
+        refs = graph.registry
+        self.key = refs.base + len(refs)
+        refs.append(ref := weakref.ref(self))
         self._last: weakref.ref[Tensor] | None = None  # the tensor that the last unpack returned
         self._last_task = -1  # the graph task of the last unpack
         self._used_in = -1  # the pass that consumed the use
-        version.handles.append(graph.registry[-1])
+        version.handles.append(ref)
         # No lock, which would cost as much as the count: see `add_use`.
         if version.uses:
             version.uses += 1
@@ -203,14 +206,13 @@ def handle_for(tensor: Tensor, version: NodeVersion, recipe: Recipe, graph: Regi
 class SavedHandle(WriteGuard):
     """A handle in place of a tensor that stays saved."""
 
-    __slots__ = ("__weakref__", "_registry", "contents", "key", "trigger")
+    __slots__ = ("__weakref__", "contents", "trigger")
 
     def __init__(self, tensor: Tensor, graph: RegionGraph) -> None:
         WriteGuard.__init__(self, without_history(tensor, saved=True))
         self.trigger: FetchTrigger | None = None
         self.contents: Fingerprint | None = None
-        self._registry = graph.registry
-        self.key = self._registry.register(self)
+        graph.registry.append(weakref.ref(self))
 
     def note_contents(self, weights: KeptWeights) -> None:
         """Have `unpack` compare the contents: NOTE [ Needed checkpoints ] in own_checkpoints.py."""
@@ -232,10 +234,6 @@ class SavedHandle(WriteGuard):
             if node is None or "BatchNorm" not in node.name():  # its statistics are saved, and not read
                 raise ContentsDiffer("", "", f"{self.tensor.dtype} {list(self.tensor.shape)}")
         return self.tensor
-
-    def unpack_writable(self) -> Tensor:
-        """Return a copy of the tensor for compiled code, which may overwrite it."""
-        return self.unpack().clone()
 
 
 class MovingWeightHandle:
@@ -356,17 +354,27 @@ def _(key: int, size: Any, stride: Any, dtype: torch.dtype, device: torch.device
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
+@torch.library.custom_op("ac_client::unpack_saved", mutates_args=())
+def _unpack_saved(tensor: Tensor, counter: int) -> Tensor:
+    check_counter(tensor, counter, "backward")
+    return tensor.clone()  # compiled code may overwrite it
+
+
+_unpack_saved.register_fake(lambda tensor, counter: torch.empty_like(tensor))
+
+
 def unpack(handle: Any) -> Tensor:
     """Return the tensor behind `handle`; autograd calls this hook."""
     kind = type(handle)
-    if torch.compiler.is_dynamo_compiling() and (kind is RecomputedHandle or kind is SavedHandle):
+    if torch.compiler.is_dynamo_compiling():
         if kind is RecomputedHandle:
             dtype, size, stride = handle.recipe[:3]
-            device = handle.device
-        else:
-            saved = handle.tensor
-            dtype, size, stride, device = saved.dtype, saved.size(), saved.stride(), saved.device
-        return _unpack_by_key(handle.key, size, stride, dtype, device)  # type: ignore[no-any-return]
+            return _unpack_by_key(handle.key, size, stride, dtype, handle.device)  # type: ignore[no-any-return]
+        if kind is SavedHandle or kind is tuple:
+            return _unpack_saved(*(handle if kind is tuple else (handle.tensor, handle.counter)))  # type: ignore[no-any-return]
+    if kind is tuple:
+        check_counter(handle[0], handle[1], "backward")
+        return handle[0]  # type: ignore[no-any-return]
     if isinstance(handle, Tensor):
         return handle
     if private.peek_interpreter_stack() is None:

@@ -29,12 +29,12 @@ from autoac.tape.runtime.saved_handles import (
 )
 from autoac.tape.runtime.tracked_storages import TrackedStorages
 from autoac.tape.runtime.view_recipes import recipe_of
-from autoac.tape.runtime.write_guard import detached_alias, note_wrappers
+from autoac.tape.runtime.write_guard import detached_alias, note_wrappers, version_counter
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.inductor import keep_dynamo_out
 from autoac.tape.torch_facts.storage_table import has_storage
 from autoac.tape.torch_facts.streams import streams_seen
-from autoac.tape.unseen.moving_weights import is_refilled, moving_base
+from autoac.tape.unseen.moving_weights import is_refilled, moving_base, moving_weights
 
 _STRIDED = torch.strided
 
@@ -118,7 +118,7 @@ class RegionHooks:
         saved = tape.pack(tensor) if tape is not None else None
         if self.pack_in_call is not None and (packed := self.pack_in_call(tensor)) is not None:
             return packed if tape is None else taped(packed, saved, tape)
-        handle = self.handle_of(tensor)
+        handle = self.handle_of(tensor) if moving_weights.data else self._handle_of(tensor)
         return handle if tape is None else taped(handle, saved, tape)
 
     def note_fill(self, tensor: Tensor) -> None:
@@ -142,20 +142,18 @@ class RegionHooks:
         held = None if is_refilled(parameter) else self._handle_of(tensor)
         return MovingWeightHandle(parameter, tensor, held)
 
-    def _handle_of(self, tensor: Tensor) -> RecomputedHandle | SavedHandle | OuterHookHandle:
+    def _handle_of(self, tensor: Tensor) -> Any:
         handle: RecomputedHandle | SavedHandle | None = None
         kind = type(tensor)
         if ((kind is Tensor or kind is Parameter) and tensor.layout is _STRIDED) or has_storage(tensor):
             version = tensor.untyped_storage().__dict__.get(self._key)
-            if (
-                streams_seen.several
-                and type(version) is NodeVersion
-                and version.node.stream != private.current_stream()
-            ):
+            if type(version) is not NodeVersion:
+                version = None
+            elif streams_seen.several and version.node.stream != private.current_stream():
                 self._storages.save(tensor)
                 version = None
             if (
-                type(version) is NodeVersion
+                version is not None
                 and (version.counter is None or not version.written_in_pause(tensor))
                 and not (version.suspect and not self._storages.as_written(version, tensor))
             ):
@@ -169,6 +167,10 @@ class RegionHooks:
         if handle is None:
             if self._outer is not None:
                 return OuterHookHandle(tensor, *self._outer)
+            if self.tape is None and self.moves is None and self._graph.weights is None:
+                if not tensor.is_leaf or tensor._is_view():
+                    tensor = detached_alias(tensor)
+                return tensor, version_counter(tensor)
             if self.tape is not None and running_call() and has_storage(tensor):
                 handle = SavedHandle(detached_alias(tensor), self._graph)  # not what `.data = ...` puts there
                 self._storages.note_saved(handle)

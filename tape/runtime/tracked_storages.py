@@ -245,7 +245,7 @@ class TrackedStorages:
         for tensor in tensors:
             if not has_storage(tensor):
                 continue
-            copy = self._copy_saved(tensor) if self._saved else None
+            copy = self._copy_saved(tensor) if self._saved.refs else None
             origin = self.origin(tensor)
             if origin is None:
                 continue
@@ -456,23 +456,23 @@ class TrackedStorages:
             if self.watches_code and type(tensor) is Parameter:
                 self._note_parameter(tensor)
             source = Source(tensor)
-            if self._moves(tensor, source):
+            if (_moving.refs or self._graph.tape is not None) and self._moves(tensor, source):
                 if self._copied_for is not reads:
                     self._copied_for, self._copied = reads, {}
                 address = tensor.untyped_storage()._cdata
                 if (copied := self._copied.get(address)) is not None:
                     return copied.argument_for(tensor)  # arguments on one storage stay so
-                argument = source.argument_for(tensor)
                 source.keep_copy()
                 self._copied[address] = source
-                return argument
-            if self._table.get(tensor) is _written_unseen:
-                argument = source.argument_for(tensor)
+                return source
+            storage = tensor.untyped_storage()
+            if storage.__dict__.get(self.key) is _written_unseen:
                 source.keep_copy()  # nothing would show the next write
                 if self._graph.tape is not None:
                     self._compare_with_last_read(tensor, self._graph.tape)
-                return argument
-            self.enter(tensor.untyped_storage(), weakref.ref(source))
+                return source
+            self._since_pause.append(self._table.put(storage, weakref.ref(source)))  # as `enter`
+            return source
         return source.argument_for(tensor)
 
     def _moves(self, tensor: Tensor, source: Source) -> bool:
@@ -485,7 +485,7 @@ class TrackedStorages:
             if source.guard is not None:
                 tape.copied.append(source.guard)
             return True
-        return bool(_moving) and _moving.get(tensor) is not None
+        return _moving.get(tensor) is not None
 
     def _compare_with_last_read(self, tensor: Tensor, tape: StepTape) -> None:
         """Note on the tape if an unseen kernel has written a storage again since an op last read it."""

@@ -51,6 +51,14 @@ def make_view(storage: torch.UntypedStorage, recipe: Recipe) -> Tensor:
     return tensor
 
 
+def restrided(tensor: Tensor, recipe: Recipe) -> Tensor:
+    """Return a view of the storage of `tensor` as `recipe` describes. Call it unrecorded."""
+    dtype, size, stride, offset, _, negative = recipe
+    if tensor.dtype is dtype and dtype not in _COMPLEX and not (negative or tensor.is_neg()):
+        return tensor.as_strided(size, stride, offset)  # one op in place of two
+    return make_view(tensor.untyped_storage(), recipe)
+
+
 def window_of_recipe(recipe: Recipe) -> Window:
     """Return the bytes of its storage that a tensor with `recipe` covers."""
     dtype, size, stride, offset, _, _ = recipe

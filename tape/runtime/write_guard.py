@@ -106,7 +106,7 @@ def version_counter(tensor: Tensor) -> int:
         counter = tensor._version
     except RuntimeError:
         return -1
-    if _wrapper_writes and has_storage(tensor) and (writes := _wrapper_writes.get(tensor)) is not None:
+    if _wrapper_writes.refs and has_storage(tensor) and (writes := _wrapper_writes.get(tensor)) is not None:
         counter += writes.count()
     return counter
 
@@ -128,7 +128,7 @@ def without_history(tensor: Tensor, *, saved: bool = False) -> Tensor:
 
 def detached_alias(tensor: Tensor) -> Tensor:
     """Detach `tensor` out of sight of dispatch modes; the result shares its version counter."""
-    if is_wrapper(tensor):
+    if type(tensor) is not Tensor and is_wrapper(tensor):
         return _detach_with_counter(tensor)  # only the dispatch of the subclass can detach it
     unseen = private.DisableTorchDispatch()  # in force until it is deleted
     alias = (
@@ -153,47 +153,45 @@ class WriteGuard:
     """Hold a tensor and detect in-place writes to it that no region recorded.
 
     The tensor must have no autograd history, or else it would keep alive the graph that owns this guard. An
-    inference tensor has no version counter, so nothing can detect a write to it (`blind`).
+    inference tensor has no version counter, so nothing can detect a write to it (`counter` is -1).
     """
 
-    __slots__ = ("_counter", "_failed", "tensor")
+    __slots__ = ("_failed", "counter", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self._failed = False
-        self._counter = version_counter(tensor)
-
-    @property
-    def blind(self) -> bool:
-        """Return True if writes to the tensor cannot be detected."""
-        return self._counter < 0
+        self.counter = version_counter(tensor)
 
     @property
     def is_written(self) -> bool:
         """Return True if the tensor was written since the last `renew`."""
-        return self._counter >= 0 and version_counter(self.tensor) != self._counter
+        return self.counter >= 0 and version_counter(self.tensor) != self.counter
 
     def renew(self) -> None:
         """Accept the version counter as it is now, because the region saw every write so far."""
-        if self._counter >= 0 and not self._failed:
-            self._counter = version_counter(self.tensor)
+        if self.counter >= 0 and not self._failed:
+            self.counter = version_counter(self.tensor)
 
     def reject_writes(self) -> None:
         """Make every later `check` fail if the tensor was written since the last `renew`."""
-        self._failed = 0 <= self._counter != version_counter(self.tensor)
+        self._failed = 0 <= self.counter != version_counter(self.tensor)
 
     def check(self, reader: str) -> None:
-        """Check that the tensor was not written since the last `renew`.
+        """Check that the tensor was not written since the last `renew`; see `check_counter`."""
+        check_counter(self.tensor, self.counter, reader)
 
-        Raises:
-            StaleError: the tensor was written; the message names `reader`, the op that needs it.
-        """
-        tensor = self.tensor
-        if self._counter < 0 or (counter := version_counter(tensor)) == self._counter:
-            return
+
+def check_counter(tensor: Tensor, expected: int, reader: str) -> None:
+    """Check that the `version_counter` of `tensor` is as `expected`.
+
+    Raises:
+        StaleError: the tensor was written; the message names `reader`, the op that needs it.
+    """
+    if (counter := version_counter(tensor)) != expected:
         raise StaleError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{tensor.dtype} {list(tensor.shape)}], which {reader} reads in forward and again in backward, "
-            f"is at version {counter}; expected version {self._counter} instead, as in forward. "
+            f"is at version {counter}; expected version {expected} instead, as in forward. "
             "Write to the tensor after backward, or write to a clone() of the tensor"
         )

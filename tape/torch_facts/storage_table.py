@@ -138,13 +138,15 @@ class StorageTable(Generic[T]):
     Attributes:
         name: the attribute of storages that holds their entry, for code too hot for a call:
             `storage.__dict__.get(table.name)`.
+        refs: of the storages that have an entry, and of some that had one: at most twice as many in all, or
+            `PRUNED_AT`.
     """
 
-    __slots__ = ("__weakref__", "_prune_at", "_refs", "name")
+    __slots__ = ("__weakref__", "_prune_at", "name", "refs")
 
     def __init__(self) -> None:
         self.name = f"_autoac_{next(_numbers)}"
-        self._refs: list[weakref.ref[torch.UntypedStorage]] = []
+        self.refs: list[weakref.ref[torch.UntypedStorage]] = []
         self._prune_at = PRUNED_AT
 
     def of(self, storage: torch.UntypedStorage) -> T | None:
@@ -166,8 +168,8 @@ class StorageTable(Generic[T]):
         known = self.name in entries
         entries[self.name] = value
         if not known:
-            self._refs.append(ref)
-            if len(self._refs) > self._prune_at:
+            self.refs.append(ref)
+            if len(self.refs) > self._prune_at:
                 self._prune()
         return ref
 
@@ -177,7 +179,7 @@ class StorageTable(Generic[T]):
 
     def clear(self) -> None:
         """Delete all entries."""
-        refs, self._refs = self._refs, []
+        refs, self.refs = self.refs, []
         for ref in refs:
             storage = ref()
             if storage is not None:
@@ -185,22 +187,18 @@ class StorageTable(Generic[T]):
 
     def items(self) -> Iterator[tuple[torch.UntypedStorage, T]]:
         """Yield each storage with its entry."""
-        for ref in self._refs:
+        for ref in self.refs:
             storage = ref()
             if storage is not None and self.name in storage.__dict__:
                 yield storage, storage.__dict__[self.name]
 
-    def __len__(self) -> int:
-        """Return an upper bound of the number of entries: at most twice as many, or `PRUNED_AT`."""
-        return len(self._refs)
-
     def _prune(self) -> None:
         alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        for ref in self._refs:
+        for ref in self.refs:
             storage = ref()
             if storage is not None and self.name in storage.__dict__:
                 alive[id(ref)] = ref  # by id: listed twice if its entry was deleted in between
-        self._refs = list(alive.values())
+        self.refs = list(alive.values())
         self._prune_at = max(PRUNED_AT, 2 * len(alive))
 
     def __del__(self) -> None:

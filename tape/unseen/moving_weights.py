@@ -12,7 +12,8 @@ parameter itself is held in place of the view. The first backward observes wheth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -24,8 +25,8 @@ MOVES = "it reads a weight that is in memory only while its block runs"
 Memory = tuple[int, int]
 """Address and bytes of a storage."""
 
-# Parameters that move; True if each backward so far found them filled with what they had in forward.
-_refilled: MutableMapping[Parameter, bool | None] = private.WeakIdKeyDictionary()
+moving_weights: Any = private.WeakIdKeyDictionary()
+"""Parameters that move; True if each backward so far found them filled with what they had in forward."""
 
 
 def memory_of(tensor: Tensor) -> Memory:
@@ -47,22 +48,22 @@ def parameter_of(tensor: Tensor) -> Parameter | None:
 
 def note_moving(parameter: Parameter) -> None:
     """Note that `parameter` moves."""
-    _refilled.setdefault(parameter, None)
+    moving_weights.setdefault(parameter, None)
 
 
 def moving_base(tensor: Tensor) -> Parameter | None:
     """Return the moving parameter of which `tensor` is a view; None if there is none."""
-    if not _refilled or type(tensor) is Parameter:
+    if not moving_weights or type(tensor) is Parameter:
         return None
     parameter = parameter_of(tensor)
-    return parameter if parameter is not None and parameter in _refilled else None
+    return parameter if parameter is not None and parameter in moving_weights else None
 
 
 def is_refilled(parameter: Parameter) -> bool:
     """Return True if backward finds `parameter` filled with what it had in forward."""
-    return bool(_refilled.get(parameter))
+    return bool(moving_weights.get(parameter))
 
 
 def note_unpack(parameter: Parameter, *, filled: bool) -> None:
     """Note whether backward has found `parameter` filled with what it had in forward."""
-    _refilled[parameter] = filled and _refilled.get(parameter) is not False
+    moving_weights[parameter] = filled and moving_weights.get(parameter) is not False

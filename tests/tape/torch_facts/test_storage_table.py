@@ -19,7 +19,7 @@ class Known:
 
 def entries(table):
     """Return the entries of the storages that are alive."""
-    storages = {id(ref): ref() for ref in table._refs}.values()
+    storages = {id(ref): ref() for ref in table.refs}.values()
     found = (s.__dict__.get(table.name) for s in storages if s is not None)
     return [entry for entry in found if entry is not None]
 
@@ -91,12 +91,12 @@ def test_dead_storages_are_pruned_from_the_count() -> None:
     kept = [torch.zeros(1) for _ in range(PRUNED_AT)]
     for i in range(10 * PRUNED_AT):
         table.set(torch.zeros(1), i)
-    assert len(table) <= PRUNED_AT
+    assert len(table.refs) <= PRUNED_AT
     for i, tensor in enumerate(kept):
         table.set(tensor, i)
     for i in range(10 * PRUNED_AT):
         table.set(torch.zeros(1), i)
-    assert PRUNED_AT <= len(table) <= 2 * PRUNED_AT
+    assert PRUNED_AT <= len(table.refs) <= 2 * PRUNED_AT
     assert sorted(entries(table)) == list(range(PRUNED_AT))
 
 
