@@ -33,7 +33,7 @@ from autoac.profiler.timing.roofline import kind_of
 from benchmarks.models import large
 from benchmarks.models.batches import ModelAndBatch
 from benchmarks.models.gpt2 import gpt2
-from benchmarks.models.large import densenet161, images, llama, tokens, weightless
+from benchmarks.models.large import bert_large_config, densenet161, images, llama, tokens, weightless
 from benchmarks.results import bench_parser, chosen, markdown_table, write_result
 
 Make = Callable[[], ModelAndBatch]
@@ -123,13 +123,7 @@ def convnext_base(batch: int) -> Make:
 
 def bert_large(batch: int, length: int, dtype: torch.dtype) -> Make:
     """Return a maker of BERT-large that answers questions, with dropout and a padding mask."""
-    config = transformers.BertConfig(
-        hidden_size=1024,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        intermediate_size=4096,
-        attn_implementation="eager",
-    )
+    config = bert_large_config()
 
     def make() -> ModelAndBatch:
         with weightless(dtype):

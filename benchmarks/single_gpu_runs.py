@@ -17,6 +17,7 @@ from torch import nn
 from autoac.planner import bounds, build, plan
 from autoac.profiler import DATASHEETS, observe
 from benchmarks.models.fcn import Fcn
+from benchmarks.models.large import bert_large_config
 from benchmarks.models.lora_gpt import (
     LLAMA_2_7B,
     LLAMA_2_13B,
@@ -117,14 +118,7 @@ def _mmseg(depth: int, height: int, width: int, peak: float) -> SingleRun:
 
 def _bert(batch: int, optimizer: type[torch.optim.Optimizer], *, checkpoint: bool, half: bool) -> Step:
     with torch.device("meta"):
-        config = transformers.BertConfig(
-            hidden_size=1024,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            intermediate_size=4096,
-            attn_implementation="eager",
-        )
-        model = transformers.BertForSequenceClassification(config).train()
+        model = transformers.BertForSequenceClassification(bert_large_config()).train()
         ids, labels = torch.empty(batch, 512, dtype=torch.long), torch.empty(batch, dtype=torch.long)
     if checkpoint:
         model.gradient_checkpointing_enable()

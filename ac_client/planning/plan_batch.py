@@ -127,9 +127,8 @@ class _ThreadState(threading.local):
     profiling = False
 
 
-_Terms = tuple[
-    int, int, bool, float
-]  # limit, extra static bytes, all ranks carry it out, share of the device
+# Limit, extra static bytes, all ranks carry it out, share of the device.
+_Terms = tuple[int, int, bool, float]
 PlanObserved = Callable[[Profile, ModelCall, "Observation"], PlannedBucket]
 """Plans an observed step: from its profile, and the call of the step that begins."""
 

@@ -169,10 +169,9 @@ def present_rule(planned: PlannedFor, now: Present, form: Form) -> PlanAgain | N
     gradients = now.gradients and not counted.gradients
     state, workspace = now.optimizers.state, now.optimizers.workspace
     steps = state != counted.optimizers.state or workspace > counted.optimizers.workspace
-    loop = form.drops != planned.form.drops or bool(form.frees_gradients) != bool(
-        planned.form.frees_gradients
-    )
-    exact = gradients or steps or loop
+    frees = bool(form.frees_gradients) != bool(planned.form.frees_gradients)
+    held = frees or form.drops != planned.form.drops
+    exact = gradients or steps or held
     others = now.others_nbytes - counted.others_nbytes
     more = others + max(0, now.kept_nbytes - counted.kept_nbytes)
     lacks = more > SMALL and planned.peak <= planned.limit < planned.peak + more
@@ -195,7 +194,7 @@ def present_rule(planned: PlannedFor, now: Present, form: Form) -> PlanAgain | N
         return PlanAgain(terms, GRADIENTS)
     if steps:
         return PlanAgain(terms, f"optimizers hold {format_bytes(state)} of state as a forward begins")
-    if loop:
+    if held:
         return PlanAgain(terms, "the loop holds other outputs or gradients in backward")
     reason = of_others(now.others_nbytes)
     if now.kept_nbytes:
@@ -299,26 +298,20 @@ def measured_rule(planned: PlannedFor, measured: Measured) -> PlanAgain | Warned
     again = replace(correction, times=correction.times + 1)
     if peak is not None and peak > max(planned.limit, planned.peak):
         if not stays:
-            more = (
-                correction.nbytes + peak - planned.peak + (round(LAST_MARGIN * planned.limit) if last else 0)
-            )
+            margin = round(LAST_MARGIN * planned.limit) if last else 0
+            again = replace(again, nbytes=correction.nbytes + peak - planned.peak + margin)
             reason = f"the measured peak was {format_bytes(peak)}, and the predicted one "
-            return PlanAgain(
-                replace(planned, correction=replace(again, nbytes=more)), reason + format_bytes(planned.peak)
-            )
+            return PlanAgain(replace(planned, correction=again), reason + format_bytes(planned.peak))
         if not measured.of_reserved:  # fragments may leave room for it
-            text = (
-                f"measured a peak of {format_bytes(peak)}, over the limit of {format_bytes(planned.limit)}. "
-            )
-            text += f"The plan stays, because it was {stays}"
+            text = f"measured a peak of {format_bytes(peak)}, over the limit of {format_bytes(planned.limit)}"
+            text += f". The plan stays, because it was {stays}"
             if stays == ELSEWHERE:
                 text += ". Pass budget_gb and no policy to have this step planned"
             warning = Warned("over the limit", text)
     if over > (0 if measured.of_reserved else SEGMENT):
         held = f"the allocator has reserved {format_bytes(over)} more than the budget, for fragments"
-        is_tightest = (
-            planned.peak > planned.limit - correction.withheld
-        )  # of those found: it is over its limit
+        # It is over its limit, so it is the tightest one that was found.
+        is_tightest = planned.peak > planned.limit - correction.withheld
         if measured.of_reserved and not (stays or is_tightest):
             withheld = correction.withheld + over + (SEGMENT if last else 0)
             return PlanAgain(replace(planned, correction=replace(again, withheld=withheld)), held)
@@ -328,10 +321,8 @@ def measured_rule(planned: PlannedFor, measured: Measured) -> PlanAgain | Warned
         warning = warning or Warned("fragments", f"{held}. Where the device is nearly full, {advice}")
     if measured.stalled > STALLED and not planned.stays:
         share = 0.0 if measured.moves_lose else SLOWER * planned.link_share
-        reason = (
-            f"compute waits for copies to and from the host, {measured.stalled:.0%} of the step longer than "
-        )
-        return PlanAgain(replace(planned, link_share=share), f"{reason}was foreseen")
+        reason = f"compute waits for copies to and from the host, {measured.stalled:.0%} of the step longer"
+        return PlanAgain(replace(planned, link_share=share), f"{reason} than was foreseen")
     return warning
 
 

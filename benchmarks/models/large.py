@@ -244,3 +244,14 @@ OVER_MANY_DEVICES: dict[str, Callable[[], ModelAndBatch]] = {
     "llama_405b": partial(llama, 126, widths=LLAMA_3_405B),  # Llama 3.1 405B, 1 x 8192 tokens
 }
 """Models that no single device trains: on one, the optimizer's step is the peak, and no budget binds."""
+
+
+def bert_large_config() -> transformers.BertConfig:
+    """Return the settings of BERT-large, with attention as its authors wrote it."""
+    return transformers.BertConfig(
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        attn_implementation="eager",
+    )
