@@ -15,15 +15,16 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ac_client.planning.facts.forwards_in_flight import ForwardsInFlight
-from ac_client.planning.facts.model_structure import device_of
+from ac_client.planning.facts.model_structure import device_of, module_changes
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.trigger import Warned, present_rule
@@ -80,6 +81,7 @@ class ModelOnDevice:
         self._idle: weakref.WeakKeyDictionary[ModelOnDevice, int] = weakref.WeakKeyDictionary()
         self._unreduced = 0  # bytes of gradients that waited for a reduction as a forward began, at most
         self._uncounted = 0  # bytes on the device that no planned model holds, as last measured
+        self._counted: dict[Hashable, tuple[Any, int]] = {}  # by `_once`: when, and how many bytes
         # How many forwards of this model and of each other one wait at moments of its steps.
         self._moments: list[_InFlightNow] = []  # of the last step
         self._running: list[_InFlightNow] = []  # of the step that runs
@@ -128,11 +130,12 @@ class ModelOnDevice:
     def standing_nbytes(self) -> int:
         """Return the bytes that the model and its optimizers hold now, forwards in flight not counted."""
         model = self._model()
-        if model is None:
-            return 0
+        return self._static_nbytes(model) + _unsharded_nbytes(model) if model is not None else 0
+
+    def _static_nbytes(self, model: nn.Module, *, accumulates: bool = False) -> int:
         device = device_of(model)
         state = self._optimizers.state_nbytes(device)
-        return static_bytes(model, (), {}, state, device).total + _unsharded_nbytes(model)
+        return static_bytes(model, (), {}, state, device, accumulates=accumulates).total
 
     def others_standing_nbytes(self) -> int:
         """Return the bytes that the neighbors and their optimizers hold now, and what was last measured."""
@@ -254,13 +257,26 @@ class ModelOnDevice:
         """Return the bytes of state of optimizers of this model that are among `counted`."""
         device = self.device()
         shared = [one for one in self._optimizers.all if any(one is other for other in counted)]
-        return optimizer_state_nbytes(shared, device) if shared and device is not None else 0
+        if not shared or device is None:
+            return 0
+        return self._once(tuple(map(id, shared)), partial(optimizer_state_nbytes, shared, device))
+
+    def _once(self, what: Hashable, count: Callable[[], int]) -> int:
+        """Return what `count` returns, called again when modules of the model or its optimizers change."""
+        model = self._model()
+        since = model and (module_changes(model), self._optimizers.progress)
+        if what not in self._counted or self._counted[what][0] != since:
+            self._counted[what] = since, count()
+        return self._counted[what][1]
 
     def _held_nbytes(self, counted: Sequence[torch.optim.Optimizer]) -> int:
         """Return the bytes held between steps, without the state of optimizers that are among `counted`."""
-        bucket, shared = self.bucket, self._shared_nbytes(counted)
-        if bucket is None or bucket.profile is None or bucket.plan is None or self._model() is None:
-            return self.standing_nbytes() - shared
+        bucket, shared, model = self.bucket, self._shared_nbytes(counted), self._model()
+        if model is None:
+            return 0
+        if bucket is None or bucket.profile is None or bucket.plan is None:
+            own = self._once("static", partial(self._static_nbytes, model, accumulates=True))
+            return own + _unsharded_nbytes(model) - shared
         static = bucket.profile.static
         held = static.total - static.inputs - static.workspaces  # which models share
         state = bucket.planned_for.present.optimizers.state

@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 import ac_client
+from ac_client.planning.facts import models_on_device
 from ac_client.planning.facts.model_structure import device_of, module_changes
+from ac_client.planning.facts.optimizer_steps import STEPS_THAT_MAKE_STATE
+from autoac.planner import plan
+from autoac.profiler import profile
 
 
 def model() -> nn.Sequential:
@@ -41,17 +45,24 @@ def test_slices_and_other_models_do_not_count() -> None:
     assert device_of(watched) == torch.device("cpu") != device_of(watched.to("meta"))
 
 
-def test_a_planned_step_walks_over_no_modules() -> None:
-    trained = model()
-    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-    ac_client.apply(trained, budget_gb=1, optimizer=optimizer)
+@pytest.mark.parametrize("neighbor", [None, "planned", "given"])
+def test_a_planned_step_walks_over_no_modules(neighbor: str | None) -> None:
+    """Nor over those of another planned model, of which this process may have no profile."""
+    models = [model() for _ in range(1 if neighbor is None else 2)]
+    optimizer = torch.optim.Adam([p for one in models for p in one.parameters()])
+    for one in models:
+        given = plan(profile(one, torch.ones(2, 4)), budget_gb=1).policy()
+        policy = given if neighbor == "given" and one is not models[0] else None
+        ac_client.apply(one, budget_gb=1, optimizer=optimizer, policy=policy)
 
     def step() -> None:
-        trained(torch.ones(2, 4)).sum().backward()
+        for one in reversed(models):
+            one(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(3):
+    for _ in range(STEPS_THAT_MAKE_STATE + 1):
         step()
-    with mock.patch.object(nn.Module, "named_modules", side_effect=AssertionError):
+    walk = mock.patch.object(nn.Module, "named_modules", side_effect=AssertionError)
+    with walk, mock.patch.object(models_on_device, "optimizer_state_nbytes", side_effect=AssertionError):
         step()
