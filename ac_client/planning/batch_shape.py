@@ -31,6 +31,11 @@ class ModelCall(NamedTuple):
     kwargs: Mapping[str, Any]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of the batch."""
+        return list(batch_tensors((*self.args, *self.kwargs.values())))
+
+    @property
     def shape(self) -> Shape:
         """Return the shape of the batch, in words."""
         return shape_of(self.args, self.kwargs)

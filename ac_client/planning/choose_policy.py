@@ -50,7 +50,6 @@ from autoac.planner.units import format_bytes
 from autoac.profiler import ProfilerBusy, device_of
 from autoac.tape.distributed.pipelining import infers_metadata
 from autoac.tape.errors import CannotCapture, CannotProfile, ProfilerError
-from autoac.tape.torch_facts.batch_contents import batch_tensors
 from autoac.tape.torch_facts.streams import is_capturing
 from autoac.tape.torch_facts.torch_trace import profiler_is_running
 
@@ -133,7 +132,7 @@ class PolicyChooser:
         if observation.runs_elsewhere:
             return True  # a forward of another thread runs unplanned until then
         if step.recording and waiting and not step.has_backward:
-            step.note_batch(batch_tensors((*call.args, *call.kwargs.values())))
+            step.note_batch(call.tensors)
             step.begin_forward()
             observation.following.append(call.shape)
             return True
@@ -164,7 +163,7 @@ class PolicyChooser:
             profile, terms = None, PlannedFor(0)
             try:
                 profile = self._planner.observed(call, observation)
-                terms = self._planner.terms(profile, observation)
+                terms = self._planner.terms(call, profile, observation)
                 counted = terms.counted_in(profile)
                 limit, static = self._planner.limit_of(counted), counted.static.total
                 among = ranks.include(step.groups or {})

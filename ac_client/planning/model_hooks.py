@@ -27,7 +27,6 @@ from autoac.tape.distributed.ddp import wrapper_paths
 from autoac.tape.errors import CannotProfile
 from autoac.tape.runtime.cursor import OffPath
 from autoac.tape.torch_facts import private
-from autoac.tape.torch_facts.batch_contents import batch_tensors
 from autoac.tape.torch_facts.inductor import compiled_parts, is_called_compiled
 from autoac.tape.torch_facts.module_paths import ModuleHook, Watch, watch_modules
 from autoac.tape.torch_facts.streams import is_capturing
@@ -85,7 +84,7 @@ class ModelHooks:
         self._handles: list[RemovableHandle] = []
         try:
             self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-            self._handles.append(model.register_forward_hook(after, always_call=True))
+            self._handles.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
             self._look_for_compiled(model)
             self._watch_submodules(model)
         except BaseException:
@@ -186,7 +185,7 @@ class ModelHooks:
             check_capture(self._name, bucket, route)
         planning.watch.on_device.forward_begins(bucket)
         if self._measured.timeline is not None:
-            self._measured.note_batch(batch_tensors((*args, *kwargs.values())))
+            self._measured.note_batch(call.tensors)
             self._measured.beyond_plan |= not bucket.covers(args, kwargs)
         bucket.statistics.steps += 1
         self.log.steps += 1
@@ -211,7 +210,10 @@ class ModelHooks:
         elif planning.planner.observation is None and not planning.store.recomputes:
             self._unwatch_submodules()
 
-    def _forward_ended(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
+    def _forward_ended(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> None:
+        call = ModelCall(model, args, kwargs)
         if self._left_out is not None:
             self._left_out.take_in()
             self._left_out = None
@@ -222,7 +224,7 @@ class ModelHooks:
             if raised:
                 self._forget_observation()
             else:
-                self._planning.observed_forward_ended(observed, out)
+                self._planning.observed_forward_ended(observed, call, out)
             return
         bucket = None if profiling else self._of_thread.forward.end(whole=not raised)
         self._read_counter()
@@ -231,7 +233,7 @@ class ModelHooks:
                 self.log.off_path = ""
                 if bucket.stale.startswith(LEFT):
                     bucket.stale = ""
-            self._planning.forward_ended(bucket, out)
+            self._planning.forward_ended(bucket, call, out)
         elif bucket is not None:  # the step will not end
             self._planning.watch.peaks.discard()
             for route in bucket.loaded.forwards:

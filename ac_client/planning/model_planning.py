@@ -176,11 +176,11 @@ class ModelPlanning:
         )
         return not has_budget
 
-    def forward_ended(self, bucket: PlannedBucket, out: Any) -> None:
-        """Watch the forward that returned `out`, until its backward begins."""
+    def forward_ended(self, bucket: PlannedBucket, call: ModelCall, out: Any) -> None:
+        """Watch the forward of `call`, which returned `out`, until its backward begins."""
         if bucket.ran_skipped:
             self._warn_of_skipped(bucket)
-        self.watch.after_forward(out, partial(self._backward_begins, bucket, bucket.loaded))
+        self.watch.after_forward(call, out, partial(self._backward_begins, bucket, bucket.loaded))
 
     def _warn_of_skipped(self, bucket: PlannedBucket) -> None:
         """Warn of modules that ran, and that the profiled forward skipped; the next step is observed."""
@@ -194,13 +194,13 @@ class ModelPlanning:
             advice = "a first batch that runs all modules is planned best"
             bucket.warn(self._name, may_go_over(bucket.planned_for, "skipped", what, advice))
 
-    def observed_forward_ended(self, step: ObservedStep, out: Any) -> None:
+    def observed_forward_ended(self, step: ObservedStep, call: ModelCall, out: Any) -> None:
         """Follow a forward of an observed step, which returned `out`, until its backward begins."""
         step.end_forward(out)
         if step.needs_checkpoints:
             self.planner.needs_checkpoints = True  # the next step is observed in place of this one
         else:
-            self.watch.after_forward(out, BackwardListener(step))
+            self.watch.after_forward(call, out, BackwardListener(step))
 
     def optimizer_stepped(self) -> None:
         """End an observed step: what follows is not part of it."""

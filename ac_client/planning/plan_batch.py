@@ -60,7 +60,6 @@ from autoac.profiler.static_memory import ONLY_PRESENT_STATE, OptimizerBytes
 from autoac.tape.checkpoints.own_checkpoints import UNPLANNED
 from autoac.tape.distributed.fsdp import unreduced_nbytes
 from autoac.tape.runtime.saved_tensor_hooks import enter_saved_tensor_hooks, is_in_checkpoint
-from autoac.tape.torch_facts.batch_contents import batch_tensors
 from autoac.tape.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
@@ -313,7 +312,7 @@ class BatchPlanner:
             step.begin_forward(recorded=recorded)
             if recorded:
                 log.info("%s: observing one step", self.name)
-        batch = [weakref.ref(tensor) for tensor in batch_tensors((*call.args, *call.kwargs.values()))]
+        batch = [weakref.ref(tensor) for tensor in call.tensors]
         self.observation = Observation(step, call.shape, key, then, meets, state_nbytes=state, batch=batch)
 
     def observed(self, call: ModelCall, observation: Observation) -> Profile:
@@ -339,7 +338,7 @@ class BatchPlanner:
             torch.cuda.empty_cache()  # its segments would get holes in the first planned steps
         return profile
 
-    def terms(self, profile: Profile, observation: Observation | None) -> PlannedFor:
+    def terms(self, call: ModelCall, profile: Profile, observation: Observation | None) -> PlannedFor:
         """Return the terms of the first plan of a step, without its limit.
 
         A library may be known to free gradients in the step.
@@ -349,7 +348,8 @@ class BatchPlanner:
         if observation is not None:
             outside = observation.step.outside_nbytes(profile)
             form = replace(form, drops=profile.droppable_outputs, outside_nbytes=outside)
-        return PlannedFor(0, form=form, present=Present(frees, optimizers_in(profile)))
+        kept = self._on_device.kept_nbytes(call, profile)
+        return PlannedFor(0, form=form, present=Present(frees, optimizers_in(profile), kept_nbytes=kept))
 
     def limit_of(self, profile: Profile) -> int:
         """Return the most bytes that a planned peak of this step may have.
@@ -556,8 +556,8 @@ class BatchPlanner:
         Raises:
             PlannerError, RemoteError: the step could not be planned.
         """
-        self._on_device.measure_uncounted(call.args, call.kwargs, self._on_device.kept_nbytes(profile))
-        step, terms = profile, self.terms(profile, observation)
+        step, terms = profile, self.terms(call, profile, observation)
+        self._on_device.measure_uncounted(call.args, call.kwargs, terms.present.kept_nbytes)
         profile = terms.counted_in(profile)
         others, limit = self._on_device.others_nbytes(), self.limit_of(profile)
         try:

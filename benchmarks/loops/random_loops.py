@@ -90,7 +90,7 @@ def drawn(seed: int) -> RandomLoop:
         return plain if chance.random() < PLAIN else chance.choice(others)
 
     in_flight = draw(1, (2, 3, 4))
-    return RandomLoop(
+    loop = RandomLoop(
         seed,
         lengths=draw("fixed", ("two", "three", "random")),
         accumulates=draw(1, (2, 3, 4)),
@@ -106,6 +106,8 @@ def drawn(seed: int) -> RandomLoop:
         drop=draw(0.0, (0.1,)),
         share=round(chance.uniform(0.1, 0.9), 2),
     )
+    # A batched pass through torch's checkpoints cannot draw random numbers again.
+    return replace(loop, drop=0.0) if loop.passes == "batched" else loop
 
 
 class Net(nn.Module):

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autoac.tape.distributed.wrapped_tensors import below
+from autoac.tape.distributed.wrapped_tensors import below, with_memory
 from autoac.tape.runtime.split_backward import current_split
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.batch_contents import batch_tensors
-from autoac.tape.torch_facts.gradients import roots_of
+from autoac.tape.torch_facts.gradients import gradient_of, roots_of
 from autoac.tape.torch_facts.storage_table import has_storage
 
 
@@ -66,10 +66,11 @@ class ForwardsInFlight:
         ]
         return len(self._forwards)
 
-    def add(self, out: Any, listener: Listener) -> None:
+    def add(self, batch: Sequence[Tensor], out: Any, listener: Listener) -> None:
         """Watch a forward that has just ended with `out`, until it is differentiated or dropped.
 
         Args:
+            batch: the tensors that the forward was called with.
             out: what the forward returned.
             listener: receives the backwards that reach the forward.
         """
@@ -78,23 +79,26 @@ class ForwardsInFlight:
         if not nodes or torch.compiler.is_compiling():
             return
         inside, roots = (list(chain.from_iterable(map(below, each))) for each in (tensors, roots_of(out)))
-        forward = _InFlight(inside, roots, listener)
+        forward = _InFlight(batch, inside, roots, listener)
         for node in nodes:
             node.register_prehook(forward)
             node.metadata[_MODEL] = True  # type: ignore[index]  # torch's stub takes the property for a method
         self._last = weakref.ref(forward)
         self._forwards.append(self._last)
 
-    def kept_nbytes(self, of_graph: int) -> int | None:
+    def kept_nbytes(self, of_graph: int, batch: Sequence[Tensor]) -> int:
         """Return the bytes that the loop's variables keep of the last forward.
 
-        None if its graph is gone, or if no backward has reached it.
+        0 if its graph is gone, if no backward has reached it, or if another forward waits.
 
         Args:
             of_graph: bytes that the graph, and the tensors where backward starts, hold after backward.
+            batch: tensors that count elsewhere.
         """
         forward = self._last() if self._last is not None else None
-        return forward.kept_nbytes(of_graph) if forward is not None and forward.begun else None
+        if forward is None or not forward.begun or self.waiting():
+            return 0
+        return forward.kept_nbytes(of_graph, batch)
 
     def forget(self) -> None:
         """Stop watching all forwards."""
@@ -110,9 +114,21 @@ _MODEL = "autoac: made by a planned model"  # in the metadata of autograd nodes
 class _InFlight:
     """One forward. Only the autograd nodes of its outputs hold it, as their hook."""
 
-    __slots__ = ("__weakref__", "_created_graph", "_outputs", "_roots", "_tasks", "begun", "listener")
+    __slots__ = (
+        "__weakref__",
+        "_batch",
+        "_created_graph",
+        "_outputs",
+        "_roots",
+        "_tasks",
+        "begun",
+        "listener",
+    )
 
-    def __init__(self, tensors: Sequence[Tensor], roots: Sequence[Tensor], listener: Listener) -> None:
+    def __init__(
+        self, batch: Sequence[Tensor], tensors: Sequence[Tensor], roots: Sequence[Tensor], listener: Listener
+    ) -> None:
+        self._batch = [weakref.ref(tensor) for tensor in batch if tensor.requires_grad]
         self._created_graph = False
         self.listener: Listener | None = listener
         self.begun = False
@@ -123,11 +139,17 @@ class _InFlight:
             for t in tensors
         ]
 
-    def kept_nbytes(self, of_graph: int) -> int:
-        """Return the bytes of outputs that are still held, and those of `of_graph` that are not outputs."""
+    def kept_nbytes(self, of_graph: int, batch: Sequence[Tensor]) -> int:
+        """Return the bytes of outputs that are still held, and those of `of_graph` that are not outputs.
+
+        Inputs that require a gradient count too, with the gradient, unless they are in `batch`.
+        """
         roots = self._roots.values()
         held = {id(ref): nbytes for ref, nbytes in (*self._outputs, *roots) if ref is not None and ref()}
-        return sum(held.values()) + max(0, of_graph - sum(nbytes for _, nbytes in roots))
+        alive = [tensor for ref in self._batch if (tensor := ref()) is not None]
+        inputs = [tensor for tensor in alive if not any(tensor is one for one in batch)]
+        nbytes = sum(tensor.nbytes for tensor in with_memory([*inputs, *map(gradient_of, inputs)]))
+        return nbytes + sum(held.values()) + max(0, of_graph - sum(nbytes for _, nbytes in roots))
 
     def __call__(self, _gradients: Any) -> None:
         if torch.compiler.is_compiling():  # compiled autograd traces this, for later steps too

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.forwards_in_flight import ForwardsInFlight
 from ac_client.planning.facts.model_structure import device_of, module_changes
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
@@ -185,9 +186,9 @@ class ModelOnDevice:
             gc.collect()  # garbage is not held
             self._uncounted = more_than_held()
 
-    def kept_nbytes(self, profile: Profile) -> int:
-        """Return the bytes that variables keep of the last step, whose profile this is."""
-        return self._in_flight.kept_nbytes(profile.kept_nbytes) or 0
+    def kept_nbytes(self, call: ModelCall, profile: Profile) -> int:
+        """Return the bytes that variables keep of the last step, whose profile this is, as `call` begins."""
+        return self._in_flight.kept_nbytes(profile.kept_nbytes, call.tensors)
 
     def others_nbytes(self) -> int:
         """Return the bytes on the device that the model does not hold, and those of unreduced gradients."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts, ForwardsInFlight, Listener
@@ -17,10 +16,7 @@ from ac_client.planning.facts.peak_watch import PeakWatch
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.options import ApplyOptions
 from ac_client.planning.trigger import WATCHED_STEPS, Present
-from autoac.tape.distributed.wrapped_tensors import with_memory
 from autoac.tape.torch_facts import private
-from autoac.tape.torch_facts.batch_contents import batch_tensors
-from autoac.tape.torch_facts.gradients import gradient_of
 
 
 class StepWatch:
@@ -36,7 +32,6 @@ class StepWatch:
         self._options = options
         self._in_flight = ForwardsInFlight()
         self._found_gradients = 0  # bytes that the last forward found, until a backward has begun
-        self._last_batch: list[weakref.ref[Tensor]] = []
         self._after_forward: tuple[int, int] | None = None  # allocated bytes, and their peak; None: not read
         self._graphs = 0  # created by backwards since the last one that freed what it used
         self._stepped_at = 0  # steps of the optimizers when the last backward began
@@ -71,9 +66,7 @@ class StepWatch:
         if bucket.step.progress != (progress := self.optimizers.progress):
             bucket.step = replace(bucket.step, progress=progress)
             needs = self.optimizers.needs().less(bucket.step.dropped_nbytes)
-        graph = self._in_flight.kept_nbytes(profile.kept_nbytes)
-        batch = self._kept_batch(call)
-        kept = 0 if graph is None or waiting else graph + batch
+        kept = self.on_device.kept_nbytes(call, profile)
         if not waiting and bucket.statistics.compared < WATCHED_STEPS:
             counts = profile.static.model_copy(update={"optimizer_state": needs.state})
             has_run = bucket.statistics.steps > 0
@@ -83,20 +76,9 @@ class StepWatch:
         others, share = self.on_device.others_nbytes(), self.on_device.share
         return Present(self._found_gradients > 0, needs, others, kept, share)
 
-    def _kept_batch(self, call: ModelCall) -> int:
-        """Return the bytes that are still held of the last batch and its gradients, and note this batch.
-
-        Only tensors count that require a gradient and are not in this batch too.
-        """
-        batch = list(batch_tensors((*call.args, *call.kwargs.values())))
-        before, self._last_batch = self._last_batch, [weakref.ref(tensor) for tensor in batch]
-        alive = [tensor for ref in before if (tensor := ref()) is not None]
-        kept = [t for t in alive if t.requires_grad and not any(t is one for one in batch)]
-        return sum(tensor.nbytes for tensor in with_memory([*kept, *map(gradient_of, kept)]))
-
-    def after_forward(self, out: Any, listener: Listener) -> None:
-        """Watch the forward that returned `out` until its backward begins."""
-        self._in_flight.add(out, listener)
+    def after_forward(self, call: ModelCall, out: Any, listener: Listener) -> None:
+        """Watch the forward of `call`, which returned `out`, until its backward begins."""
+        self._in_flight.add(call.tensors, out, listener)
         self._after_forward = self._read_allocator() if self.peaks.reading else None
 
     def in_backward(
