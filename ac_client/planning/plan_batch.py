@@ -231,7 +231,8 @@ class BatchPlanner:
                 torch.cuda.empty_cache()  # the profile's segments would get holes in the first steps
 
     def _completed(self, profile: Profile, call: ModelCall) -> Profile:
-        """Return `profile` with what optimizers, the device and its host add to it, after its warnings."""
+        """Return `profile` with what optimizers and the link add to it. Measure what others hold."""
+        self._on_device.measure_uncounted(call.args, call.kwargs, self._on_device.kept_nbytes(call, profile))
         profile = self._optimizers.needs().less(self._dropped_nbytes).counted_in(profile)
         for message in unplanned_in(profile):
             self.warn_once(message, message)
@@ -289,6 +290,7 @@ class BatchPlanner:
             )
         device = device_of_step(call.model, call.args, call.kwargs)
         with _beginning:
+            self._on_device.forget_peaks()
             if recorded:
                 _check_idle()
                 if self.missed >= MOST_MISSED:
@@ -327,6 +329,7 @@ class BatchPlanner:
         profile = self._completed(observation.step.profile(call.model), call)
         profile = microbatch_of(profile, counted=unreduced_nbytes(call.model))
         budget, peak = self.options.budget_bytes, observation.step.peak_nbytes + observation.state_nbytes
+        peak += self._on_device.others_nbytes()
         if budget is not None and peak > budget:
             self.warn_once(
                 "observed",
@@ -419,6 +422,7 @@ class BatchPlanner:
             return latest[2]
         what = f"{self.name}: planning {len(profile.ops)} ops for {format_bytes(limit)}"
         log.info(what)
+        self._on_device.forget_peaks()
         service, constraints = self.options.service, self.host.added_to(self.options.constraints)
         budget, step = limit + constraints.headroom_bytes, profile
         if share < 1:
@@ -557,7 +561,6 @@ class BatchPlanner:
             PlannerError, RemoteError: the step could not be planned.
         """
         step, terms = profile, self.terms(call, profile, observation)
-        self._on_device.measure_uncounted(call.args, call.kwargs, terms.present.kept_nbytes)
         profile = terms.counted_in(profile)
         others, limit = self._on_device.others_nbytes(), self.limit_of(profile)
         try:

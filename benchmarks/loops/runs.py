@@ -161,7 +161,7 @@ class Messages(logging.Handler):
 
     def said_by(self, step: int) -> bool:
         """Return True if a warning of this step, or an earlier one that lasts, says that it may be over."""
-        observed = any(n == step + 1 and "an observed step" in text for n, text in self.warnings)
+        observed = any(n == step + 1 and "was observed, without" in text for n, text in self.warnings)
         lasting = any(n < step and any(words in text for words in self.LASTING) for n, text in self.warnings)
         return observed or lasting or self.about_budget(step)
 
@@ -170,7 +170,6 @@ class Messages(logging.Handler):
         hedged = (
             "may go over",
             "The plan is for a loop that drops them",
-            "an observed step",
             "without a plan",
             "no plan yet",
             "gap of the best plan",

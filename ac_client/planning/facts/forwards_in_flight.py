@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from autoac.planner.units import rounded_bytes
+from autoac.profiler.static_memory import allocator_rounding
 from autoac.tape.distributed.wrapped_tensors import below, with_memory
 from autoac.tape.runtime.split_backward import current_split
 from autoac.tape.torch_facts import private
@@ -148,7 +150,7 @@ class _InFlight:
         held = {id(ref): nbytes for ref, nbytes in (*self._outputs, *roots) if ref is not None and ref()}
         alive = [tensor for ref in self._batch if (tensor := ref()) is not None]
         inputs = [tensor for tensor in alive if not any(tensor is one for one in batch)]
-        nbytes = sum(tensor.nbytes for tensor in with_memory([*inputs, *map(gradient_of, inputs)]))
+        nbytes = sum(_held(tensor)[1] for tensor in with_memory([*inputs, *map(gradient_of, inputs)]))
         return nbytes + sum(held.values()) + max(0, of_graph - sum(nbytes for _, nbytes in roots))
 
     def __call__(self, _gradients: Any) -> None:
@@ -171,9 +173,9 @@ class _InFlight:
 
 
 def _held(tensor: Tensor) -> tuple[weakref.ref[Any], int]:
-    """Return a weak reference to the storage of `tensor`, and its bytes."""
+    """Return a weak reference to the storage of `tensor`, and the bytes of its block."""
     storage = tensor.untyped_storage()
-    return weakref.ref(storage), storage.nbytes()
+    return weakref.ref(storage), rounded_bytes(storage.nbytes(), allocator_rounding(tensor.device))
 
 
 def _key(tensor: Tensor) -> int:

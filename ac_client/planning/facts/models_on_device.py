@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.forwards_in_flight import ForwardsInFlight
 from ac_client.planning.facts.model_structure import device_of, module_changes
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
+from ac_client.planning.facts.peak_watch import PeakWatch
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.trigger import Warned, present_rule
 from autoac.planner.formats.profile import Profile, StaticBytes
@@ -55,6 +56,7 @@ class ModelOnDevice:
         name: of the model, in messages.
         optimizers: whose state counts.
         in_flight: the model's forwards.
+        peaks: of the model's steps.
 
     Attributes:
         bucket: of the last forward.
@@ -65,12 +67,18 @@ class ModelOnDevice:
     """
 
     def __init__(
-        self, model: nn.Module, name: str, optimizers: ModelOptimizers, in_flight: ForwardsInFlight
+        self,
+        model: nn.Module,
+        name: str,
+        optimizers: ModelOptimizers,
+        in_flight: ForwardsInFlight,
+        peaks: PeakWatch,
     ) -> None:
         self._model = weakref.ref(model)
         self._name = name
         self._optimizers = optimizers
         self._in_flight = in_flight
+        self._peaks = peaks
         self.bucket: PlannedBucket | None = None
         self.share = 1.0
         self.allowed_nbytes = 0
@@ -105,8 +113,9 @@ class ModelOnDevice:
         If none does before a `forward`, the observed steps of other models are planned: a plan of this one
         counts what they hold.
         """
-        device = self.device()
-        others = [other for other in list(_all) if other is not self and other.device() == device]
+        others = list(self._others())
+        for other in others if forward else ():
+            other._peaks.another_begins()
         waiting = _InFlightNow(
             self._in_flight.waiting(), {other: other._in_flight.waiting() for other in others}
         )
@@ -118,6 +127,11 @@ class ModelOnDevice:
                 self._moments, self._running = self._running, []
         if waiting not in self._running:
             self._running.append(waiting)
+
+    def forget_peaks(self) -> None:
+        """Compare no step that runs on the device: another plan is made in it, or a step is observed."""
+        for one in (self, *self._others()):
+            one._peaks.discard()
 
     def in_flight(self) -> int:
         """Return how many forwards of the model wait for their backward."""
@@ -140,7 +154,7 @@ class ModelOnDevice:
 
     def others_standing_nbytes(self) -> int:
         """Return the bytes that the neighbors and their optimizers hold now, and what was last measured."""
-        held = sum(o.standing_nbytes() - o._shared_nbytes(n) for o, n in self._others_in_turn())
+        held = sum(o.standing_nbytes() - o._shared_nbytes(n) for o, n in self._in_turn(self.neighbors()))
         return self._measured_nbytes() + held
 
     def measure_uncounted(
@@ -172,11 +186,15 @@ class ModelOnDevice:
         held = static_bytes(model, args, kwargs, state, device).total + _unsharded_nbytes(model) + kept
 
         def more_than_held() -> int:
-            training = set(self.neighbors())
-            idle = (o for o in list(_all) if o is not self and o not in training and o.device() == device)
-            self._idle = weakref.WeakKeyDictionary({other: other.standing_nbytes() for other in idle})
-            in_flight = sum(other._in_flight.waiting() * other.forward_nbytes() for other in training)
-            by_models = sum(o._held_nbytes(n) for o, n in self._others_in_turn()) + in_flight
+            training = list(self.neighbors())
+            idle = [other for other in self._others() if other not in training]
+            self._idle = weakref.WeakKeyDictionary()
+            by_models = sum(other._in_flight.waiting() * other.forward_nbytes() for other in training)
+            for other, counted in self._in_turn([*training, *idle]):
+                if other in idle:
+                    self._idle[other] = other.standing_nbytes() - other._shared_nbytes(counted)
+                else:
+                    by_models += other._held_nbytes(counted)
             by_models += sum(self._idle.values())
             present = torch.cuda.memory_allocated(device) + pool_nbytes(device)
             return max(0, present - held - by_models - workspaces)
@@ -203,7 +221,7 @@ class ModelOnDevice:
 
     def neighbors_nbytes(self) -> int:
         """Return the bytes that the neighbors hold between steps, and for forwards in flight."""
-        return sum(o._held_nbytes(n) for o, n in self._others_in_turn()) + self.waiting_nbytes()
+        return sum(o._held_nbytes(n) for o, n in self._in_turn(self.neighbors())) + self.waiting_nbytes()
 
     def waiting_nbytes(self, forwards: Mapping[ModelOnDevice, int] | None = None) -> int:
         """Return the bytes that waiting forwards of the neighbors hold.
@@ -227,30 +245,28 @@ class ModelOnDevice:
 
     def name_others(self, error: Exception) -> None:
         """Add to `error` what the other planned models on the device hold, whether or not they train."""
-        others = [
-            f"{other._name} holds {format_bytes(other.standing_nbytes())}"
-            for other in list(_all)
-            if other is not self and other.device() == self.device()
-        ]
+        others = [f"{other._name} holds {format_bytes(other.standing_nbytes())}" for other in self._others()]
         if others:
             error.add_note(
                 "autoac: the budget is for the device, and other planned models are on it: "
                 f"{', '.join(others)} between steps. That has to fit as well"
             )
 
+    def _others(self) -> Iterator[ModelOnDevice]:
+        """Yield the other planned models on the same device."""
+        device = self.device()
+        return (o for o in list(_all) if o is not self and device is not None and o.device() == device)
+
     def neighbors(self) -> Iterator[ModelOnDevice]:
         """Yield the models on the same device that have trained since this one was planned."""
-        for other in list(_all):
-            if other is self or other._forward_at <= self._planned_at:
-                continue
-            device = other.device()
-            if device is not None and device == self.device():
-                yield other
+        return (other for other in self._others() if other._forward_at > self._planned_at)
 
-    def _others_in_turn(self) -> Iterator[tuple[ModelOnDevice, list[torch.optim.Optimizer]]]:
-        """Yield the models of `neighbors`, each with the optimizers whose state counts before it does."""
+    def _in_turn(
+        self, models: Iterable[ModelOnDevice]
+    ) -> Iterator[tuple[ModelOnDevice, list[torch.optim.Optimizer]]]:
+        """Yield each of `models`, with the optimizers whose state counts before it does."""
         counted = self._optimizers.all
-        for other in self.neighbors():
+        for other in models:
             yield other, counted
             counted = [*counted, *other._optimizers.all]
 

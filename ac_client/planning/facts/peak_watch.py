@@ -46,6 +46,7 @@ class PeakWatch:
         self._model = weakref.ref(model)
         self._optimizers = optimizers
         self._readings: _Readings | None = None  # of the step that runs, if it is compared
+        self._after_forward: tuple[int, int] | None = None  # allocated bytes, and their peak; None: not read
         self._reserved = 0  # when it was last read
         self._reserved_outside = 0  # between steps, for an evaluation say
         self._written_at_first = self.written()
@@ -95,9 +96,33 @@ class PeakWatch:
             self._readings.counts.append(self.allocator.allocated_peak())
 
     def discard(self) -> None:
-        """Drop the readings of the step that runs: it will not end, or the counter is about to be reset."""
+        """Drop the readings of the step that runs: it will not end, or shows more than its plan."""
         self._readings = None
         stalls.take()
+
+    def forward_ended(self) -> None:
+        """Take the reading from which `outside_nbytes` counts."""
+        self._after_forward = self._allocated() if self.reading else None
+
+    def another_begins(self) -> None:
+        """Drop that reading, since what follows is of another model's forward."""
+        self._after_forward = None
+
+    def outside_nbytes(self, dropped_nbytes: int) -> int | None:
+        """Return the bytes made since the end of forward, as its first backward begins; None: not read.
+
+        Args:
+            dropped_nbytes: of outputs that the loop has let go of.
+        """
+        before, self._after_forward = self._after_forward, None
+        if before is None or (now := self._allocated()) is None:
+            return None
+        most = now[1] if now[1] > before[1] else now[0] + dropped_nbytes
+        return max(0, most - before[0])
+
+    def _allocated(self) -> tuple[int, int] | None:
+        allocator = self.allocator
+        return None if allocator is None else (allocator.allocated(), allocator.allocated_peak())
 
     def end_step(self) -> tuple[PlannedBucket, Measured] | None:
         """End the step, and return what the steps so far have shown; None if there is nothing to judge."""

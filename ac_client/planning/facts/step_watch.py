@@ -32,12 +32,13 @@ class StepWatch:
         self._options = options
         self._in_flight = ForwardsInFlight()
         self._found_gradients = 0  # bytes that the last forward found, until a backward has begun
-        self._after_forward: tuple[int, int] | None = None  # allocated bytes, and their peak; None: not read
         self._graphs = 0  # created by backwards since the last one that freed what it used
         self._stepped_at = 0  # steps of the optimizers when the last backward began
         self.optimizers = ModelOptimizers(model, optimizer)
-        self.on_device = ModelOnDevice(model, type(model).__name__, self.optimizers, self._in_flight)
         self.peaks = PeakWatch(model, options, self.optimizers)
+        self.on_device = ModelOnDevice(
+            model, type(model).__name__, self.optimizers, self._in_flight, self.peaks
+        )
 
     def waiting(self) -> int:
         """Return how many forwards wait for their backward."""
@@ -79,7 +80,7 @@ class StepWatch:
     def after_forward(self, call: ModelCall, out: Any, listener: Listener) -> None:
         """Watch the forward of `call`, which returned `out`, until its backward begins."""
         self._in_flight.add(call.tensors, out, listener)
-        self._after_forward = self._read_allocator() if self.peaks.reading else None
+        self.peaks.forward_ended()
 
     def in_backward(
         self, bucket: PlannedBucket, backward: BackwardFacts, gradients_exist: Callable[[], bool]
@@ -96,11 +97,8 @@ class StepWatch:
         self._graphs += backward.creates_graph and backward.first
         backward = backward._replace(graphs=max(1, self._graphs))
         self._stepped_at = self.optimizers.steps
-        if self._after_forward is not None and backward.first and (now := self._read_allocator()) is not None:
-            (before, peak_before), (allocated, peak) = self._after_forward, now
-            most = peak if peak > peak_before else allocated + backward.dropped_nbytes
-            backward = backward._replace(nbytes_outside=max(0, most - before))
-            self._after_forward = None
+        if backward.first and (made := self.peaks.outside_nbytes(backward.dropped_nbytes)) is not None:
+            backward = backward._replace(nbytes_outside=made)
         if backward.nbytes_outside and plan is None:
             backward = backward._replace(nbytes_outside=0)
         elif backward.nbytes_outside and plan is not None:
@@ -114,7 +112,3 @@ class StepWatch:
         if gradients and not gradients_exist():
             return backward, 0
         return backward, gradients or None
-
-    def _read_allocator(self) -> tuple[int, int] | None:
-        allocator = self.peaks.allocator
-        return None if allocator is None else (allocator.allocated(), allocator.allocated_peak())
