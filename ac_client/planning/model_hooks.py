@@ -77,6 +77,8 @@ class ModelHooks:
         planning.planner.watch_calls = weakref.WeakMethod(self._watch_submodules)
         self._left_out: ObservedStep | None = None  # of another model, which leaves out this forward
         self._submodule_handles: list[Watch] = []
+        self._watches_parts = True
+        self._has_left = False  # some forward has left its policy
         self._compiled = False  # torch.compile ran the last forward as a whole
         self._compiled_parts: list[str] = []  # that were compiled by themselves
         self._changes = -1  # to modules, when these parts were looked up
@@ -120,10 +122,19 @@ class ModelHooks:
             check_version()
         self._compiled_parts = parts
 
-    def _watch_submodules(self, model: nn.Module) -> None:
-        """Follow the calls of submodules, except in compiled code."""
+    def _watch_submodules(self, model: nn.Module, *, parts: bool = True) -> None:
+        """Follow the calls of submodules, except in compiled code.
+
+        Args:
+            parts: also of modules without parts inside of others: they say where a forward has left its
+                policy, and cost more than all else in one that does not.
+        """
+        if self._submodule_handles and self._watches_parts != parts:
+            self._unwatch_submodules()
         if not (self._compiled or self._submodule_handles):
-            self._submodule_handles = watch_modules(model, self._enter, self._leave)
+            self._watches_parts = parts
+            called = None if parts else self._planning.planner.called
+            self._submodule_handles = watch_modules(model, self._enter, self._leave, called=called)
 
     def _unwatch_submodules(self) -> None:
         for handle in self._submodule_handles:
@@ -206,7 +217,7 @@ class ModelHooks:
             compares=compares,
         )
         if self._of_thread.forward.follows_calls:
-            self._watch_submodules(model)
+            self._watch_submodules(model, parts=self._of_thread.forward.follows_parts or self._has_left)
         elif planning.planner.observation is None and not planning.store.recomputes:
             self._unwatch_submodules()
 
@@ -262,7 +273,7 @@ class ModelHooks:
         self._of_thread.forward.leave(path)
 
     def _left_policy(self, off: OffPath) -> None:
-        self.log.off_path = str(off)
+        self.log.off_path, self._has_left = str(off), True
         if (bucket := self._planning.store.current) is not None:
             bucket.stale = f"{LEFT}, {off}"
             call = self._of_thread.forward.call

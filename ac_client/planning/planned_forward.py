@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 
 from ac_client.compiled.policy_parts import PolicyParts
@@ -16,6 +16,7 @@ from autoac.profiler.compiler.second_stage import set_carrier
 from autoac.tape.checkpoints.own_checkpoints import NEEDED, checkpoints_left_alone, plain_checkpoints
 from autoac.tape.runtime.cursor import Cursor, LeftThePath, OffPath
 from autoac.tape.runtime.policy_context import active, save_recompute_policy
+from autoac.tape.runtime.region import Region
 from autoac.tape.runtime.replay import RegionGraph
 from autoac.tape.runtime.saved_tensor_hooks import RegionHooks
 from autoac.tape.runtime.tracked_storages import TrackedStorages
@@ -36,6 +37,7 @@ class PlannedForward:
         call: of the model, whose forward runs.
         left: the forward has left its policy.
         follows_calls: the forward needs to know of the calls of modules.
+        follows_parts: of modules without parts inside of others, too.
     """
 
     def __init__(self, options: ApplyOptions, report: Callable[[OffPath], None], wrappers: Set[str]) -> None:
@@ -44,11 +46,12 @@ class PlannedForward:
         self._wrappers = wrappers
         self.left = False
         self.call: ModelCall | None = None
-        self._region: save_recompute_policy | None = None
+        self._opened: save_recompute_policy | None = None
+        self._region: Region | None = None  # that records the forward
         self._cursor: Cursor | None = None
         self._bucket: PlannedBucket | None = None
         self._route: ForwardRoute | None = None
-        self.follows_calls = False
+        self.follows_calls = self.follows_parts = False
         self._skipped: Set[str] = frozenset()  # modules that the profiled forward did not call
         self._follows = False  # every op is recorded
         self._nodes_before = 0  # that autograd had made
@@ -57,6 +60,7 @@ class PlannedForward:
         self._calls = [(ROOT, id(sys.exception()))]
         self._unrecorded_depth = 0  # of nested module calls in which the mode is off
         self._writes_before: list[int] = []  # one for each module call that is recorded
+        self._quiet: Mapping[tuple[str, int], int] = {}  # calls that are not recorded
         self._closing: list[Callable[[], object]] = []  # to call at the end
 
     def begin(
@@ -86,7 +90,10 @@ class PlannedForward:
         # What autograd saves of weights that come and go is not held: only a region can see to that.
         weights_move = bucket.profile is not None and MOVES in bucket.profile.reasons
         records = self._follows or (not compiled and (loaded.recomputes or weights_move))
-        self.follows_calls = records or has_compiled_parts or bool(bucket.step.skipped)
+        strict = self._options.strict or loaded.communicates
+        needs_parts = self._follows or has_compiled_parts or bool(bucket.step.skipped)
+        self.follows_calls = records or needs_parts
+        self.follows_parts = needs_parts or compares or strict or self._options.verify is not None
         self._nodes_before = private.get_sequence_nr()
         self._calls = [(ROOT, id(sys.exception()))]
         if compiled or has_compiled_parts:
@@ -106,20 +113,21 @@ class PlannedForward:
             return
         self._cursor = Cursor(
             route.route,
-            strict=self._options.strict or loaded.communicates,
+            strict=strict,
             report=self._report,
             in_forward=partial(is_called, weakref.ref(call.model)),
             side_modules=self._wrappers,
         )
         self._unrecorded_depth = 0
         self._writes_before = []
-        region = save_recompute_policy(self._cursor)
-        region.__enter__()
-        self._region = region
-        if active.region is not None:
-            active.region.module = self._innermost
+        self._quiet = {} if self._options.strict or self._follows else route.quiet_calls
+        self._opened = save_recompute_policy(self._cursor)
+        self._opened.__enter__()
+        self._region = active.region
+        if self._region is not None:
+            self._region.module = self._innermost
             if compares:
-                active.region.graph.compare()
+                self._region.graph.compare()
 
     def begin_observed(self) -> None:
         """Follow the calls of a forward that runs under no policy."""
@@ -156,11 +164,11 @@ class PlannedForward:
         """
         while self._closing:
             self._closing.pop()()
-        region, self._region = self._region, None
+        opened, self._opened, self._region = self._opened, None, None
         cursor, self._cursor = self._cursor, None
         route, self._route = self._route, None
-        if region is not None:
-            region.__exit__(None, None, None)
+        if opened is not None:
+            opened.__exit__(None, None, None)
         bucket, self._bucket, self.call, self._skipped = self._bucket, None, None, frozenset()
         if whole and route is not None:
             if cursor is not None:
@@ -181,48 +189,50 @@ class PlannedForward:
     def enter(self, path: str) -> None:
         """Note a call of the module at `path`. If every op of the call is saved, turn recording off."""
         self._calls.append((path, id(sys.exception())))
-        if path in self._skipped and self._bucket is not None:
+        if self._skipped and path in self._skipped and self._bucket is not None:
             self._bucket.ran_skipped.add(path)
-        region = active.region
-        if self._cursor is None or self._route is None or region is None:
+        region, cursor = self._region, self._cursor
+        if region is None or cursor is None:
             return
-        if self._cursor.interrupted:
+        if cursor.interrupted:
             self.end()
             return
         if self._unrecorded_depth:
             self._unrecorded_depth += 1
             return
-        begin = self._cursor.enter(path)
-        if begin is not None and not self._options.strict:
-            end = self._route.quiet_calls.get((path, begin))
-            if end is not None and not self._follows and region.pause():
-                self._unrecorded_depth = 1
-                self._unrecorded += end - begin
-                self._cursor.jump_to(end)
+        begin = cursor.enter(path)
+        if begin is not None and (end := self._quiet.get((path, begin))) is not None and region.pause():
+            self._unrecorded_depth = 1
+            self._unrecorded += end - begin
+            cursor.jump_to(end)
         self._writes_before.append(region.storages.writes)
 
     def leave(self, path: str) -> None:
         """Mark the end of the call of the module at `path`. A route learns from calls that return."""
-        if self._calls[-1][0] != path:
+        called, handled = self._calls[-1]
+        if called != path:
             return  # a hook of the user's raised before `enter`
-        raised = self._calls[-1][1] != id(sys.exception())  # as `raises`, whose call would cost more
         if len(self._calls) > 1:
             self._calls.pop()
-        region = active.region
-        if self._cursor is None or self._route is None or region is None:
+        region, cursor, route = self._region, self._cursor, self._route
+        if region is None or cursor is None or route is None:
             return
         if self._unrecorded_depth:
             self._unrecorded_depth -= 1
             if self._unrecorded_depth:
                 return
             region.resume()
-        called = self._cursor.leave(path)
+        span = cursor.leave(path)
         writes = self._writes_before.pop() if self._writes_before else -1
-        if raised:  # calls around this one did not run all their ops either
+        if handled != id(sys.exception()):  # raised: calls around this one did not run all their ops either
             self._writes_before = [-1] * len(self._writes_before)
-            return
-        if called is not None and writes == region.storages.writes and self._route.route.is_quiet(called):
-            self._route.quiet_calls[path, called[0]] = called[1]
+        elif (
+            span is not None
+            and writes == region.storages.writes
+            and route.quiet_calls.get((path, span[0])) != span[1]
+            and route.route.is_quiet(span)
+        ):
+            route.quiet_calls[path, span[0]] = span[1]
 
     def _innermost(self) -> str:
         return self._calls[-1][0]

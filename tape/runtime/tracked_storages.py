@@ -146,34 +146,32 @@ class TrackedStorages:
             contents = fingerprint_of(storage) if version.contents is None else version.contents
             yield version, HeldElsewhere(storage, contents)
 
-    def _renew_guards(self) -> None:
+    def _renew_guards(self) -> list[tuple[weakref.ref[torch.UntypedStorage], NodeVersion]]:
         """Accept all writes so far to sources entered since the last pause: the mode saw them.
 
         A version counter moves only after the mode has returned. Before a write that the mode sees, an older
         source is copied. So if the counter of an older source moved, the mode did not see the write.
+
+        Returns:
+            The versions entered since the last pause.
         """
+        versions = []
         for ref in self._since_pause:
             storage = ref()
-            origin = self._table.of(storage) if storage is not None else None
-            if origin is not None and type(origin) is not NodeVersion:
-                source = origin()
-                if source is not None and source.guard is not None:
-                    source.guard.renew()
+            origin: Origin | None = storage.__dict__.get(self.key) if storage is not None else None
+            if type(origin) is NodeVersion:
+                versions.append((ref, origin))
+            elif origin is not None and (source := origin()) is not None and source.guard is not None:
+                source.guard.renew()
+        return versions
 
     def note_counters(self) -> bool:
         """Note the version counters of tracked storages before a pause; return False if one is unreadable.
 
         Counters noted before an earlier pause are not read again, so short pauses are cheap.
         """
-        self._renew_guards()
-        unreadable = []
-        for ref in self._since_pause:
-            storage = ref()
-            origin = self._table.of(storage) if storage is not None else None
-            if type(origin) is NodeVersion and not origin.note_counter():
-                unreadable.append(ref)
-        self._since_pause = unreadable
-        return not unreadable
+        self._since_pause = [ref for ref, version in self._renew_guards() if not version.note_counter()]
+        return not self._since_pause
 
     def pin(self, tensor: Tensor) -> None:
         """Hold the contents of `tensor`'s storage from here on, so that backward need not recompute them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -104,12 +104,19 @@ _CALL = nn.Module._call_impl.__code__
 
 
 def watch_modules(
-    model: nn.Module, enter: Callable[[str], None], leave: Callable[[str], None]
+    model: nn.Module,
+    enter: Callable[[str], None],
+    leave: Callable[[str], None],
+    *,
+    called: Set[str] | None = None,
 ) -> list[Watch]:
     """Call `enter(path)` and `leave(path)` around the forward of each submodule, also when it raises.
 
     A module with several paths is called by the first one. Submodules of compiled modules are skipped, since
     the compiler would trace the calls; so are those of TorchScript, which takes no hooks.
+
+    Args:
+        called: paths of modules. If given, modules without submodules inside of any of them are skipped.
 
     Returns:
         Handles that remove the hooks.
@@ -119,7 +126,7 @@ def watch_modules(
     skipped: set[nn.Module] = set()
     try:
         for path, module in model.named_modules():
-            if module is model or module in skipped:
+            if module is model or module in skipped or (called and _is_part(path, module, called)):
                 continue
             if isinstance(module, torch.jit.ScriptModule):
                 skipped.update(module.modules())
@@ -136,3 +143,9 @@ def watch_modules(
             handle.remove()
         raise
     return handles
+
+
+def _is_part(path: str, module: nn.Module, modules: Set[str]) -> bool:
+    """Return True if `module` has no submodules, and is inside of one of `modules`."""
+    names = path.split(".")
+    return not module._modules and any(".".join(names[:i]) in modules for i in range(1, len(names)))

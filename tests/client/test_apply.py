@@ -69,7 +69,8 @@ def test_gradients_are_those_of_the_plain_model(budget_gb: float) -> None:
     assert report.predicted_peak_bytes <= report.budget_bytes
 
 
-def test_plan_that_saves_all_leaves_hooks_on_the_root_alone(budget_gb: float) -> None:
+def test_a_step_on_its_path_leaves_few_hooks(budget_gb: float) -> None:
+    """On the root alone if all is saved; else on modules with parts, until a forward leaves its policy."""
     model, submodules = ac_client.apply(new_model(), 1.0), list(new_model().modules())[1:]
     for _ in range(3):
         gradients(model, BATCH)
@@ -78,6 +79,10 @@ def test_plan_that_saves_all_leaves_hooks_on_the_root_alone(budget_gb: float) ->
     assert hooks(model) == 2 * len(submodules) + 2
     tight = ac_client.apply(new_model(), budget_gb)
     for _ in range(3):
+        gradients(tight, BATCH)
+    assert hooks(tight) == 2 * sum(any(True for _ in m.children()) for m in tight.modules()) + 2  # the head
+    tight.blocks[1].ln2.forward = lambda x: x * 2
+    for _ in range(2):
         gradients(tight, BATCH)
     assert hooks(tight) == 2 * len(submodules) + 2
 

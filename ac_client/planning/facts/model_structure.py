@@ -65,7 +65,8 @@ _devices: weakref.WeakKeyDictionary[nn.Module, tuple[int, torch.device, Callable
 def device_of(model: nn.Module) -> torch.device:
     """Return the device that the model trains on, looked up again when its modules or first tensor change."""
     changes, device, ref = _devices.get(model, (-1, torch.device("cpu"), lambda: None))
-    if changes != module_changes(model) or (first := ref()) is None or first.device != device:
+    # A model that has an entry is watched.
+    if changes != _changes[0] or (first := ref()) is None or first.device != device:
         device = profiler.device_of(model)
         tensors = [t for t in chain(model.parameters(), model.buffers()) if t.device == device]
         if tensors:

@@ -216,7 +216,7 @@ class ModelOnDevice:
 
     def _measured_nbytes(self) -> int:
         """Return the bytes of tensors and of planned models that do not train, as last measured."""
-        training = set(self.neighbors())
+        training = set(self.neighbors()) if self._idle else set()
         return self._uncounted + sum(n for other, n in self._idle.items() if other not in training)
 
     def neighbors_nbytes(self) -> int:
@@ -272,9 +272,8 @@ class ModelOnDevice:
 
     def _shared_nbytes(self, counted: Sequence[torch.optim.Optimizer]) -> int:
         """Return the bytes of state of optimizers of this model that are among `counted`."""
-        device = self.device()
         shared = [one for one in self._optimizers.all if any(one is other for other in counted)]
-        if not shared or device is None:
+        if not shared or (device := self.device()) is None:
             return 0
         return self._once(tuple(map(id, shared)), partial(optimizer_state_nbytes, shared, device))
 
