@@ -6,22 +6,21 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from ac_client.demo.rows import Memory, Row, Step, measure
-from ac_client.demo.setting import Setting
+from ac_client.demo.largest_batch import LargestBatches, largest_batches
+from ac_client.demo.rows import NAMES, Memory, Row, Step, measure
+from ac_client.demo.setting import DecoderSetting, Setting, UNetSetting
 from ac_client.measure.forked_call import iterate_in_child
-from ac_client.measure.quartiles import Quartiles
 
-PLAIN = "plain"
-CHECKPOINT = "checkpoint every block"
-OURS = "autoac at that peak"
-HALF = "autoac at half of that saving"
+SETTINGS = DecoderSetting(), UNetSetting()
+SMALL = DecoderSetting(layers=2, width=128, vocabulary=256, tokens=128, keep_gradients=False)
 
 LEAST_TURNS = 20  # also after the time limit
 TURNS_OF_A_ROW = 5  # about as long as a row takes before its first turn
+TURNS_OF_BATCHES = 20
 
 OnStart = Callable[[str, int, int], None]  # called with what starts, and the shares done and in all
 
@@ -35,7 +34,6 @@ class Ratio(NamedTuple):
     low: float  # the median's confidence interval of 95 %, which assumes no distribution
     median: float
     high: float
-    least: float  # of the least times: what the machine's other work adds to both is not in them
 
     @classmethod
     def of(cls, times: Sequence[float], others: Sequence[float]) -> Ratio:
@@ -43,7 +41,7 @@ class Ratio(NamedTuple):
         ratios = sorted(a / b for a, b in zip(times, others, strict=True))
         # Each ratio is below the true median with probability 1/2: ranks n/2 -+ 1.96 standard deviations.
         rank = max(math.floor(len(ratios) / 2 - 0.98 * math.sqrt(len(ratios))), 1)
-        return cls(ratios[rank - 1], median(ratios), ratios[-rank], min(times) / min(others))
+        return cls(ratios[rank - 1], median(ratios), ratios[-rank])
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
@@ -56,11 +54,6 @@ class Line:
     row: Row
     memory: Memory
     steps: tuple[Step, ...] = ()  # in turn with those of the other rows
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """Return the budget of our plan; None for the other rows."""
-        return self.row.budget_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -95,12 +88,11 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class DemoComparison:
-    """All rows, the first of them plain, and the promises about them."""
+class ModelComparison:
+    """The rows of one model: plain, the checkpoint, and ours."""
 
     setting: Setting
     lines: tuple[Line, ...]
-    seconds: float
 
     @property
     def plain(self) -> Line:
@@ -108,38 +100,39 @@ class DemoComparison:
         return self.lines[0]
 
     @property
-    def ours(self) -> list[Line]:
-        """Return the rows that run under a plan."""
-        return [line for line in self.lines if line.row.method == "ours"]
+    def ours(self) -> Line:
+        """Return the row that runs under a plan."""
+        return self.lines[-1]
 
-    def line(self, name: str) -> Line:
-        """Return the row called `name`."""
-        return next(line for line in self.lines if line.row.name == name)
+    @property
+    def name(self) -> str:
+        """Return the name of the model."""
+        return self.setting.describe().partition(",")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """All models and the largest batches, and the promises about them."""
+
+    models: tuple[ModelComparison, ...]
+    batches: LargestBatches
+    seconds: float
 
     @property
     def checks(self) -> list[Check]:
         """Judge the promises of the demo."""
-        use = max(line.peak_bytes / (line.budget_bytes or 1) for line in self.ours)
-        error = max(abs((line.predicted_peak_bytes or 0) / line.peak_bytes - 1) for line in self.ours)
-        equal = {line.row.name: line.equal_steps(self.plain) for line in self.ours}
+        ours = [model.ours for model in self.models]
+        use = max(line.peak_bytes / (line.row.budget_bytes or 1) for line in ours)
+        error = max(abs((line.predicted_peak_bytes or 0) / line.peak_bytes - 1) for line in ours)
+        equal = {model.name: model.ours.equal_steps(model.plain) for model in self.models}
         unequal = [name for name, steps in equal.items() if not all(steps)]
-        ratio = self.line(OURS).time_over(self.line(CHECKPOINT))
-        less, more = ratio.high < 1, ratio.low > 1
+        words = ", ".join(unequal) or f"at all {sum(map(len, equal.values()))} steps compared"
         return [
             Check("the peak is within the budget", f"at most {use:.2%} of it", use <= 1, binding=True),
-            Check(
-                "gradients equal those of plain bit for bit",
-                ", ".join(unequal) or f"at all {sum(map(len, equal.values()))} steps compared",
-                not unequal,
-                binding=True,
-            ),
+            Check("gradients equal those of plain bit for bit", words, not unequal, binding=True),
             Check("the peak was predicted within 1 %", f"off by {error:.3%}", error <= 0.01),
-            Check(
-                "less time than the checkpoint at its peak",
-                f"{'less' if less else 'more' if more else 'cannot tell'}, {ratio} of its time, "
-                f"{ratio.least:.2f} by the least of {len(self.plain.steps)} steps",
-                True if less else None,
-            ),
+            *map(_check_time, self.models),
+            _check_batches(self.batches),
         ]
 
     @property
@@ -147,39 +140,36 @@ class DemoComparison:
         """Return True if a row of ours exceeded its budget or has other gradients than plain."""
         return any(check.binding and not check.kept for check in self.checks)
 
-    def data(self) -> dict[str, Any]:
-        """Return everything but the timelines as JSON types."""
-        return {
-            "setting": asdict(self.setting),
-            "seconds": round(self.seconds, 1),
-            "rows": [
-                asdict(line.row)
-                | {"peak_bytes": line.peak_bytes, "predicted_peak_bytes": line.predicted_peak_bytes}
-                | {"first_steps_cpu_s": [step.cpu_s for step in line.memory.first_steps]}
-                | {"step_cpu_s": Quartiles.of([step.cpu_s for step in line.steps])._asdict()}
-                | {"time_over_plain": line.time_over(self.plain)._asdict()}
-                | {"equal_steps": line.equal_steps(self.plain)}
-                for line in self.lines
-            ],
-            "checks": [asdict(check) for check in self.checks],
-        }
+
+def _check_time(model: ModelComparison) -> Check:
+    ratio = model.ours.time_over(model.lines[1])
+    word = "less" if ratio.high < 1 else "more" if ratio.low > 1 else "cannot tell"
+    words = f"{word}, {ratio} of its time"
+    return Check(f"{model.name}: less time than the checkpoint at its peak", words, word == "less" or None)
+
+
+def _check_batches(batches: LargestBatches) -> Check:
+    sizes = ", ".join(f"{batch.row.name} {batch.samples}" for batch in batches.rows)
+    within = all(batch.peak_bytes <= batches.budget_bytes for batch in batches.rows)
+    return Check("the largest batches fit, by real steps", sizes, within, binding=True)
 
 
 def run(
-    setting: Setting | None = None,
+    settings: Sequence[Setting] = SETTINGS,
+    small: DecoderSetting = SMALL,
     *,
     turns: int = 100,
     limit_s: float = 50,
-    on_start: OnStart | None = None,
-) -> DemoComparison:
-    """Measure the rows: plain, the checkpoint around every block, and ours at two budgets.
+    on_start: OnStart = lambda name, done, total: None,
+) -> Demo:
+    """Measure the rows of each model: plain, the checkpoint around every block, and ours at its peak.
 
-    Our budgets are the measured peak of the checkpoint, and the middle between it and plain's.
     Each row has a process of its own. They take timed steps in turn, every second turn in reverse, so that
     what else the machine does adds to all rows alike.
 
     Args:
-        setting: the model; the default is small.
+        settings: the models.
+        small: the model of the largest batches.
         turns: timed steps of each row, if the time limit allows.
         limit_s: no turn begins later, except for the first `LEAST_TURNS`.
         on_start: called before each row and turn.
@@ -187,33 +177,27 @@ def run(
     Raises:
         RuntimeError: a row could not be measured.
     """
-    setting = setting or Setting()
-    on_start = on_start or (lambda name, done, total: None)
     start = time.monotonic()
-    methods = {PLAIN: "plain", CHECKPOINT: "checkpoint", OURS: "ours", HALF: "ours"}
+    rows = [(setting, method) for setting in settings for method in NAMES]
+    before = TURNS_OF_A_ROW * len(rows) + TURNS_OF_BATCHES
+    on_start("the largest batches in the same memory", 0, before + turns)
+    batches = largest_batches(small)
     lines: list[Line] = []
-    before = TURNS_OF_A_ROW * len(methods)
     with ExitStack() as stack:
-        children = []
-        for number, (name, method) in enumerate(methods.items()):
-            on_start(f"row {number + 1} of {len(methods)}: {name}", TURNS_OF_A_ROW * number, before + turns)
-            peaks = [line.peak_bytes for line in lines]
-            budgets = {OURS: peaks[1:2], HALF: [sum(peaks[:2]) // 2]}
-            row = Row(name, method, *budgets.get(name, []))
+        children: list[Iterator[Any]] = []
+        for number, (setting, method) in enumerate(rows):
+            row = Row(method, lines[-1].peak_bytes if method == "ours" else None)
+            done = TURNS_OF_BATCHES + TURNS_OF_A_ROW * number
+            on_start(f"row {number + 1} of {len(rows)}: {row.name}", done, before + turns)
             children.append(stack.enter_context(closing(iterate_in_child(measure, row, setting))))
-            lines.append(Line(row, _next_of(children[-1], row)))
+            lines.append(Line(row, next(children[-1])))
         for turn in range(turns):
             if turn >= LEAST_TURNS and time.monotonic() - start > limit_s:
                 break
             on_start("steps in turn", before + turn, before + turns)
             for number in range(len(lines))[:: -1 if turn % 2 else 1]:
-                line = lines[number]
-                lines[number] = replace(line, steps=(*line.steps, _next_of(children[number], line.row)))
-    return DemoComparison(setting, tuple(lines), time.monotonic() - start)
-
-
-def _next_of(child: Iterator[Any], row: Row) -> Any:
-    try:  # without a time limit: a row takes seconds on two idle cores, and minutes on a busy machine
-        return next(child)
-    except RuntimeError as error:
-        raise RuntimeError(f"the row {row.name!r} could not be measured: {error}") from None
+                steps = (*lines[number].steps, next(children[number]))
+                lines[number] = replace(lines[number], steps=steps)
+    firsts = range(0, len(lines), len(NAMES))
+    models = [ModelComparison(rows[i][0], tuple(lines[i : i + len(NAMES)])) for i in firsts]
+    return Demo(tuple(models), batches, time.monotonic() - start)

@@ -1,10 +1,9 @@
 /* Draw the demo's rows: live memory over time, both axes from zero. */
 "use strict";
 
-(() => {
-  const rows = JSON.parse(document.getElementById("data").textContent);
-  const box = document.getElementById("plot");
-  const colors = ["plain", "blocks", "plan", "again"];
+JSON.parse(document.getElementById("data").textContent).forEach((rows, number) => {
+  const box = document.querySelectorAll(".memory")[number];
+  const colors = ["plain", "blocks", "plan"];
   const budget = rows.map(row => row.budget).find(Boolean);
   const times = [...new Set(rows.flatMap(row => row.ms))].sort((a, b) => a - b);
   const mib = bytes => bytes == null ? null : bytes / parts.MIB;
@@ -29,15 +28,15 @@
     }));
     const limit = {label: "budget", stroke: parts.color("budget"), dash: [6, 4], value, points: {show: false}};
     plot = new uPlot({
-      width: box.clientWidth, height: 400,
+      width: box.clientWidth, height: 300,
       scales: {x: {time: false}, y: {range: (u, low, high) => [0, high * 1.06]}},
       axes: [{...axis, label: "ms since the step began"}, {...axis, label: "MiB live", size: 64}],
       series: [{label: "time", value: (u, v) => v == null ? "" : v.toFixed(1) + " ms"}, ...series, limit],
     }, [times, ...rows.map(levels), times.map(() => mib(budget))], box);
   }
 
-  parts.themeButton(document.querySelector('[data-part="theme"]'));
   parts.onTheme(draw);
-  new ResizeObserver(() => { if (plot.width !== box.clientWidth) plot.setSize({width: box.clientWidth, height: 400}); }).observe(box);
+  new ResizeObserver(() => { if (plot.width !== box.clientWidth) plot.setSize({width: box.clientWidth, height: 300}); }).observe(box);
   draw();
-})();
+});
+parts.themeButton(document.querySelector('[data-part="theme"]'));

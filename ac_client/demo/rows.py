@@ -20,15 +20,15 @@ from functools import partial
 from hashlib import sha256
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ac_client
-from ac_client.demo import setting as demo_setting
 from ac_client.demo.setting import Setting
 from ac_client.measure.memory_timeline import AllocatorTimeline, LiveBytes
 from autoac.planner import Policy, Profile
 
+NAMES = {"plain": "plain", "checkpoint": "checkpoint every block", "ours": "autoac"}  # by method
 FIRST_STEPS = 2
 MEMORY_STEPS = 2  # a warm-up step and the measured one
 TIMELINE_POINTS = 700
@@ -38,9 +38,13 @@ TIMELINE_POINTS = 700
 class Row:
     """One way to train the demo's model; a row of the demo's table."""
 
-    name: str
     method: str  # "plain", "ours", or a wrapper of the blocks such as "checkpoint"
     budget_bytes: int | None = None  # of ours
+
+    @property
+    def name(self) -> str:
+        """Return the name of the row."""
+        return NAMES.get(self.method, self.method)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +81,9 @@ class Trainee:
     """A model in training, with its optimizer and the demo's batch."""
 
     def __init__(self, setting: Setting) -> None:
-        self.model = demo_setting.build_model(setting)
+        self.model = setting.build()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)  # it has no state
-        self.ids = demo_setting.make_batch(setting)
+        self.inputs = setting.inputs()
         self.seed = setting.seed
         self.keep_gradients = setting.keep_gradients
         self.taken = 0  # steps
@@ -92,23 +96,29 @@ class Trainee:
         self.taken += 1
         torch.manual_seed(self.seed + self.taken)
         start = time.process_time()  # other processes do not add to it
-        out = self.model(self.ids, labels=self.ids)
-        out.loss.backward()
+        out = self.model(**self.inputs)
+        loss = out if isinstance(out, Tensor) else out.loss
+        loss.backward()
         self.optimizer.step()
         cpu_s = time.process_time() - start
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         result = sha256()
-        for tensor in (out.loss, *gradients):
+        for tensor in (loss, *gradients):
             result.update(tensor.detach().numpy().tobytes())
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         return Step(cpu_s, result.digest())
 
 
-def measure(row: Row, setting: Setting, wrappers: Wrappers | None = None) -> Iterator[Memory | Step]:
-    """Train the demo's model as `row` says, in this process; yield its memory, then step after step."""
+def measure(
+    row: Row, setting: Setting, wrappers: Wrappers | None = None, policy: Policy | None = None
+) -> Iterator[Memory | Step]:
+    """Train the demo's model as `row` says, in this process; yield its memory, then step after step.
+
+    With `policy`, ours runs under it and has no first steps.
+    """
     first: list[Step] = []
-    policy = profile = None
-    if row.method == "ours":
+    profile = None
+    if row.method == "ours" and policy is None:
         trainee = Trainee(setting)
         _apply(trainee, row)
         first = [trainee.step() for _ in range(FIRST_STEPS)]
@@ -122,9 +132,7 @@ def measure(row: Row, setting: Setting, wrappers: Wrappers | None = None) -> Ite
         if row.method == "ours":
             _apply(mine, row, policy)
         elif row.method != "plain":
-            (wrappers or {"checkpoint": checkpoint_blocks})[row.method](
-                demo_setting.blocks(mine.model, setting)
-            )
+            (wrappers or {"checkpoint": checkpoint_blocks})[row.method](setting.blocks(mine.model))
         steps = []
         for number in range(1, MEMORY_STEPS + 1):
             timeline.mark(f"step {number}")

@@ -1,4 +1,4 @@
-"""The promises, the terminal output, the JSON and the page of the demo."""
+"""The promises, the terminal output and the page of the demo."""
 
 import io
 import json
@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from client.demo.synthetic import comparison, ours
+from client.demo.synthetic import demo, model, ours
 from rich.console import Console
 from serving import CHROMIUM, NO_CHROMIUM
 
-from ac_client.demo.comparison import OURS, Ratio
+from ac_client.demo.comparison import Ratio
 from ac_client.demo.demo_page import COLUMNS, cells, render_page
 from ac_client.demo.terminal import render
 
@@ -24,8 +24,8 @@ def missed(result):
 
 
 def test_good_result_keeps_every_promise():
-    assert [check.kept for check in comparison().checks] == [True] * 4
-    assert not comparison().failed
+    assert [check.kept for check in demo().checks] == [True] * 6
+    assert not demo().failed
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_good_result_keeps_every_promise():
     ],
 )
 def test_broken_promise_is_found_and_budget_and_gradients_fail_the_demo(row, promise, fails):
-    result = comparison(row)
+    result = demo(row)
     (only,) = missed(result)
     assert promise in only
     assert result.failed is fails
@@ -48,15 +48,20 @@ def test_broken_promise_is_found_and_budget_and_gradients_fail_the_demo(row, pro
     ("cpu_s", "verdict", "kept"), [(1.3, "less", True), (1.4, "cannot tell", None), (1.5, "more", None)]
 )
 def test_verdict_on_the_time_never_breaks_a_promise(cpu_s, verdict, kept):
-    check = comparison(ours(cpu_s=cpu_s)).checks[-1]
+    check = demo(ours(cpu_s=cpu_s)).checks[-2]
     assert check.found.split(",")[0] == verdict
     assert check.kept is kept
 
 
+def test_batch_that_needs_more_memory_than_plain_fails_the_demo():
+    assert "largest batches" in missed(demo(batch_mib=101))[0]
+    assert demo(batch_mib=101).failed
+
+
 def test_ratio_has_the_interval_of_the_median_by_ranks():
     """Of 100 pairs, the 40th and the 61st."""
-    assert Ratio.of(range(1, 101), [1] * 100) == (40, 50.5, 61, 1)
-    assert Ratio.of([4, 2], [2, 4]) == (0.5, 1.25, 2, 1)
+    assert Ratio.of(range(1, 101), [1] * 100) == (40, 50.5, 61)
+    assert Ratio.of([4, 2], [2, 4]) == (0.5, 1.25, 2)
 
 
 def test_noise_of_single_steps_does_not_hide_a_difference():
@@ -68,49 +73,43 @@ def test_noise_of_single_steps_does_not_hide_a_difference():
 
 
 def test_first_steps_of_ours_are_compared_with_those_of_plain():
-    result = comparison()
-    assert len(result.line(OURS).equal_steps(result.plain)) == 2 + 2 + 5
-    memory = result.line(OURS).memory
+    result = model()
+    assert len(result.ours.equal_steps(result.plain)) == 2 + 2 + 5
+    memory = result.ours.memory
     other = replace(
         memory, first_steps=(memory.first_steps[0], replace(memory.first_steps[1], digest=b"other"))
     )
-    assert "bit for bit" in missed(comparison(replace(result.line(OURS), memory=other)))[0]
+    assert "bit for bit" in missed(demo(replace(result.ours, memory=other)))[0]
 
 
 @pytest.mark.parametrize("width", [80, 110])
 def test_terminal_shows_a_bar_for_each_peak_and_time(width):
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(render(comparison()))
+    console.print(render(demo()))
     lines = console.export_text().splitlines()
     rows = {
         name: next(line for line in lines if line.strip().startswith(name))
         for name in ("plain", "checkpoint")
     }
     assert rows["plain"].count("\u2588") > rows["checkpoint"].count("\u2588") > 0
-    assert any(OURS in line and "1.10" in line for line in lines)
+    assert any("autoac" in line and "1.10" in line for line in lines)
+    assert any("autoac" in line and " 11 " in line for line in lines)
 
 
 def test_unequal_gradients_stand_out_in_the_table():
-    result = comparison(ours(equal=False))
-    row = cells(result.line(OURS), result)
+    result = model(ours(equal=False))
+    row = cells(result.ours, result)
     assert row[COLUMNS.index("gradients equal")] == "NO"
 
 
-def test_data_is_json_without_timelines():
-    data = json.loads(json.dumps(comparison().data()))
-    assert len(data["rows"]) == 4
-    assert "timeline" not in data["rows"][0]
-    assert {"promise", "found", "kept", "binding"} == set(data["checks"][0])
-
-
 def test_page_makes_no_network_requests():
-    page = render_page(comparison())
+    page = render_page(demo())
     without_licences = re.sub(r"<!--.*?-->|/\*!.*?\*/", "", page, flags=re.DOTALL)
     assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", without_licences)
     assert not re.findall(r"https?://(?!github\.com/leeoniya|www\.w3\.org)", without_licences)
     assert "default-src 'none'" in page
     assert "MISSED" not in page
-    assert "MISSED: the peak is within the budget" in render_page(comparison(ours(40.001)))
+    assert "MISSED: the peak is within the budget" in render_page(demo(ours(40.001)))
     assert "@@" not in page
 
 
@@ -118,7 +117,7 @@ def test_page_makes_no_network_requests():
 @pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 def test_page_has_no_fault_that_axe_finds_on_a_narrow_screen(browser, tmp_path):
     file = tmp_path / "page.html"
-    file.write_text(render_page(comparison()), "utf-8")
+    file.write_text(render_page(demo()), "utf-8")
     page = browser.new_page(viewport={"width": 390, "height": 900}, bypass_csp=True)
     page.goto(file.as_uri())
     page.evaluate(f"() => {{ {AXE.read_text('utf-8')} }}")
@@ -128,16 +127,16 @@ def test_page_has_no_fault_that_axe_finds_on_a_narrow_screen(browser, tmp_path):
 
 
 def test_page_contains_every_timeline():
-    page = render_page(comparison())
+    page = render_page(demo())
     match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    series = json.loads(match.group(1))
-    assert [row["name"] for row in series] == [line.row.name for line in comparison().lines]
+    first, series = json.loads(match.group(1))
+    assert [row["name"] for row in first] == [line.row.name for line in model().lines]
     assert series[1]["bytes"] == [10 << 20, 40 << 20, 10 << 20]
     assert series[1]["budget"] is None
 
 
 def test_picture_agrees_with_the_step_times_of_the_table():
     """The profiler of the timelines takes 2 ms for each row; the steps took a second and more without it."""
-    match = re.search(r'id="data">(.*?)</script>', render_page(comparison()), re.DOTALL)
-    ends = [row["ms"][-1] for row in json.loads(match.group(1))]
-    assert ends == pytest.approx([1000, 1400, 1100, 1020], rel=0.01)
+    match = re.search(r'id="data">(.*?)</script>', render_page(demo()), re.DOTALL)
+    ends = [row["ms"][-1] for row in json.loads(match.group(1))[0]]
+    assert ends == pytest.approx([1000, 1400, 1100], rel=0.01)
