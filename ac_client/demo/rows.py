@@ -14,7 +14,7 @@ Each step has a digest of its loss and gradients, and the n-th step the same see
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -31,7 +31,6 @@ from autoac.planner import Policy, Profile
 NAMES = {"plain": "plain", "checkpoint": "checkpoint every block", "ours": "autoac"}  # by method
 FIRST_STEPS = 2
 MEMORY_STEPS = 2  # a warm-up step and the measured one
-TIMELINE_POINTS = 700
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +83,16 @@ class Trainee:
         self.model = setting.build()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)  # it has no state
         self.inputs = setting.inputs()
-        self.seed = setting.seed
-        self.keep_gradients = setting.keep_gradients
+        self.setting = setting
         self.taken = 0  # steps
-        if self.keep_gradients:
+        if setting.keep_gradients:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
 
     def step(self) -> Step:
         """Take a training step."""
         self.taken += 1
-        torch.manual_seed(self.seed + self.taken)
+        torch.manual_seed(self.setting.seed + self.taken)
         start = time.process_time()  # other processes do not add to it
         out = self.model(**self.inputs)
         loss = out if isinstance(out, Tensor) else out.loss
@@ -105,7 +103,7 @@ class Trainee:
         result = sha256()
         for tensor in (loss, *gradients):
             result.update(tensor.detach().numpy().tobytes())
-        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        self.optimizer.zero_grad(set_to_none=not self.setting.keep_gradients)
         return Step(cpu_s, result.digest())
 
 
@@ -138,7 +136,7 @@ def measure(
             timeline.mark(f"step {number}")
             steps.append(mine.step())
 
-    last = since(timeline.events, timeline.marks[f"step {MEMORY_STEPS}"], TIMELINE_POINTS)
+    last = since(timeline.events, timeline.marks[f"step {MEMORY_STEPS}"])
     yield Memory(timeline.peak_since("step 2"), tuple(first), tuple(steps), last, policy, profile)
     while True:
         yield mine.step()
@@ -149,21 +147,7 @@ def _apply(trainee: Trainee, row: Row, policy: Policy | None = None) -> None:
     ac_client.apply(trainee.model, row.budget_bytes / 2**30, optimizer=trainee.optimizer, policy=policy)
 
 
-def since(events: Iterable[LiveBytes], start: LiveBytes, points: int) -> list[tuple[float, int]]:
-    """Return the curve of live bytes from `start` on, as about `points` pairs (ms after `start`, bytes)."""
+def since(events: Iterable[LiveBytes], start: LiveBytes) -> list[tuple[float, int]]:
+    """Return the curve of live bytes from `start` on, as pairs of (ms after `start`, bytes)."""
     changes = [start, *(event for event in events if event.time_ns >= start.time_ns)]
-    chosen = thin_out([change.live_bytes for change in changes], points)
-    return [(round((changes[i].time_ns - start.time_ns) / 1e6, 3), changes[i].live_bytes) for i in chosen]
-
-
-def thin_out(levels: Sequence[int], most: int) -> list[int]:
-    """Return the positions of about `most` levels: the first, and the highest and last of each stretch."""
-    if len(levels) <= most:
-        return list(range(len(levels)))
-    positions = [0]
-    stretch = max(1, 2 * len(levels) // most)
-    for begin in range(0, len(levels), stretch):
-        end = min(begin + stretch, len(levels))
-        highest = max(range(begin, end), key=lambda i: levels[i])
-        positions += [highest, end - 1]
-    return sorted(set(positions))
+    return [(round((change.time_ns - start.time_ns) / 1e6, 3), change.live_bytes) for change in changes]

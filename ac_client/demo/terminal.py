@@ -13,7 +13,6 @@ from rich.text import Text
 from ac_client.demo.comparison import Demo, Line, ModelComparison
 from ac_client.demo.largest_batch import LargestBatch, LargestBatches
 
-MIB = 1 << 20
 COLORS = {"plain": "bright_black", "checkpoint": "yellow", "ours": "green"}
 
 
@@ -65,7 +64,7 @@ def facts(demo: Demo) -> str:
 
 def mib(nbytes: int | None) -> str:
     """Format bytes in MiB; None as an empty text."""
-    return "" if nbytes is None else f"{nbytes / MIB:.1f}"
+    return "" if nbytes is None else f"{nbytes / 2**20:.1f}"
 
 
 def time_over_plain(line: Line, model: ModelComparison) -> str:

@@ -108,10 +108,6 @@ def test_row_that_fails_is_named(capfd):
     assert "divisible" in capfd.readouterr().err
 
 
-def test_thinned_timeline_keeps_the_peak_and_the_end():
-    changes = [LiveBytes(1000 * i, live) for i, live in enumerate([1, 5, 2, 9, 3, 4, 0, 7, 6, 2])]
-    thin = rows.since(changes, changes[1], points=4)
-    assert thin[0] == (0.0, 5)
-    assert max(live for _, live in thin) == 9
-    assert thin[-1] == (0.008, 2)
-    assert len(thin) < len(changes)
+def test_timeline_begins_with_the_step():
+    changes = [LiveBytes(1000 * i, live) for i, live in enumerate([1, 5, 2])]
+    assert rows.since(changes, changes[1]) == [(0.0, 5), (0.0, 5), (0.001, 2)]
