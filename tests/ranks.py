@@ -40,7 +40,12 @@ dist.init_process_group(backend, init_method="file://" + store, rank=rank, world
 
 
 def outputs_of_ranks(
-    script: str, store: Path, world: int = 2, timeout: float = 300, backend: str = "gloo"
+    script: str,
+    store: Path,
+    world: int = 2,
+    timeout: float = 300,
+    backend: str = "gloo",
+    only: Sequence[int] | None = None,
 ) -> list[str]:
     """Return the output of each rank.
 
@@ -51,6 +56,7 @@ def outputs_of_ranks(
         timeout: seconds for all of them.
         backend: "gloo"; "standin": each rank has a device of the stand-in, `gpu`; "fake": ranks that send
             nothing, and so hold nothing for longer.
+        only: these ranks, of those that send nothing, which need no others.
 
     Raises:
         AssertionError: a rank failed; has its stderr.
@@ -58,11 +64,12 @@ def outputs_of_ranks(
     # The stand-in must be loaded before torch is imported.
     start = multiprocessing.get_context("spawn") if backend == "standin" else _forks()
     with tempfile.TemporaryDirectory() as folder:
-        written = [(Path(folder) / f"out{rank}", Path(folder) / f"errors{rank}") for rank in range(world)]
+        numbers = range(world) if only is None else only
+        written = [(Path(folder) / f"out{rank}", Path(folder) / f"errors{rank}") for rank in numbers]
         given = {"world": world, "store": str(store), "backend": backend}
         ranks = [
             start.Process(target=_run, args=(script, *map(str, files), {"rank": rank, **given}))
-            for rank, files in enumerate(written)
+            for rank, files in zip(numbers, written, strict=True)
         ]
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:  # else each rank would import what was started from the command line
@@ -71,7 +78,7 @@ def outputs_of_ranks(
         finally:
             sys.modules["__main__"] = main
         _wait(ranks, timeout)
-        for number, (process, (_, errors)) in enumerate(zip(ranks, written, strict=True)):
+        for number, process, (_, errors) in zip(numbers, ranks, written, strict=True):
             code, ended = process.exitcode, -signal.SIGKILL  # by us
             assert code in (0, ended), f"rank {number} ended with {code}:\n{errors.read_text()[-3000:]}"
         assert all(process.exitcode == 0 for process in ranks), f"not done after {timeout} seconds"
