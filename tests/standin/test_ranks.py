@@ -49,6 +49,7 @@ WAYS = {
     "DDP": ddp,
     "DDP in small buckets": lambda: ddp(bucket_cap_mb=0.02),
     "FSDP2": sharded,
+    "FSDP2, kept gathered": lambda: sharded(reshard_after_forward=False),
     "FSDP2 in bf16": lambda: sharded(**BF16),
 }
 
@@ -262,7 +263,7 @@ COMPARING = 2 << 20  # bytes at most, in the first planned step, which compares 
 BUCKETS = 8  # at most; each is rounded to 512 bytes, and DDP sizes them after the first backward
 
 
-@pytest.mark.parametrize("way", ["DDP", SMALL, "FSDP2", "FSDP2 in bf16"])
+@pytest.mark.parametrize("way", ["DDP", SMALL, "FSDP2", "FSDP2, kept gathered", "FSDP2 in bf16"])
 def test_planned_ranks_have_the_plain_numbers_and_the_predicted_peak(way: str) -> None:
     unpredicted = 511 * BUCKETS if way == SMALL else 0
     for found in (rank[way] for rank in ranks()):
