@@ -58,33 +58,6 @@ def test_host_that_waits_in_a_capture_is_an_error(gpu: ModuleType, read: Callabl
     assert torch.equal(out.cpu(), torch.full((4,), 2.0))
 
 
-@pytest.mark.parametrize("joins", [True, False])
-def test_every_stream_must_be_joined(gpu: ModuleType, joins: bool) -> None:
-    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
-
-    def work() -> Tensor:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            out = x.exp()
-        if joins:
-            torch.cuda.current_stream().wait_stream(side)
-        return out
-
-    if not joins:
-        with pytest.raises(RuntimeError, match="is unjoined"):
-            captured(work)
-        return
-    graph, out = captured(work)
-    graph.replay()
-    assert torch.equal(out.cpu(), torch.ones(4).exp())
-
-
-def test_stream_that_is_captured_cannot_wait_for_work_that_is_not(gpu: ModuleType) -> None:
-    before = torch.cuda.current_stream().record_event()
-    with pytest.raises(RuntimeError, match="waits for work that is not"):
-        captured(lambda: (torch.cuda.current_stream().wait_event(before), torch.ones(1, device="cuda"))[1])
-
-
 def test_random_numbers_of_replays_are_those_of_eager_calls(gpu: ModuleType) -> None:
     x = torch.ones(64, device="cuda")
     torch.manual_seed(3)
@@ -138,31 +111,3 @@ def test_graph_has_memory_of_its_own(gpu: ModuleType) -> None:
     del graph, out, held
     torch.cuda.empty_cache()
     assert not any(any(one["segment_pool_id"]) for one in torch.cuda.memory_snapshot())
-
-
-def test_replay_follows_the_order_of_its_stream(gpu: ModuleType) -> None:
-    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
-    graph, out = captured(lambda: x + 1)
-    x.fill_(1)
-    with torch.cuda.stream(side):
-        graph.replay()
-    assert "the replay of a graph on stream" in gpu.take_races()[0]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        graph.replay()
-    torch.cuda.current_stream().wait_stream(side)
-    assert torch.equal(out.cpu(), torch.full((4,), 2.0))
-
-
-def test_freed_memory_is_nan_in_a_replay_too(gpu: ModuleType) -> None:
-    x = torch.ones(4, device="cuda")
-
-    def work() -> Tensor:
-        lost = x + 1
-        dangling = gpu.borrowed(lost)
-        del lost
-        return dangling * 2
-
-    graph, out = captured(work)
-    graph.replay()
-    assert out.isnan().all()

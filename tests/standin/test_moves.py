@@ -224,24 +224,6 @@ def test_moves_with_two_forwards_before_a_backward(gpu: ModuleType) -> None:
     assert host_memory.used == 0
 
 
-def test_stalls_that_were_not_foreseen_lower_the_rates_that_the_next_plan_counts_on(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each wait for a copy takes 25 ms: a busy machine measures ops several times as long."""
-    expected, most = plain(gpu, 7)
-    said = LinkRates(out_bytes_per_us=1e6, in_bytes_per_us=1e6, latency_us=0.0)
-    monkeypatch.setattr(host_budget, "link_of", lambda _: said)
-    wait = "        stream.wait_event(event)\n        stream.record_event(end)\n"
-    made = mutated(monkeypatch, (wait, f"        __import__('time').sleep(25e-3)\n{wait}"))
-    monkeypatch.setattr(peak_watch, "stalls", made["stalls"])
-    with caplog.at_level(logging.WARNING, "ac_client"):
-        losses, _, model = losses_and_peaks(gpu, 7, budget_gb=most * 0.7 / GIB, host_budget_gb=1)
-    assert losses == expected
-    assert "compute waits" in caplog.text
-    planned = ac_client.applied(model).plan
-    assert planned.profile.link == said.slower(0.5)
-
-
 def test_plan_below_the_smallest_peak_of_recompute_alone_is_carried_out(gpu: ModuleType) -> None:
     torch.manual_seed(0)
     model = gpt2(layers=6, width=64, heads=4, vocabulary=64, positions=64).cuda()

@@ -8,15 +8,14 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ac_client
 from autoac.planner import bounds, build
-from benchmarks.models.modules import Transformer
 from benchmarks.models.samples import SAMPLES, TINY, Attention
 from benchmarks.sample_training import Case
 from benchmarks.sample_training import train as planned_training
-from standin.tasks import TASKS, LanguageModel, bounds_of, task_of
+from standin.tasks import TASKS, LanguageModel, SideStream, bounds_of, smallest_of, task_of
 from standin.training import Task, Training, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # of an LSTM
@@ -39,19 +38,13 @@ def test_plain_step_has_the_predicted_save_all_peak(gpu: ModuleType, name: str) 
 
 @pytest.mark.parametrize(
     ("name", "part"),
-    [
-        *(("GPT-2", part) for part in (0.9, 0.7, 0.4, 0.2)),
-        ("convnet", 0.4),
-        ("LSTM", 0.4),
-        ("cuda:1", 0.4),
-        ("bf16 autocast", 0.4),
-    ],
+    [*(("GPT-2", part) for part in (0.9, 0.7, 0.2)), *((name, 0.4) for name in TASKS)],
 )
 def test_planned_step_has_the_predicted_peak_and_the_plain_numbers(
     gpu: ModuleType, name: str, part: float
 ) -> None:
-    known = bounds_of(name)
-    budget = int(known.floor + part * (known.ceiling - known.floor))
+    smallest, ceiling = smallest_of(name), bounds_of(name).ceiling
+    budget = int(smallest + part * (ceiling - smallest))
     planned = train(gpu, task_of(name), budget)
     report = planned.applied.report()
     assert planned.peaks[-1] == report.predicted_peak_bytes <= budget
@@ -80,27 +73,6 @@ def test_workspaces_are_there_in_every_step_that_is_compared(gpu: ModuleType) ->
     known = bounds(build(case.profiled()))
     trained = planned_training(case, (known.floor + known.ceiling) // 2)
     assert trained.peak_bytes == trained.report.predicted_peak_bytes
-
-
-class SideStream(nn.Module):
-    """Make a stream in the first forward, and run a part there: a profile leaves no trace of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.aside, self.last = (Transformer(layers=1) for _ in range(3))
-        self.stream: torch.cuda.Stream | None = None
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        if self.stream is None:
-            self.stream = torch.cuda.Stream()
-        x = self.first(x)["logits"]
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            aside = self.aside(x)["logits"]
-        last = self.last(x)["logits"]
-        torch.cuda.current_stream().wait_stream(self.stream)
-        aside.record_stream(torch.cuda.current_stream())
-        return {"loss": (aside * last).mean()}
 
 
 def test_workspace_of_a_stream_that_only_the_profile_had_is_not_left(gpu: ModuleType) -> None:
