@@ -485,23 +485,6 @@ def greedy_trap() -> Profile:
     return tape.profile()
 
 
-def diamond() -> Profile:
-    """One value read by two branches that meet: `x -> f, g -> sum`; backward asks for f, g and x.
-
-    x (4) --> f (8) --> sum (1)
-      `-----> g (8) ------^
-    """
-    tape = Tape()
-    (x,) = tape.op("x", [], 4, us=1)
-    (f,) = tape.op("f", [x], 8, us=2)
-    (g,) = tape.op("g", [x], 8, us=3)
-    tape.op("sum", [f, g], 1, us=1)
-    packed = [tape.save(v) for v in (x, f, g)]
-    for h in reversed(packed):
-        tape.step("step", [h])
-    return tape.profile()
-
-
 def dropout() -> Profile:
     """Dropout on a CPU: `x -> empty_like -> bernoulli_ -> div_`, times x; backward reads the mask."""
     tape = Tape()

@@ -65,58 +65,6 @@ def test_peak_and_recompute_of_a_chain(save: set[int], peak: int, recompute: int
     assert recompute_us(graph, frozenset(save)) == recompute
 
 
-def test_rule_a_saved_version_is_freed_with_its_last_saved_tensor() -> None:
-    assert event_words(chain(1, 8), {0, 1}) == ["+op0 1", "+op1 8", ".0", "-op1 8", ".1", "-op0 1"]
-
-
-def test_rule_a_saved_version_is_held_for_versions_computed_from_it() -> None:
-    # Autograd packed only y. The saved x is held until y's saved tensor is dropped, and no longer.
-    tape = graphs.Tape()
-    (x,) = tape.op("x", [], 4)
-    (y,) = tape.op("y", [x], 8)
-    tape.op("z", [], 0)
-    tape.op("loss", [], 0)
-    h = tape.save(y)
-    tape.step("first", [h])
-    tape.step("second", [])
-    graph = build(tape.profile())
-    assert event_words(graph, {0, 2, 3}) == [
-        "+x 4", "+y 8", "+z 0", "-y 8", "+loss 0", "-z 0", "-loss 0",
-        "!y 8", ".0", "-y 8", "-x 4", ".1",
-    ]  # fmt: skip
-
-
-def test_rule_b_version_that_a_recompute_reads_is_copied_before_a_write() -> None:
-    tape = graphs.Tape()
-    (x,) = tape.op("x", [], 4)
-    (y,) = tape.op("y", [x], 8)
-    packed = tape.save(y)
-    tape.op("relu_", [], into=x)
-    tape.step("first", [packed])
-    graph = build(tape.profile())
-    assert event_words(graph, {0, 2}) == [
-        "+x 4",
-        "+y 8",
-        "+relu_ 4",
-        "-relu_ 4",
-        "-y 8",
-        "!y 8",
-        ".0",
-        "-y 8",
-        "-x 4",
-    ]
-
-
-def test_chunks_written_in_place_share_one_storage_if_saved_or_recomputed() -> None:
-    graph = build(graphs.chunks())
-    forward = ["+x 8", "+sigmoid_ 0", "+tanh_ 0", "+loss 0"]
-    assert event_words(graph, {0, 1, 2, 3}) == [*forward, "-loss 0", ".0", ".1", "-tanh_ 8"]
-    assert event_words(graph, {3}) == [
-        *forward, "-tanh_ 8", "-loss 0",
-        "!x 8", "!sigmoid_ 0", "!tanh_ 0", ".0", ".1", "-tanh_ 8",
-    ]  # fmt: skip
-
-
 def test_ops_that_write_to_chunks_of_one_storage_are_saved_together() -> None:
     graph = build(graphs.chunks())
     assert with_forced_saves(graph, frozenset({2})) == {1, 2}
@@ -132,47 +80,6 @@ def test_op_that_only_writes_over_saved_versions_is_saved() -> None:
     graph = build(tape.profile())
     assert recompute_us(graph, frozenset({0})) == 0
     assert recompute_us(graph, frozenset()) == 2
-
-
-def test_rule_c_burst_runs_in_forward_order_from_saved_versions() -> None:
-    graph = chain(1, 2, 4, 8)
-    events = event_words(graph, {0})
-    assert [e for e in events if e[0] == "!"] == ["!op1 2", "!op2 4", "!op3 8"]
-    assert events.index("!op3 8") < events.index(".0")
-
-
-def test_rule_d_version_is_recomputed_once_and_freed_after_its_last_use() -> None:
-    graph = build(graphs.diamond())
-    events = event_words(graph, {3})
-    assert [e for e in events if e[0] in "!.-"] == [
-        "-x 4", "-f 8", "-g 8", "-sum 1",
-        "!x 4", "!g 8", ".0", "-g 8",  # x stays: f will read it, and backward will unpack it
-        "!f 8", ".1", "-f 8",
-        ".2", "-x 4",
-    ]  # fmt: skip
-
-
-def test_rule_e_recomputed_dropout_writes_into_its_own_memory() -> None:
-    graph = build(graphs.dropout())
-    events = event_words(graph, {0, 4, 5})
-    assert [e for e in events if e[0] == "!"] == ["!empty_like 10", "!bernoulli_ 0", "!div_ 0"]
-    assert peak_bytes(graph, frozenset({0, 4, 5})) == 30
-
-
-def test_rule_f_saved_tensor_that_is_never_unpacked_gives_up_its_use() -> None:
-    tape = graphs.Tape()
-    (x,) = tape.op("x", [], 4, us=7)
-    (y,) = tape.op("y", [x], 8, us=9)
-    tape.op("z", [], 0)
-    unpacked, never_unpacked = tape.save(x), tape.save(y)
-    tape.step("first", [unpacked])
-    tape.step("second", [])
-    tape.handle_dropped[never_unpacked] = 2
-    graph = build(tape.profile())
-    events = event_words(graph, set())
-    assert [e for e in events if e[0] == "!"] == ["!x 4"]  # y never runs
-    assert events[-1] == "-x 4"  # x was held for y until y's saved tensor was dropped
-    assert recompute_us(graph, frozenset()) == 7
 
 
 def test_error_for_an_unknown_op_names_the_op() -> None:
