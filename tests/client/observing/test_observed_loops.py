@@ -213,16 +213,6 @@ def test_observed_step_over_the_budget_is_said_once(caplog: pytest.LogCaptureFix
         caplog.clear()
 
 
-def test_step_that_torchs_profiler_does_not_watch_is_the_observed_one() -> None:
-    planned = training()
-    ac_client.apply(planned.model, budget_gb=budget(), group=None)
-    with torch.profiler.profile():
-        plain_loop(planned, 1)
-    assert ac_client.applied(planned.model).policy is None
-    plain_loop(planned, 1)
-    assert ac_client.applied(planned.model).policy is not None
-
-
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_step_that_torchs_profiler_watches_takes_what_an_observed_one_takes(
     checkpoints: bool, caplog: pytest.LogCaptureFixture
