@@ -16,8 +16,6 @@ from torch.utils.checkpoint import (
 )
 
 import ac_client
-from ac_client.measure.memory_timeline import AllocatorTimeline
-from benchmarks.models.modules import Block
 
 MM = torch.ops.aten.mm.default
 THEIRS = functools.partial(torchs.checkpoint, use_reentrant=False)
@@ -54,28 +52,6 @@ def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
 
 def same(got: Any, want: Any) -> bool:
     return len(got) == len(want) and all(map(torch.equal, got, want))
-
-
-class Stack(nn.Module):
-    """Run each block by `how(block, x)`."""
-
-    def __init__(self, how: Callable[..., Any], blocks: int = 6) -> None:
-        super().__init__()
-        self.how = how
-        self.blocks = nn.ModuleList(Block(64, 4, dropout=0.1) for _ in range(blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = self.how(block, x)
-        return x
-
-
-def stack_peak(how: Callable[..., Any]) -> tuple[list[Tensor], int]:
-    torch.manual_seed(0)
-    model, batch = Stack(how), torch.randn(4, 64, 64, requires_grad=True)
-    with AllocatorTimeline() as timeline:
-        model(batch).sum().backward()
-    return [p.grad for p in model.parameters() if p.grad is not None], timeline.peak_bytes
 
 
 def selective(policy: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
 import ac_client
-from autoac.planner import Policy, plan
+from autoac.planner import plan
 from autoac.profiler import profile
 from autoac.tape.runtime.policy_context import active, save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
@@ -124,37 +124,6 @@ def test_input_that_only_recomputes_read_is_copied_before_compiled_code_writes_i
     assert torch.equal(found, (x + 1).cos().detach() + (x + 2).cos().detach())
 
 
-class Parts(nn.Module):
-    """A compiled part between two plain parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.part = torch.compile(greatest, backend="inductor")
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.part(self.before(x).sin().exp().sin())
-        return self.after(y).sin().exp().sum()
-
-
-def all_recomputed(policy: Policy) -> Policy:
-    return policy.model_copy(update={"decisions": dict.fromkeys(policy.decisions, "recompute")})
-
-
-def test_planned_model_with_a_compiled_part() -> None:
-    torch.manual_seed(0)
-    model, x = Parts(), torch.randn(3, 4)
-    want = outcome(model(x), *model.parameters())
-    policy = plan(profile(model, x), budget_bytes=1 << 30).policy()
-    assert not any("cummax" in key for key in policy.decisions), "a compiled part is not an op of a plan"
-    ac_client.apply(model, policy=all_recomputed(policy))
-    for _ in range(2):
-        with replays() as made_again:
-            assert all(map(torch.equal, outcome(model(x), *model.parameters()), want))
-        assert made_again.made >= 6
-    assert ac_client.applied(model).report().off_path == ""
-
-
 def test_first_compilation_inside_a_region_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -180,7 +149,9 @@ def test_compiled_autograd_of_a_planned_model() -> None:
         return [p.grad for p in model.parameters()]
 
     want = run()
-    ac_client.apply(model, policy=all_recomputed(plan(profile(model, x), budget_bytes=1 << 30).policy()))
+    made = plan(profile(model, x), budget_bytes=1 << 30).policy()
+    decisions = dict.fromkeys(made.decisions, "recompute")
+    ac_client.apply(model, policy=made.model_copy(update={"decisions": decisions}))
     with replays() as made_again:
         assert all(map(torch.equal, run(), want))
     assert made_again.made > 0

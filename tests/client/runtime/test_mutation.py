@@ -436,3 +436,31 @@ def test_backward_may_overwrite_its_own_tensor() -> None:
         z = WritesOver.apply((x * 3).sin())
     z.sum().backward()
     assert torch.equal(x.grad, (x.detach() * 3).cos() * 2 * 3)
+
+
+def test_reading_a_saved_tensor_outside_of_backward_consumes_no_use() -> None:
+    x = torch.randn(5, requires_grad=True)
+    log = EventLog()
+    with save_recompute_policy("recompute_all", log=log):
+        y = x.exp().sin()
+    want = x.detach().exp()
+    for _ in range(3):
+        assert torch.equal(y.grad_fn._saved_self, want)
+    y.sum().backward()
+    assert torch.equal(x.grad, want.cos() * want)
+
+
+@pytest.mark.parametrize("written", ["parameter", "input", "view of input", "saved value"])
+def test_write_after_forward_is_an_error_as_in_autograd(written: str) -> None:
+    parameter = torch.nn.Parameter(torch.randn(5, 5))
+    given = torch.randn(5, 5, requires_grad=True)
+    with save_recompute_policy([torch.ops.aten.mm]):
+        kept = given.t() @ parameter
+        z = kept.exp().sin()
+    with torch.no_grad():
+        {"parameter": parameter, "input": given, "view of input": given[0], "saved value": kept}[
+            written
+        ].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+        z.sum().backward()
+    assert isinstance(raised.value, StaleError)

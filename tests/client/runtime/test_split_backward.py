@@ -159,15 +159,6 @@ def test_end_of_the_block_frees_cached_tensors() -> None:
         assert made_again.alive == 0
 
 
-def test_partial_backward_outside_of_a_split_caches_nothing() -> None:
-    model, x = model_and_input("linears")
-    loss = forward(model, x, EventLog()).sum()
-    with replays() as made_again:
-        torch.autograd.grad(loss, x, retain_graph=True)
-        assert made_again.most > 0
-        assert made_again.alive == 0
-
-
 def test_input_half_that_raises_caches_nothing() -> None:
     model, x = model_and_input("linears")
     loss = forward(model, x, EventLog()).sum()
