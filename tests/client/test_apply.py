@@ -47,15 +47,16 @@ def hooks(model: nn.Module) -> int:
 def test_first_planned_step_logs_one_line_per_phase(caplog: pytest.LogCaptureFixture) -> None:
     model = ac_client.apply(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 1.0)
     with caplog.at_level(logging.INFO, logger="ac_client"):
-        for _ in range(2):
+        for rows in (2, 2, 4, 4):
             model.zero_grad()
-            model(torch.randn(2, 4)).sum().backward()
-    observing, planning, planned, measuring = caplog.messages
+            model(torch.randn(rows, 4)).sum().backward()
+    observing, planning, planned, measuring, *_ = caplog.messages
     assert observing == "Sequential: observing one step"
     assert planning == "Sequential: planning 2 ops for 1.00 GiB"
     assert planned.startswith("Sequential: planned: predicted peak ")
     assert planned.endswith(" of 1.00 GiB, 0.0% of the step recomputed (0 of 2 ops)")
     assert measuring.startswith("Sequential: on a CPU nothing compares ")
+    assert caplog.text.count("on a CPU nothing compares") == 1
 
 
 def test_gradients_are_those_of_the_plain_model(budget_gb: float) -> None:
@@ -317,14 +318,6 @@ def test_code_after_an_interrupted_forward_is_not_part_of_it(
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_batch_of_one_is_on_the_path_of_larger_ones(budget_gb: float) -> None:
-    """Attention copies its heads, but for one batch entry of one head."""
-    model = ac_client.apply(new_model(), budget_gb, strict=True)
-    gradients(model, BATCH)
-    scalar(model(BATCH[:1])).backward()
-    assert ac_client.applied(model).report().buckets == 1
-
-
 class Cell(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(10):
@@ -414,20 +407,6 @@ def test_gradients_that_stay_between_microbatches_are_planned_for(budget_gb: flo
     planned.zero_grad()
     scalar(planned(BATCH)).backward()
     assert ac_client.applied(planned).policy is second  # a first microbatch needs less
-
-
-def test_tightest_plan_runs_if_gradients_leave_no_room(caplog: pytest.LogCaptureFixture) -> None:
-    planned = ac_client.apply(new_model(), 1e-6)
-    gradients(planned, BATCH)
-    with pytest.raises(ac_client.InfeasibleBudget) as refused:
-        planned(BATCH)
-    ac_client.apply(planned, 1.02 * (refused.value.smallest_found or 0) / GIB)
-    planned.zero_grad()
-    for _ in range(3):
-        scalar(planned(BATCH)).backward()
-    assert caplog.text.count("gradients exist before the step") == 1
-    assert "cannot be kept" in caplog.text
-    assert ac_client.applied(planned).policy.predicted.static_bytes > profile(new_model(), BATCH).static.total
 
 
 @pytest.mark.parametrize("left_out", [0, 1, 2], ids=["first", "middle", "last"])

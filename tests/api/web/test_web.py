@@ -79,13 +79,6 @@ def test_pages_use_relative_addresses(serve: Serve) -> None:
         assert all(url.startswith(("../" * base) or "./") for url in named if url[0] not in "#d")
 
 
-def test_page_of_an_impossible_id_is_served(serve: Serve) -> None:
-    http = serve()
-    for path in ("/profiles/unknown", "/policies/unknown"):
-        found = http.get(path)
-        assert (found.status_code, found.headers["content-type"]) == (200, "text/html; charset=utf-8")
-
-
 def test_jobs_are_filtered_by_profile(serve: Serve) -> None:
     http = serve()
     for profile in (chain_profile(), chain_profile(1 << 20)):

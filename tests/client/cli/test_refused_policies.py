@@ -155,15 +155,6 @@ def test_policy_that_contradicts_itself_is_refused(refused, path, value, words):
     assert words in refused(changed(path, value))
 
 
-def test_diff_refuses_the_same(tmp_path, capsys):
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps(changed("predicted|peak_bytes", 101)))
-    with pytest.raises(SystemExit) as exited:
-        main(["diff", str(path), str(path)])
-    assert exited.value.code == ERROR
-    assert "over budget_bytes, 100" in capsys.readouterr().err
-
-
 def test_policies_of_a_policy_set_are_checked(refused):
     policy = Policy.from_json(json.dumps(POLICY))
     policies = PolicySet(buckets=({"shape": {"0": "int64[2]"}, "policy": policy},))

@@ -352,18 +352,6 @@ def test_smaller_batch_after_running_out_of_memory_is_planned_again(tmp_path: Pa
     assert_untouched(ours.model)
 
 
-class PartOnly(Trainer):
-    """Calls a part of the model and not the model."""
-
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
-        return model.transformer(inputs["input_ids"]).last_hidden_state.square().mean()
-
-
-def test_model_that_is_not_called_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trained(tmp_path, [AutoACCallback(BUDGET_GB)], kind=PartOnly, max_steps=2)
-    assert caplog.text.count("stepped 2 times without a training forward of the model") == 1
-
-
 def test_model_that_is_called_is_not_warned_of_while_torchs_profiler_watches(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -106,18 +105,6 @@ def test_page_needs_a_plan_and_its_bytes(budget: int, tmp_path: Path) -> None:
         ac_client.applied(second).report(html=tmp_path / "page.html")
     assert ac_client.applied(second).report().live_at_peak == ()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_first_plan_on_a_cpu_says_once_that_nothing_compares(
-    budget: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = ac_client.apply(new_model(), budget / GIB)
-    with caplog.at_level(logging.INFO, "ac_client"):
-        for batch in (BATCH, BATCH, torch.cat([BATCH, BATCH]), torch.cat([BATCH, BATCH])):
-            model(batch)["logits"].sum().backward()
-            model.zero_grad()
-    assert len([m for m in caplog.messages if "planned: predicted peak" in m]) == 2
-    assert len([m for m in caplog.messages if ".measure():" in m]) == 1
 
 
 def test_report_on_a_cpu_says_how_to_measure_the_peak(budget: int) -> None:
