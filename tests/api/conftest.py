@@ -21,7 +21,7 @@ from postgres import NoPostgres, Server
 from service_app import Clock, InApp, Serve, Transport
 from service_fakes import InProcess, chain_profile, save_all
 
-import ac_client.service_client.connection
+from ac_client.service_client import connection, policy_requests
 from autoac.api import Settings, create_app
 from autoac.api.solving.child_process import Solver
 from autoac.api.storage.database import Database
@@ -55,10 +55,11 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Collect the pauses of the client before further tries, without waiting."""
-    waited: list[float] = []
-    monkeypatch.setattr(ac_client.service_client.connection, "time", Clock(waited))
-    return waited
+    """Collect the pauses of the client before further tries and looks at a job, without waiting."""
+    clock = Clock([])
+    for module in (connection, policy_requests):
+        monkeypatch.setattr(module, "time", clock)
+    return clock.slept
 
 
 @pytest.fixture(scope="session")
