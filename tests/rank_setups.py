@@ -367,7 +367,7 @@ class Collectives(TorchDispatchMode):
         self.count += communicates and not waits
         out = func(*args, **(kwargs or {}))
         if communicates and waits and self.settles:
-            time.sleep(0.005)  # its thread lets go once the wait has returned
+            time.sleep(0.01)  # its thread lets go once the wait has returned
         return out
 
 

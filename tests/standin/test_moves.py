@@ -29,7 +29,7 @@ from autoac.planner import (
     plan_with_host,
 )
 from autoac.planner.formats.op_key import OpKey
-from autoac.planner.formats.profile import LinkRates
+from autoac.planner.formats.profile import LinkRates, Profile
 from autoac.planner.plan import decided
 from autoac.planner.problem.moves import Link, Move, with_moves
 from autoac.planner.units import GIB
@@ -335,6 +335,15 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
+def compiled_step(x: torch.Tensor) -> Profile:
+    """Profile the compiled chain as if each op took 100 us: moves of a plan depend on times."""
+    step = profile(torch.compile(Chain().cuda(), backend="aot_eager"), x)
+    ops, backward = (
+        table.model_copy(update={"runtime_us": (100.0,) * len(table)}) for table in (step.ops, step.backward)
+    )
+    return step.model_copy(update={"ops": ops, "backward": backward})
+
+
 @pytest.mark.parametrize("mutation", ["none", "use without waiting"])
 def test_compiled_code_waits_for_its_copies(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, mutation: str
@@ -342,7 +351,7 @@ def test_compiled_code_waits_for_its_copies(
     x = torch.randn(512, 64, device="cuda")
     plain = Chain().cuda()
     torch.compile(plain, backend="aot_eager")(x).backward()
-    step = profile(torch.compile(Chain().cuda(), backend="aot_eager"), x)
+    step = compiled_step(x)
     budget = (find_minimum_peak(step, work_limit=1.0).found + plan(step, budget_bytes=1 << 40).peak) // 2
     found = plan_offload(step, budget_bytes=budget, link=Link(1e6, 1e6, 0.0, 1 << 40)).plan
     assert found.moves
@@ -366,10 +375,7 @@ def test_compiled_code_waits_for_its_copies(
 @torch._functorch.config.patch(donated_buffer=False)  # or else torch refuses to retain the graph
 def test_exception_between_fetch_and_arrival_in_compiled_code_races_with_nothing(gpu: ModuleType) -> None:
     x = torch.randn(512, 64, device="cuda")
-    step = profile(torch.compile(Chain().cuda(), backend="aot_eager"), x)
-    ops = step.ops.model_copy(update={"runtime_us": (100.0,) * len(step.ops)})
-    backward = step.backward.model_copy(update={"runtime_us": (100.0,) * len(step.backward)})
-    step = step.model_copy(update={"ops": ops, "backward": backward})
+    step = compiled_step(x)
     low, high = find_minimum_peak(step, work_limit=1.0).found, plan(step, budget_bytes=1 << 40).peak
     link = Link(300.0, 300.0, 0.0, 1 << 40)  # slow: fetches come long before they arrive
     found = plan_offload(step, budget_bytes=(low + high) // 2, link=link).plan
