@@ -104,7 +104,7 @@ def rows_of(name: str) -> Iterator[Row]:
                 gb_s,
                 found.without_moves.recompute_us / step_us,
                 found.plan.extra_us / step_us,
-                found.bound_us / step_us,
+                found.plan.bound_us / step_us,
                 found.plan.gap,
                 0 if best is None else best.timing.moved_bytes,
                 0.0 if best is None else best.timing.stall_us / step_us,

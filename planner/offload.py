@@ -17,7 +17,7 @@ from typing import TypedDict, Unpack
 
 from autoac.planner.errors import InfeasibleBudget, SolverOutOfTime
 from autoac.planner.formats.constraints import Constraints
-from autoac.planner.formats.profile import LinkRates, Profile
+from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.clocks import Timing, timing
 from autoac.planner.memory.points import SLACK, choose_points, in_time
 from autoac.planner.memory.schedule import Compute, Free, Recompute
@@ -27,8 +27,8 @@ from autoac.planner.plan import (
     DEFAULT_GAP,
     DEFAULT_TIME_LIMIT_S,
     DEFAULT_WORK_LIMIT,
-    STEP_SHARE,
     Plan,
+    goal_of,
     moving,
     plan,
     plan_of,
@@ -97,7 +97,6 @@ class OffloadPlan:
     plan: Plan  # to carry out
     without_moves: Plan | None  # None: nothing fits
     best: Offload | None  # None: no moves save enough
-    bound_us: float  # of recomputes and stalls: no moves and save set with one recompute of an op take less
 
 
 def plan_offload(
@@ -144,9 +143,8 @@ def plan_offload(
         return _unmoved(without, without.bound_us, "no output of this step may move")
     options = replace(options_for(profile, None), use_groups=False)
     problem = SearchProblem(graph, options)
-    step_us, gap = step_time_us(graph), terms.get("gap", DEFAULT_GAP)
-    step_gap = terms.get("step_gap")
-    goal = Goal(gap, (STEP_SHARE * gap if step_gap is None else step_gap) * step_us)
+    step_us = step_time_us(graph)
+    goal = goal_of(terms.get("gap", DEFAULT_GAP), terms.get("step_gap"), step_us)
     stopwatch = Stopwatch(terms.get("time_limit_s", DEFAULT_TIME_LIMIT_S), terms.get("clock"))
     allowance = Allowance(min(WORK_LIMIT, MOVES_SHARE * work_limit), stopwatch, terms.get("progress"))
     known = None if without is None else (SearchProblem(without.graph, options), without.save_set)
@@ -159,7 +157,7 @@ def plan_offload(
         return _unmoved(without, bound_us, f"no moves were found that save {WORTH:.1%} of the step")
     assert best is not None
     bound_us = max(0.0, min(bound_us, best.extra_us))
-    proven = best.extra_us - bound_us <= max(gap * best.extra_us, goal.tolerance)
+    proven = best.extra_us - bound_us <= max(goal.gap * best.extra_us, goal.tolerance)
     made = plan_of(
         problem,
         of,
@@ -170,23 +168,19 @@ def plan_offload(
     )
     made = moving(made, best.unmoved, best.graph, best.save_set, best.moves, best.timing)
     gained_us = math.inf if without is None else without.recompute_us - best.extra_us
-    made = replace(made, bound_us=bound_us, gained_us=gained_us)
-    return OffloadPlan(made, without, best, bound_us)
+    return OffloadPlan(replace(made, bound_us=bound_us, gained_us=gained_us), without, best)
 
 
 def _unmoved(without: Plan, bound_us: float, why: str) -> OffloadPlan:
-    return OffloadPlan(replace(without, bound_us=bound_us, why_unmoved=why), without, None, bound_us)
+    return OffloadPlan(replace(without, bound_us=bound_us, why_unmoved=why), without, None)
 
 
-def plan_with_host(
-    profile: Profile | Graph, *, budget_bytes: int, rates: LinkRates | None = None, **terms: Unpack[PlanTerms]
-) -> Plan:
+def plan_with_host(profile: Profile | Graph, *, budget_bytes: int, **terms: Unpack[PlanTerms]) -> Plan:
     """Plan a step, with moves to the host if its constraints give the host a budget.
 
     Args:
-        profile: one training step, or the Graph of one.
+        profile: one training step, or the Graph of one. Without the rates of a link, nothing moves.
         budget_bytes: that the device may hold at any moment.
-        rates: of the link; by default those of the profile. Without any, nothing moves.
         terms: as in `plan`.
 
     Raises:
@@ -194,8 +188,7 @@ def plan_with_host(
     """
     constraints = terms.get("constraints")
     host_bytes = constraints.host_budget_bytes if constraints is not None else 0
-    if rates is None and isinstance(profile, Profile):
-        rates = profile.link
+    rates = profile.link if isinstance(profile, Profile) else None
     if not host_bytes or rates is None:
         made = plan(profile, budget_bytes=budget_bytes, **terms)
         return replace(made, why_unmoved="the profile has no link") if host_bytes else made

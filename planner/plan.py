@@ -237,15 +237,16 @@ def plan(
     allowance = Allowance(work_limit, Stopwatch(time_limit_s, clock), progress)
     try:
         step_us = step_time_us(graph)
-        tolerance_us = step_us * (STEP_SHARE * gap if step_gap is None else step_gap)
-        rule = _Rule(gap, tolerance_us, step_us * GROUPS_GAIN)
-        chosen, save_set, search, stopped = _find_save_set(problem, budget, rule, allowance, start)
+        goal = goal_of(gap, step_gap, step_us)
+        chosen, save_set, search, stopped = _find_save_set(
+            problem, budget, goal, step_us * GROUPS_GAIN, allowance, start
+        )
     except InfeasibleBudget as error:
         raise with_constraints(error, constraints, forward) from None
     if shares_code:
         save_set = with_few_variants(chosen.graph, save_set, budget)
         spent = recompute_us(chosen.graph, save_set)
-        allowed_us = max(gap * spent, tolerance_us)
+        allowed_us = max(gap * spent, goal.tolerance)
         if search and stopped is Stopped.OPTIMAL and spent - search.best.bound > allowed_us:
             stopped = Stopped.FEW_VARIANTS
     return plan_of(
@@ -259,22 +260,27 @@ def plan(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """When a plan is good enough: proven within a share of its recompute time or of the step."""
-
-    gap: float
-    tolerance_us: float
-    worth_groups_us: float  # use groups that save less are not worth a search
+def goal_of(gap: float, step_gap: float | None, step_us: float) -> Goal:
+    """Return the goal of a search, in the terms of `plan`, for a step that takes `step_us`."""
+    return Goal(gap, step_us * (STEP_SHARE * gap if step_gap is None else step_gap))
 
 
 def _find_save_set(
-    problem: SearchProblem, budget: int, rule: _Rule, allowance: Allowance, start: Iterable[SaveSet]
+    problem: SearchProblem,
+    budget: int,
+    goal: Goal,
+    groups_gain_us: float,
+    allowance: Allowance,
+    start: Iterable[SaveSet],
 ) -> tuple[SearchProblem, SaveSet, Search | None, Stopped]:
     """Return a save set that fits, its problem, its search, and the reason why the search stopped.
 
     The problem has use groups if they make the plan faster, or if no plan fits without them. Otherwise each
     op of the problem is recomputed at most once. The search is None if nothing was solved.
+
+    Args:
+        goal: when a plan is good enough.
+        groups_gain_us: use groups that save less are not worth a search.
 
     Raises:
         InfeasibleBudget: no save set fits.
@@ -286,26 +292,25 @@ def _find_save_set(
     if problem.bounds.floor > budget:
         raise infeasible(graph, budget, search_minimum_peak(problem, allowance.with_work(EVIDENCE_WORK)))
     if once is problem:
-        return _search(problem, budget, rule, allowance, starts)
+        return _search(problem, budget, goal, allowance, starts)
     of_step = [once.from_step(problem.to_step(save_set)) for save_set in starts]
-    goal = Goal(rule.gap, rule.tolerance_us)
     search = Search(once, budget, goal=goal, allowance=allowance, start=of_step)
     if search.best.save_set is None:
-        return _search(problem, budget, rule, allowance, starts)
+        return _search(problem, budget, goal, allowance, starts)
     work_before = allowance.work_left
     stopped = search.run()
     spent = work_before - allowance.work_left
     assert search.best.save_set is not None
     same = problem.from_step(once.to_step(search.best.save_set))
-    if search.best.cost <= rule.worth_groups_us:
+    if search.best.cost <= groups_gain_us:
         return once, search.best.save_set, search, stopped
     if allowance.over:
         return once, search.best.save_set, search, allowance.stopped
-    enough = search.best.cost - rule.worth_groups_us
+    enough = search.best.cost - groups_gain_us
     grouped = Search(
         problem,
         budget,
-        goal=Goal(rule.gap, enough=enough),
+        goal=Goal(goal.gap, enough=enough),
         allowance=allowance.with_work_up_to(max(GROUPS_WORK, spent)),
         start=(*starts, same),
     )
@@ -314,7 +319,7 @@ def _find_save_set(
     if is_worth_it and not grouped.allowance.over:
         grouped.best.goal = goal
         stopped_grouped = grouped.run()
-    if grouped.best.cost < search.best.cost - rule.tolerance_us:
+    if grouped.best.cost < search.best.cost - goal.tolerance:
         assert grouped.best.save_set is not None
         return problem, grouped.best.save_set, grouped, stopped_grouped
     if is_worth_it and stopped is Stopped.OPTIMAL:
@@ -323,13 +328,12 @@ def _find_save_set(
 
 
 def _search(
-    problem: SearchProblem, budget: int, rule: _Rule, allowance: Allowance, start: Iterable[SaveSet]
+    problem: SearchProblem, budget: int, goal: Goal, allowance: Allowance, start: Iterable[SaveSet]
 ) -> tuple[SearchProblem, SaveSet, Search | None, Stopped]:
     """Search `problem` alone; returns and raises as `_find_save_set` does.
 
     If no start fits, the smallest peak is searched first: its bound proves soonest that nothing fits.
     """
-    goal = Goal(rule.gap, rule.tolerance_us)
     search = Search(problem, budget, goal=goal, allowance=allowance, start=start)
     if search.best.save_set is None:
         floor_work = min(FLOOR_WORK_LIMIT, FLOOR_SHARE * max(allowance.work_left, 0.0))

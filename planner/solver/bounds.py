@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.graph import Graph, Moment
+from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.recompute_windows import Role, Windows, find_windows
 
 
@@ -14,7 +14,6 @@ class Bounds:
     """The range in which a budget is worth planning for, in bytes."""
 
     floor: int  # no save set has a smaller peak (proven)
-    floor_at: Moment
     ceiling: int  # the peak with nothing recomputed
 
 
@@ -32,11 +31,10 @@ def bounds(graph: Graph) -> Bounds:
 def bounds_of(windows: Windows) -> Bounds:
     """Return the floor and the ceiling of a graph, as `bounds` does, from windows that were found before."""
     graph = windows.graph
-    at, nbytes = _floor(windows)
-    return Bounds(floor=nbytes, floor_at=Moment(at), ceiling=peak_bytes(graph, graph.everything))
+    return Bounds(floor=_floor(windows), ceiling=peak_bytes(graph, graph.everything))
 
 
-def _floor(windows: Windows) -> tuple[int, int]:
+def _floor(windows: Windows) -> int:
     graph, n = windows.graph, len(windows.graph.ops)
     end = graph.end
     change = [0] * (end + 2)  # by moment: of the bytes that every save set holds
@@ -62,14 +60,13 @@ def _floor(windows: Windows) -> tuple[int, int]:
             if unpacked:
                 hold(max(n + min(unpacked), free_until), n + windows.last_use[v] + 1, nbytes)
     held = sum(storage.nbytes for storage in graph.storages if storage.released >= end)
-    most, at, live = graph.static_bytes + graph.closing_bytes + held, end, graph.static_bytes
-    live += graph.waiting_microbatches * waiting
+    most = graph.static_bytes + graph.closing_bytes + held
+    live = graph.static_bytes + graph.waiting_microbatches * waiting
     for moment in range(end):
         live += change[moment]
         if moment < n:
-            here = live + graph.ops[moment].workspace_bytes + graph.ops[moment].extra_bytes
+            extra = graph.ops[moment].workspace_bytes + graph.ops[moment].extra_bytes
         else:
-            here = live + graph.steps[moment - n].extra_bytes_peak
-        if here > most:
-            most, at = here, Moment(moment)
-    return at, most
+            extra = graph.steps[moment - n].extra_bytes_peak
+        most = max(most, live + extra)
+    return most

@@ -99,7 +99,7 @@ def compare_with_brute_force(graph: Graph, link: Link, budget: int) -> None:
     except InfeasibleBudget:
         return
     check(found, graph, budget, link)
-    assert found.bound_us <= (least if least is not None else found.plan.extra_us) + ROUNDING_US
+    assert found.plan.bound_us <= (least if least is not None else found.plan.extra_us) + ROUNDING_US
 
 
 def fastest(graph: Graph, link: Link, budget: int) -> float | None:

@@ -174,7 +174,7 @@ class BlockTable:
 
     def live_in_forward(self) -> Floats:
         """Return by moment of forward and save set the live bytes, without the entry."""
-        rows = [op.nbytes + self._saved_bytes_in_forward(op.at) for op in self.block.forward]
+        rows = [op.nbytes + self._saved_bytes(op.at, ALWAYS, in_forward=True) for op in self.block.forward]
         return np.reshape(rows, (len(rows), len(self._zero)))
 
     def runs_in_burst(self, burst: int) -> Bools:
@@ -228,20 +228,16 @@ class BlockTable:
         starts: Bools = (self.start[op, which] == state) & self._is_certain[op, which]
         return starts
 
-    def _saved_bytes_in_forward(self, moment: int) -> Floats:
-        nbytes = self._zero.copy()
-        for i in np.flatnonzero(self.is_decided).tolist():
-            for version, until in zip(self.block.ops[i].versions, self._until[i], strict=True):
-                if version.is_decided and version.held_from <= moment:
-                    nbytes += version.nbytes * (self.saved[i] & (until > ALWAYS))
-        return nbytes
+    def _saved_bytes(self, begun: int, moment: int, *, in_forward: bool = False) -> Floats:
+        """(10) Return the saved bytes that are live at `moment` and that saving adds from step `begun` on.
 
-    def _saved_bytes(self, begun: int, moment: int) -> Floats:
-        """(10) Return the saved bytes that are live at `moment` and that saving adds from step `begun` on."""
+        With `in_forward`, `begun` is an op of forward.
+        """
         nbytes = self._zero.copy()
         for i in np.flatnonzero(self.is_decided).tolist():
             for version, until in zip(self.block.ops[i].versions, self._until[i], strict=True):
-                if version.is_decided and version.extra_from <= begun:
+                added = version.held_from if in_forward else version.extra_from
+                if version.is_decided and added <= begun:
                     nbytes += version.nbytes * (self.saved[i] & (until > moment))
         return nbytes
 
