@@ -12,7 +12,7 @@ from ac_client.demo.terminal import facts, gradients, heading, mib, time_over_pl
 from ac_client.measure.quartiles import Quartiles
 from autoac.planner.report.page import page, read
 
-COLUMNS = ("row", "budget MiB", "predicted MiB", "peak MiB", "step time / plain", "gradients equal")
+COLUMNS = ("row", "peak MiB", "step time / plain", "gradients equal", "budget MiB", "predicted MiB")
 KEPT = {True: "kept", None: "cannot tell", False: "MISSED"}
 
 
@@ -45,11 +45,11 @@ def cells(line: Line, model: ModelComparison) -> list[str]:
     """Format one row of the table, in the order of `COLUMNS`."""
     return [
         line.row.name,
-        mib(line.row.budget_bytes),
-        mib(line.predicted_peak_bytes),
         mib(line.peak_bytes),
         time_over_plain(line, model),
         gradients(line, model),
+        mib(line.row.budget_bytes),
+        mib(line.predicted_peak_bytes),
     ]
 
 

@@ -49,7 +49,7 @@ def _table(
 def heading(batches: LargestBatches) -> str:
     """Say what the largest batches are of."""
     model = batches.setting.describe().partition(", batch")[0]
-    return f"The largest batch in {mib(batches.budget_bytes)} MiB, by `fit` and real steps: {model}"
+    return f"The largest batch in {mib(batches.budget_bytes)} MiB, by autoac fit and real steps: {model}"
 
 
 def facts(demo: Demo) -> str:

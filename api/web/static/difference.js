@@ -19,10 +19,12 @@ service.run(async () => {
   async function compare() {
     const mine = ++asked, [before, after] = sides.map(select => select.value);
     history.replaceState(null, "", `?${new URLSearchParams(Object.entries({before, after}).filter(([, id]) => id))}`);
-    find("answer").hidden = true;
+    find("answer").hidden = find("comparing").hidden = true;
     if (!before || !after) return;
     service.fine();
-    const [found, ...both] = await Promise.all([json(`/v1/differences?before=${before}&after=${after}`), ...[before, after].map(id => json(`/v1/policies/${encodeURIComponent(id)}/about`))]);
+    find("comparing").hidden = false;
+    const answers = [json(`/v1/differences?before=${before}&after=${after}`), ...[before, after].map(id => json(`/v1/policies/${encodeURIComponent(id)}/about`))];
+    const [found, ...both] = await Promise.all(answers).finally(() => { if (mine === asked) find("comparing").hidden = true; });
     if (mine !== asked) return;  // others were chosen in the meantime
     table(find("sides"), ["", "budget", "profile", "device", "peak", "recompute", "planned"], both.map((side, i) =>
       row("", i ? "second" : "first", text(toPolicy(side)), text(toProfile(side)), text(side.device), size(side.peak_bytes), time(side.recompute_us), service.made(side.created_at, side.created_by))), "");

@@ -472,6 +472,7 @@ def test_two_policies_are_compared(visit: Visit, stored: Stored) -> None:
     late: list[Any] = []  # the first of two comparisons is answered last
     page.route("**/v1/differences?*", lambda route: route.continue_() if late else late.append(route))
     page.select_option("#before", stored.ids[1])
+    assert page.is_visible("#comparing")
     page.select_option("#after", stored.ids[1])
     same = "() => document.querySelector('#verdict').textContent.includes('Both decide the same.')"
     visit.until(same)
@@ -480,6 +481,7 @@ def test_two_policies_are_compared(visit: Visit, stored: Stored) -> None:
     answer.value.finished()
     page.evaluate("() => new Promise(done => setTimeout(() => requestAnimationFrame(done)))")
     assert page.evaluate(same)
+    assert page.is_hidden("#comparing")
 
 
 def test_difference_without_a_profile_has_no_bytes(opened: Opened) -> None:
