@@ -21,6 +21,26 @@ MM = torch.ops.aten.mm.default
 THEIRS = functools.partial(torchs.checkpoint, use_reentrant=False)
 
 
+def plainly(function: Any, *args: Any) -> Any:
+    return function(*args)
+
+
+def in_torch(function: Any, *args: Any) -> Any:
+    return torchs.checkpoint(function, *args, use_reentrant=False)
+
+
+def reentrant(function: Any, *args: Any) -> Any:
+    return torchs.checkpoint(function, *args, use_reentrant=True)
+
+
+def nested(function: Any, *args: Any) -> Any:
+    return in_torch(lambda *args: in_torch(function, *args), *args)
+
+
+def ours(function: Any, *args: Any) -> Any:
+    return ac_client.checkpoint(function, *args)
+
+
 class Ops(TorchDispatchMode):
     """Count the ops that run inside, by name."""
 

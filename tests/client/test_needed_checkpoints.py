@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint as torchs
+from checkpoints import in_torch, ours, reentrant
 from stepping import seed
 from torch import Tensor, nn
 
@@ -19,18 +19,6 @@ from benchmarks.observed_profile import A_CPU
 
 WIDTH, LAYERS = 32, 4
 Call = Callable[[Any, Tensor], Tensor]
-
-
-def in_torch(function: Any, x: Tensor) -> Tensor:
-    return torchs.checkpoint(function, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-def reentrant(function: Any, x: Tensor) -> Tensor:
-    return torchs.checkpoint(function, x, use_reentrant=True)  # type: ignore[no-any-return]
-
-
-def ours(function: Any, x: Tensor) -> Tensor:
-    return ac_client.checkpoint(function, x)
 
 
 class Net(nn.Module):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as torchs
 from blocks import Block
+from checkpoints import in_torch, nested, ours, plainly, reentrant
 from stepping import seed, seeded, timed_by_flops
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
@@ -57,28 +58,8 @@ class Net(nn.Module):
         return block(x)
 
 
-def plainly(function: Any, x: Tensor) -> Tensor:
-    return function(x)  # type: ignore[no-any-return]
-
-
-def in_torch(function: Any, x: Tensor) -> Tensor:
-    return by_name(function, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-def reentrant(function: Any, x: Tensor) -> Tensor:
-    return by_name(function, x, use_reentrant=True)  # type: ignore[no-any-return]
-
-
-def nested(function: Any, x: Tensor) -> Tensor:
-    return by_name(lambda x: in_torch(function, x), x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
 def sequential(function: Any, x: Tensor) -> Tensor:
     return torchs.checkpoint_sequential([function, torch.sin], 2, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-def ours(function: Any, x: Tensor) -> Tensor:
-    return ac_client.checkpoint(function, x)
 
 
 def of_remat(function: Any, x: Tensor) -> Tensor:

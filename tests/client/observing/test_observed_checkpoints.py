@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint as torchs
+from checkpoints import in_torch, nested, ours, plainly, reentrant
 from stepping import seeded
 from torch import Tensor, nn
 
@@ -19,22 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTH, LAYERS, ROWS = 64, 8, 512
 Call = Callable[[Any, Tensor], Tensor]
-
-
-def in_torch(function: Any, x: Tensor) -> Tensor:
-    return torchs.checkpoint(function, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-def reentrant(function: Any, x: Tensor) -> Tensor:
-    return torchs.checkpoint(function, x, use_reentrant=True)  # type: ignore[no-any-return]
-
-
-def nested(function: Any, x: Tensor) -> Tensor:
-    return in_torch(lambda x: in_torch(function, x), x)
-
-
-def ours(function: Any, x: Tensor) -> Tensor:
-    return ac_client.checkpoint(function, x)
 
 
 class Net(nn.Module):
@@ -90,10 +74,6 @@ def same(model: nn.Module, other: nn.Module, steps: int = 4) -> bool:
 def observed(model: Net, *, take_over: bool = True) -> Net:
     rules = ac_client.Constraints(take_over_checkpoints=take_over)
     return ac_client.apply(model, 1.0, constraints=rules, group=None)
-
-
-def plainly(function: Any, x: Tensor) -> Tensor:
-    return function(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("call", [in_torch, reentrant, nested, ours], ids=lambda call: call.__name__)

@@ -15,7 +15,6 @@ from tests.programs import COLUMNS, ROWS, Program
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SCALARS = {"T5": 8, "Whisper": 8}
 """Bytes of a number that becomes a tensor, as in `x[0] = 1`, which may count for one op less."""
 
 

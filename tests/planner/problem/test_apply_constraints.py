@@ -61,17 +61,6 @@ def peaks_and_time_of_each(graph: Graph) -> dict[SaveSet, tuple[int, int, float]
     return table
 
 
-def fastest(graph: Graph, rules: Constraints, budget: int) -> float | None:
-    """Plan a graph; return the recompute time, or None if no plan fits."""
-    try:
-        made = plan(graph, budget_bytes=max(budget, 1), constraints=rules, gap=0.0)
-    except InfeasibleBudget:
-        return None
-    assert made.peak == peak_bytes(made.graph, made.save_set) <= max(budget, 1)
-    assert made.bound_us == pytest.approx(made.recompute_us)
-    return made.recompute_us
-
-
 # --- the forward budget ---------------------------------------------------------------------------------
 
 
@@ -127,10 +116,6 @@ def test_error_names_a_forward_budget_that_is_too_small() -> None:
 # --- pins -----------------------------------------------------------------------------------------------
 
 
-def keys_of(profile: Profile) -> list[str]:
-    return profile.keys()
-
-
 def profile_with_modules(seed: int) -> tuple[Profile, random.Random]:
     """Return a random step with its ops in the modules `a.0`, `a.1` and `b`."""
     rng = random.Random(seed)
@@ -141,13 +126,10 @@ def profile_with_modules(seed: int) -> tuple[Profile, random.Random]:
     return profile.model_copy(update={"modules": modules, "ops": ops}), rng
 
 
-def budgets_of(graph: Graph) -> list[int]:
-    return sorted({max(peak, 1) for peak, _ in oracles.peaks_and_times(graph).values()})
-
-
 def random_constraints(profile: Profile, rng: random.Random, most_forward: int) -> Constraints:
     """Return a random mix of all kinds of constraints."""
-    keys, present = keys_of(profile), sorted({key.partition("/")[0] for key in keys_of(profile)})
+    keys = profile.keys()
+    present = sorted({key.partition("/")[0] for key in keys})
     return Constraints(
         pin_save=[rng.choice(keys)] if rng.random() < 0.4 else [],
         pin_recompute=[rng.choice([*keys, *present])] if rng.random() < 0.4 else [],
@@ -201,9 +183,9 @@ def test_plan_with_waiting_microbatches_is_the_fastest_under_all_constraints_tog
 @given(seeds)
 def test_recompute_never_reaches_into_another_fsdp_unit(seed: int) -> None:
     profile, _ = profile_with_modules(seed)
-    present = sorted({key.partition("/")[0] for key in keys_of(profile)})
-    graph = constrained(profile, Constraints(fsdp_units=tuple(present)))
-    unit = [key.partition("/")[0] for key in keys_of(profile)]
+    keys = profile.keys()
+    unit = [key.partition("/")[0] for key in keys]
+    graph = constrained(profile, Constraints(fsdp_units=tuple(sorted(set(unit)))))
     for save_set in oracles.every_save_set(graph):
         saved = with_forced_saves(graph, save_set)
         for op in graph.ops:
@@ -366,13 +348,6 @@ def test_error_names_the_pins_that_hold_too_many_bytes() -> None:
 
 
 # --- bytes ----------------------------------------------------------------------------------------------
-
-
-def test_extra_static_bytes_are_live_during_the_whole_step() -> None:
-    graph = chain(1, 8, 1, 8, 0, static_bytes=5)
-    made = plan(graph, budget_bytes=30, constraints=Constraints(extra_static_bytes=7))
-    assert made.graph.static_bytes == 12
-    assert made.peak == peak_bytes(graph, made.save_set) + 7
 
 
 def with_gradients(existing: int, made: int) -> Profile:

@@ -24,7 +24,6 @@ from benchmarks.observed_profile import A_CPU, IN_BACKWARD, IN_KERNELS, differin
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SCALARS = 64
 """Bytes of the 0-dimensional tensors that C++ allocates below every mode, such as the 3 of `x + 3`."""
 
 ELSEWHERE = {
