@@ -174,13 +174,10 @@ def test_steps_of_this_machine_find_the_largest_size_that_really_fits() -> None:
     """Kernels have workspaces, which no fake step sees."""
     budget = 2 << 20
     found = fit(real, budget / 2**30, most=64)
-    largest = 0
-    for size in range(1, 65):
-        model, rows = real(size)
-        try:
-            policy = plan(profile(model, rows), budget_bytes=budget).policy()
-        except InfeasibleBudget:
-            break
+    with pytest.raises(InfeasibleBudget):
+        plan(profile(*real(found.largest + 1)), budget_bytes=budget)
+    for size in (1, found.all_saved, found.all_saved + 1, found.largest):
+        policy = plan(profile(*real(size)), budget_bytes=budget).policy()
         with AllocatorTimeline() as timeline:
             model, rows = real(size)
             ac_client.apply(model, policy=policy, strict=True)
@@ -188,9 +185,8 @@ def test_steps_of_this_machine_find_the_largest_size_that_really_fits() -> None:
             out = model(rows)
             torch.autograd.backward(out, torch.ones_like(out))
         assert timeline.peak_since("step") <= budget
-        largest = size
-    assert 0 < found.all_saved < found.largest == largest < 64
-    assert found.proven_from == largest + 1
+    assert 0 < found.all_saved < found.largest < 64
+    assert found.proven_from == found.largest + 1
     assert not found.device.endswith("(estimated)")
 
 

@@ -31,19 +31,18 @@ def test_dependency_is_the_range_that_is_supported() -> None:
     assert f"torch {first}.{last} to {first}.{newest}" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "1.13.0+cpu", "2.16.0.dev20300101"])
-def test_torch_that_was_not_tested_is_refused_at_import(version: str) -> None:
+def test_torch_that_was_not_tested_is_refused_at_import() -> None:
     run(
-        f"""
+        """
         import torch
-        torch.__version__ = "{version}"
-        try:
-            from ac_client.apply import apply
-        except ImportError as error:
-            assert type(error).__name__ == "UnsupportedTorch", type(error)
-            assert "must be 2.11 to 2.15, got {version}" in str(error), error
-        else:
-            raise AssertionError("imported")
+        for torch.__version__ in ("2.10.1", "1.13.0+cpu", "2.16.0.dev20300101"):
+            try:
+                from ac_client.apply import apply
+            except ImportError as error:
+                assert type(error).__name__ == "UnsupportedTorch", type(error)
+                assert f"must be 2.11 to 2.15, got {torch.__version__}" in str(error), error
+            else:
+                raise AssertionError("imported")
         """
     )
 

@@ -15,8 +15,6 @@ from tests.programs import COLUMNS, ROWS, Program
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-"""Bytes of a number that becomes a tensor, as in `x[0] = 1`, which may count for one op less."""
-
 
 class Run(nn.Module):
     """A random program as a model."""
@@ -31,7 +29,7 @@ class Run(nn.Module):
 
 def test_observed_step_of_a_random_program_has_its_profile() -> None:
     compared = 0
-    for seed in range(50):
+    for seed in range(24):
         model = Run(Program(seed, 30))
         torch.manual_seed(seed)
         batch = [torch.randn(ROWS, COLUMNS, requires_grad=True) for _ in range(2)]
@@ -45,7 +43,7 @@ def test_observed_step_of_a_random_program_has_its_profile() -> None:
         observed = profile(model, *batch)
         assert not differing(observed, fake, *IN_BACKWARD, *IN_KERNELS), seed
         compared += 1
-    assert compared > 15
+    assert compared > 7
 
 
 def loss_of_logits(out: dict[str, Tensor]) -> Tensor:

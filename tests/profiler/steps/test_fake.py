@@ -24,8 +24,6 @@ from benchmarks.observed_profile import A_CPU, IN_BACKWARD, IN_KERNELS, differin
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-"""Bytes of the 0-dimensional tensors that C++ allocates below every mode, such as the 3 of `x + 3`."""
-
 ELSEWHERE = {
     "Mixtral": "torch's fake grouped product takes bfloat16 only, up to torch 2.14",
     "LSTM": "torch's fake of oneDNN's LSTM has a workspace of no bytes",
