@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -30,24 +31,26 @@ def gradients(model: nn.Module, x: Tensor, steps: int) -> list[Tensor]:
     return found
 
 
+@contextmanager
+def paused(region: save_recompute_policy | None) -> Iterator[None]:
+    assert region is None or region._entered[0].pause()
+    yield
+    if region is not None:
+        region._entered[0].resume()
+
+
 def in_a_pause(act: Callable[[Tensor, Tensor], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return gradients with a write by `act` that the region does not see, and without a region."""
 
     def run(region: save_recompute_policy | None) -> list[Tensor]:
         torch.manual_seed(0)
         leaf, constant = torch.randn(4, requires_grad=True), torch.randn(4)
-        if region is not None:
-            region.__enter__()
-        made = leaf.sin()
-        early = made.exp() * constant
-        if region is not None:
-            assert region._entered[0].pause()
-        inside = act(made, constant)
-        if region is not None:
-            region._entered[0].resume()
-        y = (made * made).cos() + early + inside
-        if region is not None:
-            region.__exit__(None, None, None)
+        with region or nullcontext():
+            made = leaf.sin()
+            early = made.exp() * constant
+            with paused(region):
+                inside = act(made, constant)
+            y = (made * made).cos() + early + inside
         y.sum().backward()
         assert leaf.grad is not None
         return [leaf.grad, y.detach()]
@@ -72,17 +75,11 @@ def test_write_is_detected_where_only_a_view_of_the_version_is_left(
 ) -> None:
     def run(region: save_recompute_policy | None) -> list[Tensor]:
         leaf = torch.linspace(-1, 1, 6).requires_grad_()
-        if region is not None:
-            region.__enter__()
-        view = leaf.sin().detach()
-        if region is not None:
-            assert region._entered[0].pause()
-        view.mul_(2)
-        if region is not None:
-            region._entered[0].resume()
-        y = leaf * again(view).cos()
-        if region is not None:
-            region.__exit__(None, None, None)
+        with region or nullcontext():
+            view = leaf.sin().detach()
+            with paused(region):
+                view.mul_(2)
+            y = leaf * again(view).cos()
         y.sum().backward()
         assert leaf.grad is not None
         return [leaf.grad, y.detach()]
@@ -95,10 +92,8 @@ def test_version_with_only_a_view_left_is_recomputed_after_a_pause_without_write
     context = save_recompute_policy("recompute_all")
     with context:
         view = leaf.sin().view(2, 3)
-        region = context._entered[0]
-        assert region.pause()
-        (leaf + 1).sum()
-        region.resume()
+        with paused(context):
+            (leaf + 1).sum()
         y = view.cos().sum()
     contents = weakref.ref(view.untyped_storage())
     del view
