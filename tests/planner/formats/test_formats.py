@@ -231,19 +231,34 @@ def test_policy_says_until_when_forward_holds_what_a_backward_inside_of_it_unpac
     assert made.needed_until == dict.fromkeys((saved & recomputed) - {keys[-1]}, keys[-1])
 
 
+def moved(free: str, fetch: str) -> Callable[[dict[str, str]], dict[str, Any]]:
+    return lambda op: {
+        "moves": {op["save"]: {"free": op.get(free, free), "fetch": op.get(fetch, fetch)}},
+        "decisions": {op["save"]: "offload"},
+    }
+
+
 @pytest.mark.parametrize(
-    ("key", "until", "problem"),
+    ("changes", "problem"),
     [
-        ("saved", "last", "needed_until must have ops that are recomputed or moved"),
-        ("recomputed", "first", "must be needed until a later op"),
+        (lambda op: {"needed_until": {op["save"]: op["last"]}}, "must have ops that are recomputed or moved"),
+        (lambda op: {"needed_until": {op["recompute"]: op["first"]}}, "must be needed until a later op"),
+        (lambda op: moved("last", "last")(op) | {"decisions": {}}, "must have exactly the ops"),
+        (moved("first", "last"), "must be freed before a later op"),
+        (
+            moved(policy.THE_END, "./aten.other.default#0"),
+            "must be fetched where an op of the policy is unpacked",
+        ),
     ],
 )
-def test_policy_that_holds_in_vain_is_rejected(key: str, until: str, problem: str) -> None:
+def test_policy_that_contradicts_itself_is_rejected(
+    changes: Callable[[dict[str, str]], dict[str, Any]], problem: str
+) -> None:
     policy = json.loads(recomputing_policy().to_json())
     keys = list(policy["decisions"])
     decided = {decision: key for key, decision in policy["decisions"].items()}
-    names = {"saved": decided["save"], "recomputed": decided["recompute"], "first": keys[0], "last": keys[-1]}
-    policy |= {"needed_until": {names[key]: names[until]}}
+    for field, change in changes(decided | {"first": keys[0], "last": keys[-1]}).items():
+        policy[field] |= change
     with pytest.raises(MalformedPolicy, match=problem):
         Policy.from_json(json.dumps(policy))
 
