@@ -243,7 +243,6 @@ class Applied:
         if ran and not self._measured.beyond_plan:
             bucket = max(ran, key=lambda bucket: bucket.policy.predicted.peak_bytes)
             if bucket.loaded in complete:
-                bucket.statistics.peak = timeline.peak_bytes
                 self._planning.judge(bucket, Measured(timeline.peak_bytes))
 
     def remove(self) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from ac_client.planning.batch_shape import key_of, shape_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
-from ac_client.planning.shape_buckets import MOST_BUCKETS, ShapeBuckets
+from ac_client.planning.policy_store import MOST_BUCKETS, ShapeBuckets
 from ac_client.planning.trained_parameters import TrainedParameters
 from autoac.planner import Policy, plan
 from autoac.profiler import profile

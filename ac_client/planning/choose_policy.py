@@ -6,6 +6,7 @@ docs/shapes.md explains the buckets, and docs/integrations.md says what several 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -23,7 +24,7 @@ from ac_client.planning.plan_batch import (
     Observation,
     first_line,
 )
-from ac_client.planning.policy_store import PolicyStore
+from ac_client.planning.policy_store import MOST_BUCKETS, PolicyStore
 from ac_client.planning.ranks import (
     AUTO,
     Need,
@@ -34,7 +35,6 @@ from ac_client.planning.ranks import (
     ranks_of,
     ranks_of_collectives,
 )
-from ac_client.planning.shape_buckets import MOST_BUCKETS
 from ac_client.planning.trigger import PlannedFor
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import (
@@ -83,6 +83,9 @@ class PolicyChooser:
         self._planner = planner
         self._options = options = planner.options
         self._on_failure = on_failure
+        self._began: Key | None = None  # key of the first forward of the step that runs
+        # By that key: 1 and 3, if a later forward was longer than planned; 2 and 4, once observed for that.
+        self._longer = Counter[Key]()
         self._to_meet = not given and options.group is not None  # the ranks, when the second step begins
 
     @property
@@ -111,9 +114,16 @@ class PolicyChooser:
             return self._observe_with_ranks(call)
         if (single := store.buckets.single_policy) is not None:
             return single
-        if waiting and store.current is not None and store.current.covers_next(call, waiting):
-            return store.current  # the group of forwards is one
+        if waiting and (current := store.current) is not None and waiting <= len(current.step.following):
+            if current.covers_next(call, waiting) or current.planned_for.fits(1):
+                return current  # the group of forwards is one
+            return self._in_the_middle(call.shape)
         key = key_of(call.args, call.kwargs)
+        if not waiting:
+            self._began = key
+            if self._longer[key] in (1, 3) and not is_capturing():
+                self._longer[key] += 1
+                return self._observe(call, key)
         bucket = store.buckets.known.get(key)
         return self._of_new_shape(call, key, waiting) if bucket is None else bucket
 
@@ -221,6 +231,7 @@ class PolicyChooser:
             if buckets.single_policy is None:
                 buckets.remember(observation.key, bucket)
             self._store.current = bucket
+            self._planner.on_device.bucket = bucket
 
     def plan_for(self, call: ModelCall) -> Policy:
         """Plan for one more shape of batch, by one real step on it without the optimizer.
@@ -255,7 +266,10 @@ class PolicyChooser:
                     shapes = [b.shape for b in buckets.all if b.shape is not None]
                     raise ShapeNotPlanned(shape, shapes, not without_budget)
                 if planned and (without_budget or planned >= MOST_BUCKETS):
-                    return self._beyond(shape, key)
+                    why = "no budget_gb was given" if without_budget else f"there are {MOST_BUCKETS}"
+                    bucket = self._uncovered("beyond", shape, f"none is added ({why})")
+                    buckets.remember(key, bucket)
+                    return bucket
                 if waiting and buckets.all:
                     return self._in_the_middle(shape)
                 if is_capturing():
@@ -301,6 +315,9 @@ class PolicyChooser:
         elif self._store.all and observation is not None:  # it ran, and the loop goes on
             running = f"for a batch of {shape_in_words(observation.shape)}"
         bucket = self._planner.plan(call, profile, observation, running=running)
+        same = [one for one in self._store.buckets.all if one.shape == bucket.shape and one.step.following]
+        if observation is not None and same and largest([bucket, *same]) is not bucket:
+            return same[0]  # for longer forwards after the first one
         self._store.add(bucket)
         return bucket
 
@@ -342,7 +359,8 @@ class PolicyChooser:
             return policy
 
         policies, static = meet(ranks, need, plan)
-        if not self._planner.pins_on_all(ranks, [one.policy for one in policies]):
+        device = self._planner.on_device.device()
+        if not self._planner.host.pins_on_all([one.policy for one in policies], device, ranks):
             own_plan.clear()
             policies, static = meet(ranks, need, plan)
         assert profile is not None
@@ -399,41 +417,27 @@ class PolicyChooser:
         if isinstance(busy, AnotherIsObserved) and not self._store.all:
             self._planner.observe(call, key_of(call.args, call.kwargs), recorded=False)
             return None  # its turn comes in the next step
-        if planned := self._store.all:
-            bucket = largest(self._store.buckets.all or planned)
-            self._planner.warn_once(
-                "busy beyond",
-                "a batch that no bucket covers runs under the largest one until a step can be observed "
-                f"({busy}). This step may go over the limit of {format_bytes(bucket.planned_for.limit)}",
-            )
-            return bucket
+        if self._store.all:
+            why = f"none is added until a step can be observed ({busy})"
+            return self._uncovered("busy beyond", call.shape, why)
         self._planner.warn_once("busy", f"it runs without a plan until a step can be observed: {busy}")
         self._planner.observe(call, key_of(call.args, call.kwargs), meets=meets, recorded=False)
         return None
 
     def _in_the_middle(self, shape: Shape) -> PlannedBucket:
-        """Return the bucket of the forward that waits, for a batch that no bucket covers."""
-        bucket = self._store.current or largest(self._store.buckets.all)
-        self._planner.warn_once(
-            "in the middle",
-            f"a batch of {shape_in_words(shape)} runs while another forward waits, and no observed step had "
-            f"one like it there: this step may go over the limit of "
-            f"{format_bytes(bucket.planned_for.limit)}. Another step that begins like this one is observed",
-        )
-        bucket.leave()
-        return bucket
+        """Return the bucket of the forward that waits; the next step that begins alike is observed."""
+        if self._began is not None and self._longer[self._began] in (0, 2):
+            self._longer[self._began] += 1
+        why = "no observed step had one like it while another forward waits: the next is observed"
+        return self._uncovered("in the middle", shape, why)
 
-    def _beyond(self, shape: Shape, key: Key) -> PlannedBucket:
-        """Return the largest bucket, for a batch that no bucket covers and for which no plan may be made."""
-        planned = self._store.all
-        bucket = largest(self._store.buckets.all or planned)
-        without_budget = self._options.budget_bytes is None
-        why = "no budget_gb was given" if without_budget else f"there are {MOST_BUCKETS}"
+    def _uncovered(self, subject: str, shape: Shape, why: str) -> PlannedBucket:
+        """Return the bucket that runs a batch which none covers, and say why it does."""
+        waits = self._store.current if subject == "in the middle" else None
+        bucket = waits or largest(self._store.buckets.all or self._store.all)
         self._planner.warn_once(
-            "beyond",
-            f"no bucket covers a batch of {shape_in_words(shape)}, and none is added ({why}). The batch runs "
-            f"under the largest of {len(planned)} buckets, and may need more memory than this bucket was "
-            "planned for",
+            subject,
+            f"no bucket covers a batch of {shape_in_words(shape)}, and {why}. It runs under another one: "
+            f"this step and later steps may go over the limit of {format_bytes(bucket.planned_for.limit)}",
         )
-        self._store.buckets.remember(key, bucket)
         return bucket

@@ -6,8 +6,7 @@
     +-- PlannedFor           the loop and the bytes that the policy was planned for (trigger.py)
     +-- StepStatistics       peaks that the allocator reported
 
-Who may change what: `model_planning.py` loads another policy with its step; `peak_watch.py` adds to the
-statistics; `planned_forward.py` keeps what a route has learned.
+`model_planning.py` alone changes a bucket; `planned_forward.py` keeps what a route has learned.
 """
 
 from __future__ import annotations
@@ -137,7 +136,6 @@ class ProfiledStep:
     rank_nbytes: int = 0  # held by the neediest rank beyond what this profile counts
     skipped: frozenset[str] = frozenset()  # modules with parameters that the profiled forward did not run
     dropped_nbytes: int = 0  # of the batch, before the optimizer steps
-    progress: tuple[int, ...] = ()  # of the optimizers, when their state was last counted
 
 
 def other_environment(policy: Policy, device: torch.device, ranks: str = "1") -> str:
@@ -202,11 +200,6 @@ class StepStatistics:
     peak: int | None = None  # of the compared ones, at least
     fragments: int | None = None  # that the allocator had reserved beyond the peak of the last compared step
 
-    def add(self, peak: int) -> None:
-        """Count one more compared step, of at least this peak in bytes."""
-        self.peak = max(peak, self.peak or 0)
-        self.compared += 1
-
     def forget_peaks(self) -> None:
         """Start to compare again, since another policy was loaded."""
         self.compared, self.peak, self.fragments = 0, None, None
@@ -224,7 +217,6 @@ class PlannedBucket:
     Attributes:
         extent: the parsed shape.
         shown: the form of the loop, as steps have shown it. The next forward is planned for it.
-        ran_skipped: skipped modules of the step that a forward has run since.
         forwards: how many were to run under it.
         left_at: the last of them that ran other ops than the policy has; 0 if none did.
         left_until: the forward from which on to observe another like it.
@@ -243,7 +235,6 @@ class PlannedBucket:
         self.shape = shape
         self.extent = Extent.of(shape) if shape is not None else None
         self.statistics = StepStatistics()
-        self.ran_skipped: set[str] = set()
         self.forwards = self.left_at = self.left_until = 0
         self.warned: set[str] = set()
         terms = terms or PlannedFor(loaded.policy.budget_bytes, form=Form(len(loaded.policy.forwards)))
@@ -297,7 +288,6 @@ class PlannedBucket:
         """Carry the policy out from the next forward on. It was planned for `step` and `terms`."""
         self.loaded, self.step, self.stale = loaded, step, ""
         self.statistics.forget_peaks()
-        self.ran_skipped.clear()
         self.left_until = 0
         self.warned.discard("over the limit")
         predicted, profile = loaded.policy.predicted, step.profile

@@ -35,7 +35,6 @@ from autoac.tape.unseen.fingerprints import Comparison
 log = logging.getLogger("ac_client")
 
 MOST_STEP_TIMES = 1000  # kept for the median
-LEFT = "the forward left its policy"
 
 
 @dataclass(slots=True)
@@ -194,11 +193,9 @@ class ModelHooks:
         route, captures = bucket.loaded.route(waiting), is_capturing()
         if captures:
             check_capture(self._name, bucket, route)
-        planning.watch.on_device.forward_begins(bucket)
         if self._measured.timeline is not None:
             self._measured.note_batch(call.tensors)
             self._measured.beyond_plan |= not bucket.covers(args, kwargs)
-        bucket.statistics.steps += 1
         self.log.steps += 1
         asked = options.verify is not None and self.log.steps % options.verify == 0
         compares = Comparison.enabled and (asked or not route.compared) and not captures
@@ -240,11 +237,10 @@ class ModelHooks:
         bucket = None if profiling else self._of_thread.forward.end(whole=not raised)
         self._read_counter()
         if bucket is not None and not raised:
-            if not self._of_thread.forward.left:
+            forward = self._of_thread.forward
+            if not forward.left:
                 self.log.off_path = ""
-                if bucket.stale.startswith(LEFT):
-                    bucket.stale = ""
-            self._planning.forward_ended(bucket, call, out)
+            self._planning.forward_ended(bucket, call, out, left=forward.left, ran=forward.ran_skipped)
         elif bucket is not None:  # the step will not end
             self._planning.watch.peaks.discard()
             for route in bucket.loaded.forwards:
@@ -274,15 +270,4 @@ class ModelHooks:
 
     def _left_policy(self, off: OffPath) -> None:
         self.log.off_path, self._has_left = str(off), True
-        if (bucket := self._planning.store.current) is not None:
-            bucket.stale = f"{LEFT}, {off}"
-            call = self._of_thread.forward.call
-            if call is not None and call.shape == bucket.step.shape:
-                bucket.leave()
-            if bucket.planned_for.fits(1):
-                return  # also if all is saved
-        self._planning.planner.warn_once(
-            "left",
-            f"it left its policy: {off}. Ops that the policy does not contain are saved, so this step may "
-            "need more memory than was predicted",
-        )
+        self._planning.left_policy(off, self._of_thread.forward.call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -55,10 +55,13 @@ from autoac.profiler.observed_step import BackwardListener, ObservedStep, record
 from autoac.profiler.static_memory import static_bytes
 from autoac.tape.distributed.fsdp import layout_of
 from autoac.tape.errors import CannotCapture
+from autoac.tape.runtime.cursor import OffPath
 from autoac.tape.runtime.split_backward import UNCOUNTED, current_split
 from autoac.tape.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
+
+LEFT = "the forward left its policy"
 
 
 class ModelPlanning:
@@ -115,7 +118,7 @@ class ModelPlanning:
             return None
         bucket.forwards += 1
         planned = bucket.planned_for
-        form, warning = form_rule(planned, bucket.shown, waiting, left=bucket.left)
+        form, warning = form_rule(planned, bucket.shown, self.watch.waiting_for(bucket), left=bucket.left)
         if warning is not None:
             bucket.warn(self._name, warning)
         if not (planned.stays or form.has_profile_of(planned.form)):
@@ -136,6 +139,8 @@ class ModelPlanning:
             self.store.discard(bucket)
             return self.policy_for(call, waiting)
         self.watch.peaks.start(call.model)
+        self.watch.on_device.bucket = bucket
+        bucket.statistics.steps += 1
         self.store.current = bucket
         return bucket
 
@@ -176,18 +181,48 @@ class ModelPlanning:
         )
         return not has_budget
 
-    def forward_ended(self, bucket: PlannedBucket, call: ModelCall, out: Any) -> None:
-        """Watch the forward of `call`, which returned `out`, until its backward begins."""
-        if bucket.ran_skipped:
-            self._warn_of_skipped(bucket)
+    def left_policy(self, off: OffPath, call: ModelCall | None) -> None:
+        """Note that the forward that runs has left its policy, and warn.
+
+        Args:
+            off: where.
+            call: of the model, whose forward runs.
+        """
+        if (bucket := self.store.current) is not None:
+            bucket.stale = f"{LEFT}, {off}"
+            if call is not None and call.shape == bucket.step.shape:
+                bucket.leave()
+            if bucket.planned_for.fits(1):
+                return  # also if all is saved
+        self.planner.warn_once(
+            "left",
+            f"it left its policy: {off}. Ops that the policy does not contain are saved, so this step may "
+            "need more memory than was predicted",
+        )
+
+    def forward_ended(
+        self, bucket: PlannedBucket, call: ModelCall, out: Any, *, left: bool, ran: Collection[str]
+    ) -> None:
+        """Watch the forward of `call`, which returned `out`, until its backward begins.
+
+        Args:
+            bucket: under which it ran.
+            call: of the model.
+            out: what it returned.
+            left: it has left the policy.
+            ran: modules that it has run, and that the profiled one had skipped.
+        """
+        if not left and bucket.stale.startswith(LEFT):
+            bucket.stale = ""
+        if ran:
+            self._warn_of_skipped(bucket, ran)
         self.watch.after_forward(call, out, partial(self._backward_begins, bucket, bucket.loaded))
 
-    def _warn_of_skipped(self, bucket: PlannedBucket) -> None:
+    def _warn_of_skipped(self, bucket: PlannedBucket, paths: Collection[str]) -> None:
         """Warn of modules that ran, and that the profiled forward skipped; the next step is observed."""
-        ran = sorted(bucket.ran_skipped, key=lambda path: (len(path), path))
-        bucket.ran_skipped.clear()
         bucket.leave()
         if not bucket.planned_for.fits(1):
+            ran = sorted(paths, key=lambda path: (len(path), path))
             more = f" and {len(ran) - 3} more" if len(ran) > 3 else ""
             what = f"modules run that the profiled forward skipped ({', '.join(ran[:3])}{more}). They are "
             what += "decided like the nearest layer that it ran, or else saved"
@@ -210,11 +245,19 @@ class ModelPlanning:
 
     def end_step(self) -> None:
         """Compare the step that is over with its prediction."""
-        if (judged := self.watch.peaks.end_step()) is not None:
-            self.judge(*judged)
+        if (ended := self.watch.peaks.end_step()) is None:
+            return
+        bucket, measured = ended
+        if measured.peak is not None:
+            bucket.statistics.compared += 1
+            bucket.statistics.fragments = measured.fragments
+            measured = measured._replace(peak=max(measured.peak, bucket.statistics.peak or 0))
+        self.judge(bucket, measured)
 
     def judge(self, bucket: PlannedBucket, measured: Measured) -> None:
         """Plan `bucket` again if its steps went over the limit, or waited for copies."""
+        if measured.peak is not None:
+            bucket.statistics.peak = measured.peak
         action = measured_rule(bucket.planned_for, measured)
         if isinstance(action, PlanAgain):
             bucket.statistics.corrections += 1

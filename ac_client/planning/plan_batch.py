@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ac_client.compiled.policy_file import PolicyFile
 from ac_client.planning.batch_shape import Key, ModelCall
-from ac_client.planning.facts.device_share import SHARES, waiting_limit, with_share
+from ac_client.planning.device_share import Part, best_share, with_share
 from ac_client.planning.facts.host_budget import HostBudget
 from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
@@ -32,10 +32,10 @@ from ac_client.planning.loaded_policy import (
     skipped_modules,
 )
 from ac_client.planning.options import ApplyOptions
-from ac_client.planning.ranks import Ranks, others_wait
+from ac_client.planning.ranks import others_wait
 from ac_client.planning.trigger import Form, PlannedFor, Present, of_others
 from ac_client.planning.warn_once import WarnOnce
-from ac_client.service_client.errors import RemoteError, ServiceUnavailable
+from ac_client.service_client.errors import ServiceUnavailable
 from ac_client.service_client.policy_requests import request_policy
 from autoac.planner import (
     InfeasibleBudget,
@@ -162,6 +162,7 @@ class BatchPlanner:
     Attributes:
         options: as passed to `apply`.
         host: what plans may use of the host's memory.
+        on_device: the models on the device.
         lock: held while this model is planned; a forward on another thread waits for the plan.
         name: of the model, in messages.
         called: paths of the modules that were called since the last profile began.
@@ -185,12 +186,12 @@ class BatchPlanner:
         self.frees_gradients = False
         self.warn_once = WarnOnce(name)
         self._optimizers = optimizers
-        self._on_device = on_device
+        self.on_device = on_device
         on_device.planner = weakref.ref(self)
         self._thread = _ThreadState()
         self._dropped_nbytes = 0  # of the batch of the last profile, before the optimizer steps
         # The latest plan made here, with profile and terms: `limit_of` tries what `plan` then takes.
-        self._latest: tuple[Profile, _Terms, tuple[Policy, Plan]] | None = None
+        self._latest: tuple[Profile, Any, tuple[Policy, Plan]] | None = None
         self.observation: Observation | None = None
         self.needs_checkpoints = False
         self.missed = 0
@@ -232,7 +233,7 @@ class BatchPlanner:
 
     def _completed(self, profile: Profile, call: ModelCall) -> Profile:
         """Return `profile` with what optimizers and the link add to it. Measure what others hold."""
-        self._on_device.measure_uncounted(call.args, call.kwargs, self._on_device.kept_nbytes(call, profile))
+        self.on_device.measure_uncounted(call.args, call.kwargs, self.on_device.kept_nbytes(call, profile))
         profile = self._optimizers.needs().less(self._dropped_nbytes).counted_in(profile)
         for message in unplanned_in(profile):
             self.warn_once(message, message)
@@ -290,7 +291,7 @@ class BatchPlanner:
             )
         device = device_of_step(call.model, call.args, call.kwargs)
         with _beginning:
-            self._on_device.forget_peaks()
+            self.on_device.forget_peaks()
             if recorded:
                 _check_idle()
                 if self.missed >= MOST_MISSED:
@@ -329,7 +330,7 @@ class BatchPlanner:
         profile = self._completed(observation.step.profile(call.model), call)
         profile = microbatch_of(profile, counted=unreduced_nbytes(call.model))
         budget, peak = self.options.budget_bytes, observation.step.peak_nbytes + observation.state_nbytes
-        peak += self._on_device.others_nbytes()
+        peak += self.on_device.others_nbytes()
         if budget is not None and peak > budget:
             self.warn_once(
                 "observed",
@@ -351,7 +352,7 @@ class BatchPlanner:
         if observation is not None:
             outside = observation.step.outside_nbytes(profile)
             form = replace(form, drops=profile.droppable_outputs, outside_nbytes=outside)
-        kept = self._on_device.kept_nbytes(call, profile)
+        kept = self.on_device.kept_nbytes(call, profile)
         return PlannedFor(0, form=form, present=Present(frees, optimizers_in(profile), kept_nbytes=kept))
 
     def limit_of(self, profile: Profile) -> int:
@@ -367,7 +368,7 @@ class BatchPlanner:
         if self.options.constraints.budget_of == "allocated":
             return self.options.limit
         room = self.options.limit - spare_bytes(self.options.limit)
-        others, limit = self._on_device.others_nbytes(), room
+        others, limit = self.on_device.others_nbytes(), room
         for _ in range(MOST_TRIES):
             _, plan, infeasible = self.plan_or_tightest(profile, limit, others)
             fragments = fragments_of(plan) or 0
@@ -399,32 +400,24 @@ class BatchPlanner:
             ServiceUnavailable: the service is away, and is required.
             ServiceRefused: the service refused the request.
         """
-        terms = limit, extra_static, together or not others_wait(), self._on_device.share
+        terms = limit, extra_static, together or not others_wait(), self.on_device.share
         made = self._plan_within(profile, terms, start)
-        if self.host.pins(made[0], self._on_device.device()):
+        if self.host.pins(made[0], self.on_device.device()):
             return made
-        self._latest = None
         return self._plan_within(profile, terms, start)
-
-    def pins_on_all(self, ranks: Ranks, policies: Sequence[Policy]) -> bool:
-        """Pin what `policies` move on every rank; return False if they are to be made again without moves."""
-        if self.host.pins_on_all(policies, self._on_device.device(), ranks):
-            return True
-        self._latest = None
-        return False
 
     def _plan_within(
         self, profile: Profile, terms: _Terms, start: SaveSet | None = None
     ) -> tuple[Policy, Plan]:
         limit, extra_static, together, share = terms
-        latest = self._latest
-        if latest is not None and latest[0] == profile and latest[1] == terms:
+        constraints = self.host.added_to(self.options.constraints)
+        latest, key = self._latest, (terms, constraints)
+        if latest is not None and latest[0] == profile and latest[1] == key:
             return latest[2]
         what = f"{self.name}: planning {len(profile.ops)} ops for {format_bytes(limit)}"
         log.info(what)
-        self._on_device.forget_peaks()
-        service, constraints = self.options.service, self.host.added_to(self.options.constraints)
-        budget, step = limit + constraints.headroom_bytes, profile
+        self.on_device.forget_peaks()
+        service, budget, step = self.options.service, limit + constraints.headroom_bytes, profile
         if share < 1:
             profile = with_share(step, share, limit - extra_static - constraints.extra_static_bytes)
         if extra_static:
@@ -458,7 +451,7 @@ class BatchPlanner:
         stored.write(made.policy())
         if share < 1:  # what the others' share takes is none of this step's
             made = replace(as_planned(made.policy(), step), bound_us=made.bound_us, gained_us=made.gained_us)
-        self._latest = step, terms, (made.policy(), made)
+        self._latest = step, key, (made.policy(), made)
         return self._latest[2]
 
     def plan_or_tightest(
@@ -493,35 +486,22 @@ class BatchPlanner:
         Returns:
             `extra_static` from then on; None if nothing has changed.
         """
-        device, waiting = self._on_device, self._on_device.waiting_nbytes()
+        device, waiting = self.on_device, self.on_device.waiting_nbytes()
         if not waiting or self._divided >= MOST_DIVISIONS:
             return None
         self._divided += 1
-        parts = {device: (self, profile, limit, max(0, extra_static - waiting))}
+        parts = {device: Part(self._plan_for_share, profile, limit, max(0, extra_static - waiting))}
         for other in device.neighbors():
             planner, bucket = other.planner(), other.bucket
             if planner and bucket and bucket.profile and not (terms := bucket.planned_for).stays:
                 static = bucket.step.rank_nbytes + other.others_nbytes() - other.waiting_nbytes()
                 within = terms.limit - terms.correction.total
-                parts[other] = planner, terms.counted_in(bucket.profile), within, static
-        best: tuple[float, float, dict[ModelOnDevice, int]] | None = None  # the extra time, then the share
-        for share in SHARES:
-            allowed = {model: waiting_limit(part[1], share) for model, part in parts.items()}
-            extra_us = 0.0
-            try:
-                for model, (planner, step, within, static) in parts.items():
-                    held = static + model.waiting_nbytes({**allowed, model: 0})
-                    within_share = within, held, not others_wait(), share
-                    extra_us += planner._plan_within(step, within_share)[1].extra_us
-            except (PlannerError, RemoteError):
-                extra_us = math.inf
-            if best is not None and extra_us >= best[0]:
-                break
-            best = (extra_us, share, allowed) if extra_us < math.inf else None
-        if best is None:
+                counted = terms.counted_in(bucket.profile)
+                parts[other] = Part(planner._plan_for_share, counted, within, static)
+        if (best := best_share(parts)) is None:
             return None
         for model in parts:
-            model.share, model.allowed_nbytes = best[1], best[2][model]
+            model.share, model.allowed_nbytes = best[0], best[1][model]
         if any(model.in_flight() for model in parts if model is not device):
             self.warn_once(
                 "divided",
@@ -529,6 +509,9 @@ class BatchPlanner:
                 f"may go over the limit of {format_bytes(self.options.limit)}. Both are planned again",
             )
         return extra_static - waiting + device.waiting_nbytes()
+
+    def _plan_for_share(self, profile: Profile, limit: int, extra_static: int, share: float) -> Plan:
+        return self._plan_within(profile, (limit, extra_static, not others_wait(), share))[1]
 
     def warn_over_budget(self, needs: int, reason: str) -> None:
         """Warn that no plan keeps the budget."""
@@ -562,7 +545,7 @@ class BatchPlanner:
         """
         step, terms = profile, self.terms(call, profile, observation)
         profile = terms.counted_in(profile)
-        others, limit = self._on_device.others_nbytes(), self.limit_of(profile)
+        others, limit = self.on_device.others_nbytes(), self.limit_of(profile)
         try:
             made = self.plan_within(profile, limit, others)
         except NO_PLAN as error:
@@ -578,25 +561,17 @@ class BatchPlanner:
             _explain(error, profile, terms.form)
             smallest = error.smallest_found
             fits_alone = smallest is not None and smallest - others <= self.options.limit
-            if not (running or fits_alone or self._on_device.neighbors_nbytes()):
-                self._on_device.name_others(error)
+            if not (running or fits_alone or self.on_device.neighbors_nbytes()):
+                self.on_device.name_others(error)
                 raise
             policy, plan, infeasible = self.plan_or_tightest(profile, limit, others)
             made, needs = (policy, plan), policy.predicted.peak_bytes
-            if infeasible is not None and limit < needs <= self.options.limit:
-                self.warn_once(
-                    "fragments",
-                    f"the smallest peak found, {format_bytes(needs)}, leaves "
-                    f"{format_bytes(self.options.limit - needs)} of the budget for fragments, where a plan "
-                    f"should leave {format_bytes(self.options.limit - limit)}. The model runs under the plan "
-                    "with that peak",
-                )
-            elif infeasible is not None:
+            if infeasible is not None and needs > self.options.limit:
                 reasons = [running] if running else []
                 if others:
                     reasons.append(of_others(others))
                 self.warn_over_budget(needs, ", and ".join(reasons))
-        present = replace(terms.present, others_nbytes=others, share=self._on_device.share)
+        present = replace(terms.present, others_nbytes=others, share=self.on_device.share)
         terms = replace(terms, limit=limit, present=present)
         profiled = self.profiled_step(call, step, observation)
         return PlannedBucket(profiled.shape, LoadedPolicy(*made), profiled, terms)

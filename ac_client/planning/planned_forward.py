@@ -36,6 +36,7 @@ class PlannedForward:
     Attributes:
         call: of the model, whose forward runs.
         left: the forward has left its policy.
+        ran_skipped: modules that the forward has run, and the profiled one had skipped.
         follows_calls: the forward needs to know of the calls of modules.
         follows_parts: of modules without parts inside of others, too.
     """
@@ -53,6 +54,7 @@ class PlannedForward:
         self._route: ForwardRoute | None = None
         self.follows_calls = self.follows_parts = False
         self._skipped: Set[str] = frozenset()  # modules that the profiled forward did not call
+        self.ran_skipped: set[str] = set()
         self._follows = False  # every op is recorded
         self._nodes_before = 0  # that autograd had made
         self._unrecorded = 0  # ops that ran while the mode was off
@@ -83,7 +85,7 @@ class PlannedForward:
             compares: backward compares what it recomputes.
         """
         loaded = bucket.loaded
-        self._skipped = bucket.step.skipped
+        self._skipped, self.ran_skipped = bucket.step.skipped, set()
         self._bucket, self.call, self._unrecorded, self.left = bucket, call, 0, False
         self._route = route = loaded.route(waiting)
         self._follows = not compiled and bucket.profile is not None and route.follows
@@ -189,8 +191,8 @@ class PlannedForward:
     def enter(self, path: str) -> None:
         """Note a call of the module at `path`. If every op of the call is saved, turn recording off."""
         self._calls.append((path, id(sys.exception())))
-        if self._skipped and path in self._skipped and self._bucket is not None:
-            self._bucket.ran_skipped.add(path)
+        if path in self._skipped:
+            self.ran_skipped.add(path)
         region, cursor = self._region, self._cursor
         if region is None or cursor is None:
             return

@@ -72,6 +72,7 @@ class Present:
     optimizers: OptimizerBytes = field(default_factory=lambda: OptimizerBytes(0, 0))
     others_nbytes: int = 0  # held by other models and tensors on the device
     kept_nbytes: int = 0  # held by names of the step before, until the forward has ended
+    microbatches: int = 0  # that wait, each for its own backward, beyond those of the profile
     share: float = 1.0  # of what a forward may save, that it holds at most while it waits (device_share.py)
 
 
@@ -122,6 +123,11 @@ class PlannedFor:
             profile = with_gradients(profile)
         profile = present.optimizers.counted_in(profile.with_kept(kept))
         profile = profile.with_dropped_outputs(self.form.drops)
+        if present.microbatches:
+            before, static = profile.waiting_microbatches, profile.static
+            waiting = before + present.microbatches
+            static = static.model_copy(update={"inputs": static.inputs * (1 + waiting) // (1 + before)})
+            profile = profile.model_copy(update={"waiting_microbatches": waiting, "static": static})
         if profile.link is None or self.link_share == 1:
             return profile
         link = profile.link.slower(self.link_share) if self.link_share else None
@@ -132,6 +138,7 @@ class Measured(NamedTuple):
     """Hold what the steps of a plan have shown by now. Sizes are in bytes."""
 
     peak: int | None = None  # at least; None: not compared
+    fragments: int | None = None  # that the allocator has reserved beyond the peak
     reserved_over: int = 0  # by which the step took what the allocator has reserved over the budget
     of_reserved: bool = False  # the budget is for what the allocator has reserved
     stalled: float = 0.0  # share of the step that compute waited for copies, longer than predicted
@@ -171,7 +178,9 @@ def present_rule(planned: PlannedFor, now: Present, form: Form) -> PlanAgain | N
     steps = state != counted.optimizers.state or workspace > counted.optimizers.workspace
     frees = bool(form.frees_gradients) != bool(planned.form.frees_gradients)
     held = frees or form.drops != planned.form.drops
-    exact = gradients or steps or held
+    waiting = now.microbatches - counted.microbatches
+    waits = waiting > 0 and not planned.fits(waiting)
+    exact = gradients or steps or held or waits
     others = now.others_nbytes - counted.others_nbytes
     more = others + max(0, now.kept_nbytes - counted.kept_nbytes)
     lacks = more > SMALL and planned.peak <= planned.limit < planned.peak + more
@@ -182,6 +191,7 @@ def present_rule(planned: PlannedFor, now: Present, form: Form) -> PlanAgain | N
         now,
         gradients=now.gradients or counted.gradients,
         kept_nbytes=max(now.kept_nbytes, counted.kept_nbytes),
+        microbatches=max(now.microbatches, counted.microbatches),
     )
     terms = replace(
         planned,
@@ -196,6 +206,8 @@ def present_rule(planned: PlannedFor, now: Present, form: Form) -> PlanAgain | N
         return PlanAgain(terms, f"optimizers hold {format_bytes(state)} of state as a forward begins")
     if held:
         return PlanAgain(terms, "the loop holds other outputs or gradients in backward")
+    if waits:
+        return PlanAgain(terms, f"{waiting} forwards more wait for a backward of their own")
     reason = of_others(now.others_nbytes)
     if now.kept_nbytes:
         reason += f", and names of the last step hold {format_bytes(now.kept_nbytes)}"
@@ -222,7 +234,8 @@ def form_rule(planned: PlannedFor, shown: Form, waiting: int, *, left: bool) -> 
         form = replace(form, forwards=planned.form.forwards)
     counted = max(form.forwards, planned.form.forwards, planned.microbatches)
     if waiting >= counted and not planned.fits(waiting):
-        form = replace(form, forwards=waiting + 1)
+        if planned.microbatches == 1:  # else the same profile is planned with more copies
+            form = replace(form, forwards=waiting + 1)
         what = f"{waiting + 1} forwards wait for one backward, and the plan is for {counted}"
         warning = may_go_over(planned, "forwards", what, "raise the budget, or run as many in each step")
     return form, warning

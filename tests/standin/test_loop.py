@@ -222,21 +222,18 @@ def test_state_of_a_second_optimizer_is_counted_once(gpu: ModuleType) -> None:
     assert at._planning.watch.on_device.others_nbytes() < 1024
 
 
-def test_state_that_is_shared_with_a_planned_model_that_does_not_train_is_counted_once(
-    gpu: ModuleType,
-) -> None:
+def test_state_that_is_shared_with_an_idle_model_is_counted_once(gpu: ModuleType) -> None:
     trained, idle = nn.Linear(256, 256, device="cuda"), nn.Linear(256, 256, device="cuda")
     optimizer = torch.optim.SGD([*trained.parameters(), *idle.parameters()], 0.1, 0.9)
-    for model in (trained, idle):
-        ac_client.apply(model, 1.0, optimizer=optimizer)
+    ac_client.apply(idle, 1.0, optimizer=optimizer)
+    at = ac_client.applied(ac_client.apply(trained, 1.0, optimizer=optimizer))
     for parameter in idle.parameters():
         parameter.grad = torch.ones_like(parameter)
     for _ in range(3):
         trained(torch.ones(64, 256, device="cuda")).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    on_device = ac_client.applied(trained)._planning.watch.on_device
-    assert on_device.others_nbytes() == sum(p.nbytes for p in idle.parameters())
+    assert at._planning.watch.on_device.others_nbytes() == sum(p.nbytes for p in idle.parameters())
 
 
 def test_plan_is_not_corrected_before_the_optimizer_has_its_state(gpu: ModuleType) -> None:

@@ -68,6 +68,11 @@ class ForwardsInFlight:
         ]
         return len(self._forwards)
 
+    def waiting_elements(self) -> int:
+        """Return how many elements the batches of these forwards have."""
+        self.waiting()
+        return sum(forward.elements for ref in self._forwards if (forward := ref()) is not None)
+
     def add(self, batch: Sequence[Tensor], out: Any, listener: Listener) -> None:
         """Watch a forward that has just ended with `out`, until it is differentiated or dropped.
 
@@ -124,6 +129,7 @@ class _InFlight:
         "_roots",
         "_tasks",
         "begun",
+        "elements",
         "listener",
     )
 
@@ -131,6 +137,7 @@ class _InFlight:
         self, batch: Sequence[Tensor], tensors: Sequence[Tensor], roots: Sequence[Tensor], listener: Listener
     ) -> None:
         self._batch = [weakref.ref(tensor) for tensor in batch if tensor.requires_grad]
+        self.elements = sum(tensor.numel() for tensor in batch if not tensor.is_nested)
         self._created_graph = False
         self.listener: Listener | None = listener
         self.begun = False

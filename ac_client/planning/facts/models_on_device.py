@@ -2,8 +2,8 @@
 
 A budget is the device's, so what other planned models hold is static to a plan: parameters, buffers,
 gradients and optimizer state all the time, and what their forwards in flight have saved. Another model counts
-in this way once it has run a planned forward after `apply` was called for this one. Before that, it may be a
-model that never trains: on a GPU it counts with the bytes that it holds now.
+in this way once a step of it, after `apply` was called for this one, is planned. Before that, it may never
+train: on a GPU it counts with the bytes that it holds now.
 
 On a GPU, all other tensors count too: a teacher, an average of the weights, the next batch, copies that an
 optimizer keeps. So does what the pools of captured graphs hold beyond tensors. These bytes are measured
@@ -16,7 +16,6 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +28,6 @@ from ac_client.planning.facts.model_structure import device_of, module_changes
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_watch import PeakWatch
 from ac_client.planning.loaded_policy import PlannedBucket
-from ac_client.planning.trigger import Warned, present_rule
 from autoac.planner.formats.profile import Profile, StaticBytes
 from autoac.planner.units import format_bytes
 from autoac.profiler.static_memory import optimizer_state_nbytes, static_bytes
@@ -59,7 +57,7 @@ class ModelOnDevice:
         peaks: of the model's steps.
 
     Attributes:
-        bucket: of the last forward.
+        bucket: of the last forward, or of the next one, if it was planned since.
         share: of what a forward may save, that it may hold while it waits: device_share.py.
         allowed_nbytes: these bytes, of a forward under the share.
         planner: returns the `BatchPlanner` of the model, if it is still there.
@@ -85,7 +83,7 @@ class ModelOnDevice:
         self.planner: Callable[[], Any] = lambda: None
         self.settle: Callable[[], Callable[[nn.Module], None] | None] = lambda: None
         self._planned_at = next(_turns)
-        self._forward_at = 0  # turn at which the last planned forward began
+        self._trains_at = 0  # turn at which its last forward began
         # What planned models that may never train hold, as last measured.
         self._idle: weakref.WeakKeyDictionary[ModelOnDevice, int] = weakref.WeakKeyDictionary()
         self._unreduced = 0  # bytes of gradients that waited for a reduction as a forward began, at most
@@ -100,13 +98,6 @@ class ModelOnDevice:
         """Stop counting in the plans of the neighbors."""
         _all.discard(self)
 
-    def forward_begins(self, bucket: PlannedBucket) -> None:
-        """Note that a forward under `bucket` begins. Neighbors without room for the model warn."""
-        self.bucket = bucket
-        self._forward_at = next(_turns)
-        for other in self.neighbors():
-            other._warn_if_lacking_room()
-
     def note_moment(self, *, forward: bool = False) -> None:
         """Note how many forwards wait on the device as a forward or a backward of the model begins.
 
@@ -114,6 +105,7 @@ class ModelOnDevice:
         counts what they hold.
         """
         others = list(self._others())
+        self._trains_at = next(_turns) if forward else self._trains_at
         for other in others if forward else ():
             other._peaks.another_begins()
         waiting = _InFlightNow(
@@ -258,8 +250,8 @@ class ModelOnDevice:
         return (o for o in list(_all) if o is not self and device is not None and o.device() == device)
 
     def neighbors(self) -> Iterator[ModelOnDevice]:
-        """Yield the models on the same device that have trained since this one was planned."""
-        return (other for other in self._others() if other._forward_at > self._planned_at)
+        """Yield the planned models on the same device that have trained since `apply` of this one."""
+        return (o for o in self._others() if o.bucket is not None and o._trains_at > self._planned_at)
 
     def _in_turn(
         self, models: Iterable[ModelOnDevice]
@@ -305,20 +297,6 @@ class ModelOnDevice:
             return 0
         nbytes = bucket.loaded.waiting_nbytes // len(bucket.loaded.forwards)
         return nbytes if bucket.planned_for.present.share == self.share else min(nbytes, self.allowed_nbytes)
-
-    def _warn_if_lacking_room(self) -> None:
-        """Warn if the running step goes over the budget because of the bytes that the neighbors hold."""
-        bucket = self.bucket
-        if bucket is None or not self._in_flight.waiting():
-            return  # between steps: the next forward counts it
-        planned, held = bucket.planned_for, self.others_nbytes()
-        now = replace(planned.present, others_nbytes=held)
-        if held > planned.present.others_nbytes and present_rule(planned, now, planned.form) is not None:
-            text = "another planned model trains on the same device, and what it holds is not in this plan: "
-            text += (
-                f"this step may go over the limit of {format_bytes(planned.limit)}. The plan is made again "
-            )
-            bucket.warn(self._name, Warned("other models", f"{text}at the next step"))
 
 
 def _unsharded_nbytes(model: nn.Module) -> int:

@@ -55,6 +55,7 @@ class ModelOptimizers:
         self._given = [weakref.ref(one) for one in unwrapped(given)]
         self._adopted: list[weakref.ref[torch.optim.Optimizer]] = []
         self._progress: tuple[int, ...] = ()  # when state was last looked at as a step ended
+        self._needs: tuple[Any, OptimizerBytes] | None = None  # as last counted, and when
         self._foreseen: weakref.WeakKeyDictionary[Any, tuple[int, OptimizerBytes]] = (
             weakref.WeakKeyDictionary()
         )
@@ -85,6 +86,9 @@ class ModelOptimizers:
         """Return what all optimizers need in the step of the forward that begins."""
         if (model := self._model()) is None:
             return OptimizerBytes(0, 0)
+        when = self.progress, self.foresees
+        if self._needs is not None and self._needs[0] == when:
+            return self._needs[1]
         device = device_of(model)
         found: list[tuple[torch.optim.Optimizer, int, OptimizerBytes]] = []
         for one in self.all:
@@ -101,11 +105,13 @@ class ModelOptimizers:
         for one, counted, foreseen in found:
             in_step = self._in_step.get(one, state - counted + foreseen.state)
             workspace = max(workspace, max(0, in_step - state) + foreseen.workspace)
-        return OptimizerBytes(state, workspace, "; ".join(filter(None, (f.note for _, _, f in found))))
+        notes = "; ".join(filter(None, (f.note for _, _, f in found)))
+        self._needs = when, OptimizerBytes(state, workspace, notes)
+        return self._needs[1]
 
-    def has_state_of(self, model: nn.Module, counted: OptimizerBytes) -> bool:
+    def has_state(self, counted: OptimizerBytes) -> bool:
         """Return True if all the optimizer state that a plan counts exists by now."""
-        return self.state_nbytes(device_of(model)) >= counted.state
+        return (model := self._model()) is not None and self.state_nbytes(device_of(model)) >= counted.state
 
     def close(self) -> None:
         """Stop watching."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,9 +15,7 @@ from ac_client.planning.facts.peak_counter import CudaPeak, allocator_peak, leas
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
 from ac_client.planning.options import ApplyOptions
 from ac_client.planning.trigger import WATCHED_STEPS, Measured
-from autoac.tape.distributed.fsdp import parameters_of
 from autoac.tape.runtime.moves.copies import stalls
-from autoac.tape.runtime.write_guard import version_counter
 
 log = logging.getLogger("ac_client")
 
@@ -39,17 +36,15 @@ class PeakWatch:
         allocator: of the model's device, once a step was planned here.
     """
 
-    def __init__(self, model: nn.Module, options: ApplyOptions, optimizers: ModelOptimizers) -> None:
+    def __init__(self, options: ApplyOptions, optimizers: ModelOptimizers) -> None:
         self.allocator: CudaPeak | None = None
         self._options = options
         self._started = False
-        self._model = weakref.ref(model)
         self._optimizers = optimizers
         self._readings: _Readings | None = None  # of the step that runs, if it is compared
         self._after_forward: tuple[int, int] | None = None  # allocated bytes, and their peak; None: not read
         self._reserved = 0  # when it was last read
         self._reserved_outside = 0  # between steps, for an evaluation say
-        self._written_at_first = self.written()
 
     def start(self, model: nn.Module) -> None:
         """Begin to compare, now that a step was planned here, if the device of `model` counts."""
@@ -125,7 +120,7 @@ class PeakWatch:
         return None if allocator is None else (allocator.allocated(), allocator.allocated_peak())
 
     def end_step(self) -> tuple[PlannedBucket, Measured] | None:
-        """End the step, and return what the steps so far have shown; None if there is nothing to judge."""
+        """End the step, and return what it has shown; None if there is nothing to judge."""
         self.read()
         stalled_us = stalls.take()
         readings, self._readings = self._readings, None
@@ -134,12 +129,11 @@ class PeakWatch:
         bucket = readings.bucket
         measured = Measured()
         if readings.counts is not None:
-            bucket.statistics.add(least_peak(readings.counts))
             predicted, plan = bucket.policy.predicted, bucket.plan
             longer_us = stalled_us - predicted.stall_us
             finds = self._options.finds_host_budget and plan is not None
             measured = Measured(
-                peak=bucket.statistics.peak,
+                peak=least_peak(readings.counts),
                 stalled=longer_us / predicted.step_us if predicted.step_us else 0.0,
                 moves_lose=finds and plan is not None and longer_us > plan.gained_us,
             )
@@ -158,7 +152,8 @@ class PeakWatch:
         self._reserved = now = self.allocator.reserved()
         if counts is not None:
             # The counter may show what needed more than a step: a profile, or an evaluation.
-            bucket.statistics.fragments = max(0, now - min(max(counts), bucket.planned_for.peak))
+            fragments = max(0, now - min(max(counts), bucket.planned_for.peak))
+            measured = measured._replace(fragments=fragments)
         over = now - self._reserved_outside - budget
         return measured._replace(
             reserved_over=max(0, over), of_reserved=self._options.constraints.budget_of == "reserved"
@@ -170,21 +165,5 @@ class PeakWatch:
         Before the optimizer's first step its state is missing, so a correction would be too small, and one
         of few would be used up.
         """
-        model = self._model()
-        return (
-            bucket.profile is None
-            or self.written() != self._written_at_first
-            or (
-                model is not None
-                and self._optimizers.has_state_of(model, bucket.planned_for.present.optimizers)
-            )
-        )
-
-    def written(self) -> int:
-        """Return a number that rises with every step of the optimizer.
-
-        Version counters count what an unknown optimizer writes.
-        """
-        model = self._model()
-        parameters = parameters_of(model) if model is not None else ()
-        return sum(version_counter(p) for p in parameters if p.requires_grad) + self._optimizers.steps
+        counted = bucket.planned_for.present.optimizers
+        return bucket.profile is None or self._optimizers.steps > 0 or self._optimizers.has_state(counted)

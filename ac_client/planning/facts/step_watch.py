@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -35,7 +34,7 @@ class StepWatch:
         self._graphs = 0  # created by backwards since the last one that freed what it used
         self._stepped_at = 0  # steps of the optimizers when the last backward began
         self.optimizers = ModelOptimizers(model, optimizer)
-        self.peaks = PeakWatch(model, options, self.optimizers)
+        self.peaks = PeakWatch(options, self.optimizers)
         self.on_device = ModelOnDevice(
             model, type(model).__name__, self.optimizers, self._in_flight, self.peaks
         )
@@ -43,6 +42,12 @@ class StepWatch:
     def waiting(self) -> int:
         """Return how many forwards wait for their backward."""
         return self._in_flight.waiting()
+
+    def waiting_for(self, bucket: PlannedBucket) -> int:
+        """Return how many forwards wait; of microbatches, as many as hold their bytes under `bucket`."""
+        if bucket.planned_for.microbatches == 1 or bucket.extent is None:
+            return self.waiting()
+        return -(-self._in_flight.waiting_elements() // max(1, bucket.extent.elements))
 
     def close(self) -> None:
         """Stop watching."""
@@ -63,10 +68,7 @@ class StepWatch:
         self._found_gradients = 0
         if profile is None:  # the policy stays
             return counted
-        needs = counted.optimizers
-        if bucket.step.progress != (progress := self.optimizers.progress):
-            bucket.step = replace(bucket.step, progress=progress)
-            needs = self.optimizers.needs().less(bucket.step.dropped_nbytes)
+        needs = self.optimizers.needs().less(bucket.step.dropped_nbytes)
         kept = self.on_device.kept_nbytes(call, profile)
         if not waiting and bucket.statistics.compared < WATCHED_STEPS:
             counts = profile.static.model_copy(update={"optimizer_state": needs.state})
@@ -75,7 +77,9 @@ class StepWatch:
         if gradients and not profile.static.gradients:
             self._found_gradients = profile.gradient_nbytes
         others, share = self.on_device.others_nbytes(), self.on_device.share
-        return Present(self._found_gradients > 0, needs, others, kept, share)
+        before = profile.waiting_microbatches
+        more = max(0, self.waiting_for(bucket) - before) if before else 0
+        return Present(self._found_gradients > 0, needs, others, kept, more, share)
 
     def after_forward(self, call: ModelCall, out: Any, listener: Listener) -> None:
         """Watch the forward of `call`, which returned `out`, until its backward begins."""

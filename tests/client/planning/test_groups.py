@@ -73,17 +73,18 @@ def test_lengths_in_flight_together_peak_where_predicted(
     assert not words(caplog)
 
 
+@pytest.mark.parametrize(("first", "before", "second"), [(256, 384, 512), (512, 128, 384)])
 def test_longer_batch_in_the_middle_of_a_step_is_said_and_planned_for(
-    caplog: pytest.LogCaptureFixture,
+    first: int, before: int, second: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    budget = budget_for(256, 512)
+    """Also if it is shorter than the first one, whose plan does not cover it there."""
+    budget = budget_for(first, second)
     model = ac_client.apply(encoder(), budget / GIB)
-    for _ in range(2):
-        step(model, 256, 384)
-    step(model, 256, 512)
-    assert "a batch of 0=float32[512, 64] runs while another forward waits" in words(caplog)[0]
-    for _ in range(2):
-        step(model, 256, 512)
-    peak, predicted = measured(model, 256, 512)
+    for length in (before, before, second):
+        step(model, first, length)
+    assert f"no bucket covers a batch of 0=float32[{second}, 64]" in words(caplog)[0]
+    for length in (second, before, second):
+        step(model, first, length)
+    peak, predicted = measured(model, first, second)
     assert peak == predicted <= budget
     assert len(words(caplog)) == 1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.planning.facts.device_share import with_share
+from ac_client.planning.device_share import with_share
 from autoac.planner import build, plan
 from autoac.planner.memory.simulate import waiting_bytes
 from autoac.planner.units import GIB

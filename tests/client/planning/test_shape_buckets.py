@@ -17,7 +17,7 @@ import ac_client
 from ac_client.planning import choose_policy, plan_batch
 from ac_client.planning.batch_shape import key_of, shape_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
-from ac_client.planning.shape_buckets import ShapeBuckets
+from ac_client.planning.policy_store import ShapeBuckets
 from ac_client.planning.trained_parameters import SAMPLED_PER_FORWARD
 from autoac.planner import bounds, build, find_minimum_peak, plan
 from autoac.planner.units import GIB
@@ -230,7 +230,7 @@ def test_measured_step_on_a_batch_that_no_bucket_covers_corrects_nothing(
         assert_as_plain(planned, plain, LARGE)
     assert at.policy is policy
     assert at.report().corrections == 0
-    assert sum("runs under the largest one" in message for message in caplog.messages) == 1
+    assert sum("no bucket covers" in message for message in caplog.messages) == 1
 
 
 def test_shape_with_nothing_to_differentiate_runs_plain() -> None:

@@ -153,6 +153,13 @@ def test_more_forwards_in_flight_are_warned_of_and_planned_for() -> None:
     assert form_rule(waiting, Form(2), 1, left=False) == (PLANNED.form, None), "each has its own backward"
 
 
+def test_more_microbatches_that_wait_need_no_profile() -> None:
+    planned, now = replace(PLANNED, microbatches=2), Present(microbatches=1)
+    assert form_rule(planned, planned.form, 2, left=False)[0] == planned.form
+    assert again(planned, now).terms.present == now
+    assert present_rule(LOOSE, now, LOOSE.form) is None
+
+
 @pytest.mark.parametrize(
     ("planned", "waiting", "tries"),
     [(PLANNED, 0, 1), (PLANNED, 1, 0), (LOOSE, 0, 0), (replace(PLANNED, form=Form(tries=MOST_TRIES)), 0, 2)],

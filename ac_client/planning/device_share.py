@@ -14,10 +14,47 @@ A few shares are tried. The one is taken with which all plans keep their limits,
 
 from __future__ import annotations
 
-from autoac.planner import Profile, build
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ac_client.planning.facts.models_on_device import ModelOnDevice
+from ac_client.service_client.errors import RemoteError
+from autoac.planner import Plan, PlannerError, Profile, build
 from autoac.planner.memory.simulate import waiting_bytes
 
 SHARES = (0.75, 0.5, 0.375, 0.25, 0.125, 0.0625, 0.0)
+
+
+class Part(NamedTuple):
+    """Hold what a model needs of the device. Sizes are in bytes."""
+
+    plan: Callable[[Profile, int, int, float], Plan]  # of a limit, static bytes and a share
+    profile: Profile  # of the model's step
+    limit: int  # of its peak
+    static: int  # that the profile does not count, without forwards of the others that wait
+
+
+def best_share(parts: Mapping[ModelOnDevice, Part]) -> tuple[float, dict[ModelOnDevice, int]] | None:
+    """Return the share with which all models recompute least, and what a forward of each may then hold.
+
+    None if their plans keep the limits with no share.
+    """
+    best, least_us = None, 0.0
+    for share in SHARES:
+        allowed = {model: waiting_limit(part.profile, share) for model, part in parts.items()}
+        extra_us = 0.0
+        try:
+            for model, part in parts.items():
+                static = part.static + model.waiting_nbytes({**allowed, model: 0})
+                extra_us += part.plan(part.profile, part.limit, static, share).extra_us
+        except (PlannerError, RemoteError):
+            if best is not None:
+                break
+            continue
+        if best is not None and extra_us >= least_us:
+            break
+        best, least_us = (share, allowed), extra_us
+    return best
 
 
 def waiting_limit(profile: Profile, share: float) -> int:
