@@ -281,6 +281,7 @@ class PolicyStack:
 
     Attributes:
         frames: the policies.
+        cursor: of a plan, if there are no other policies.
         needs_output: True if a policy must see the output of an op.
         grouping: a plan in which ops have use groups, or several checkpoints; None if ops run once.
         moving: a plan that moves outputs of ops to the host; None if there is none.
@@ -288,24 +289,13 @@ class PolicyStack:
         planned: the plan's decision for the op decided last; None if it has none, or other policies apply.
     """
 
-    __slots__ = (
-        "_constant",
-        "_cursor",
-        "frames",
-        "grouping",
-        "holding",
-        "moving",
-        "needs_output",
-        "planned",
-    )
-
     def __init__(self, frames: Iterable[PolicyFrame]) -> None:
         self.frames = tuple(frames)
         self.needs_output = any(frame.policy.needs_output for frame in self.frames)
         # Two common stacks of a single policy need no resolving.
         only = self.frames[0].policy if len(self.frames) == 1 else None
         self._constant = only.decision if isinstance(only, ConstantPolicy) else None
-        self._cursor = only.cursor if isinstance(only, PlannedPolicy) else None
+        self.cursor = only.cursor if isinstance(only, PlannedPolicy) else None
         cursors = [f.policy.cursor for f in self.frames if isinstance(f.policy, PlannedPolicy)]
         self.grouping: Grouping | None = next((cursor for cursor in cursors if cursor.has_use_groups), None)
         self.moving: Cursor | None = next((cursor for cursor in cursors if cursor.has_moves), None)
@@ -321,9 +311,9 @@ class PolicyStack:
         Raises:
             PolicyConflict: two policies of the stack insist on different decisions.
         """
-        if self._cursor is not None:
+        if self.cursor is not None:
             # A plan recomputes what is LIFTABLE only where the user lifted the default.
-            self.planned = decision_of_plan = self._cursor.next_decision(facts.name_in_keys)
+            self.planned = decision_of_plan = self.cursor.next_decision(facts.name_in_keys)
             saved = decision_of_plan is None or decision_of_plan in (SAVE, OFFLOAD)
             return saved or facts.must_save not in LIFTABLE
         decision = self._constant
@@ -340,7 +330,7 @@ class PolicyStack:
         A plan, "recompute_all" and the like decide about the call. Lists and functions of ops know nothing of
         Functions: without a plan, they decide about the visible ops inside, and a call is saved if one op is.
         """
-        if self._cursor is not None or self._constant is not None:
+        if self.cursor is not None or self._constant is not None:
             return self.saves(None, facts, (), None)
         deciding = [f for f in self.frames if isinstance(f.policy, (ConstantPolicy, PlannedPolicy))]
         if len(deciding) < len(self.frames) and not any(type(f.policy) is PlannedPolicy for f in deciding):

@@ -68,10 +68,9 @@ class Source:
 
     def argument_for(self, tensor: Tensor) -> SourceView:
         """Return the stand-in among the arguments of a node for `tensor`, which is not the first one read."""
-        if self.guard is None:
-            self.tensors.append(make_view(self.tensors[0].untyped_storage(), recipe_of(tensor)))
-        else:
-            self.tensors.append(_without_counter(tensor))
+        copy = self.tensors[0].untyped_storage() if self.guard is None else None
+        view = _without_counter(tensor) if copy is None else make_view(copy, recipe_of(tensor))
+        self.tensors.append(view)
         return SourceView(self, len(self.tensors) - 1)
 
     def is_first_read(self, tensor: Tensor) -> bool:

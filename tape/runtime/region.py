@@ -61,12 +61,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoac.planner.formats.policy import OFFLOAD
+from autoac.planner.formats.policy import OFFLOAD, SAVE
 from autoac.planner.formats.profile import CROSSES
 from autoac.tape.capture.step_tape import StepTape
 from autoac.tape.distributed.fsdp import watch_sharding
 from autoac.tape.distributed.wrapped_tensors import below, note_meshes, wraps_others
-from autoac.tape.runtime.cursor import UseGroup
+from autoac.tape.runtime.cursor import Cursor, UseGroup
 from autoac.tape.runtime.cuts import Cuts
 from autoac.tape.runtime.moves.region_moves import RegionMoves
 from autoac.tape.runtime.nested_policies import PlannedPolicy, PolicyFrame, PolicyStack
@@ -122,6 +122,7 @@ class Region(RecordingMode):
         self._hooks.tape = tape
         self._frames: list[PolicyFrame] = []
         self._policy = PolicyStack(())
+        self._cursor: Cursor | None = None  # of a plan alone, which only decides about ops
         self._compiled_unseen = False  # nothing was compiled in this process when the region was opened
         self._paused = False
         self._moves: RegionMoves | None = None
@@ -217,6 +218,8 @@ class Region(RecordingMode):
         if self._policy.holding is not None and self._holds is None:
             self._holds = ForwardHolds(self._policy.holding, self.storages)
             self.storages.hold, self.graph.held_in_forward = self._holds.hold, self._holds.get
+        watchers = self._tape, self._log, self._moves, self._holds
+        self._cursor = self._policy.cursor if watchers == (None, None, None, None) else None
 
     def pause(self) -> bool:
         """Remove the mode while ops run that are all saved; return False if that is impossible now.
@@ -320,6 +323,11 @@ class Region(RecordingMode):
             if streams_seen.several:
                 self._save_crossing(tensors_in(args, kwargs or {}))
         moves = self._moves
+        if self._cursor is not None and facts.plain and self._function is None and not streams_seen.several:
+            decision = self._cursor.next_decision(facts.name_in_keys)
+            if decision is None or decision == SAVE or self._hooks.set_aside:
+                return facts.call(*args, **kwargs) if kwargs else facts.call(*args)
+            return self._run_recorded(func, facts, args, kwargs)
         if moves is not None and facts.mutates:
             moves.before_write(written_tensors(facts, args, kwargs or {}))
         if self._function is not None:

@@ -74,7 +74,8 @@ class WrapperWrites:
             else:
                 self._past += alias._version - first
         unseen = private.DisableTorchDispatch()  # the alias has the counter of the wrapper, and no memory
-        alias = _detach_with_counter(base)
+        with private.SetExcludeDispatchKeyGuard(_COUNTS_VERSIONS, False):
+            alias = base.detach()
         del unseen
         self._wrappers = [*live, (weakref.ref(base), alias, alias._version)]
 
@@ -128,22 +129,18 @@ def without_history(tensor: Tensor, *, saved: bool = False) -> Tensor:
 
 def detached_alias(tensor: Tensor) -> Tensor:
     """Detach `tensor` out of sight of dispatch modes; the result shares its version counter."""
-    if type(tensor) is not Tensor and is_wrapper(tensor):
-        return _detach_with_counter(tensor)  # only the dispatch of the subclass can detach it
-    unseen = private.DisableTorchDispatch()  # in force until it is deleted
-    alias = (
-        _detach_with_counter(tensor)
-        if private.dispatch_key_is_excluded(_COUNTS_VERSIONS)
-        else tensor.detach()
-    )
-    del unseen
-    return alias
-
-
-def _detach_with_counter(tensor: Tensor) -> Tensor:
+    kind = type(tensor)
     # Inside a dispatch mode the key that shares the version counter is excluded.
-    with private.SetExcludeDispatchKeyGuard(_COUNTS_VERSIONS, False):
-        return tensor.detach()
+    excluded = private.dispatch_key_is_excluded(_COUNTS_VERSIONS)
+    if excluded:
+        private.set_dispatch_key_excluded(_COUNTS_VERSIONS, False)
+    try:
+        if kind is not Tensor and is_wrapper(tensor):
+            return tensor.detach()  # only the dispatch of the subclass can detach it
+        return private.make_subclass(Tensor if issubclass(kind, Parameter) else kind, tensor)
+    finally:
+        if excluded:
+            private.set_dispatch_key_excluded(_COUNTS_VERSIONS, True)
 
 
 _COUNTS_VERSIONS = private.DispatchKey.ADInplaceOrView

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autoac.planner.formats.op_key import name_in_keys
-from autoac.planner.formats.profile import DECIDES, FUNCTIONAL_COLLECTIVE, SHAPED_BY_DATA
+from autoac.planner.formats.profile import DECIDES, FUNCTIONAL_COLLECTIVE, LIFTABLE, SHAPED_BY_DATA
 from autoac.tape.torch_facts.nested_ops import NestedOp
 from autoac.tape.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.tape.torch_facts.private import HigherOrderOperator, OpOverload, tree_leaves
@@ -200,10 +200,13 @@ class OpFacts:
     scales_first: bool = False  # leaves them unread only if beta is 0
     nested: bool = False  # its kernel may call other ops that autocast casts; `call` is a NestedOp
     mutates: bool = field(init=False)
+    plain: bool = field(init=False)  # a decision to save or to recompute it is all that there is to know
 
     def __post_init__(self) -> None:
         writes = bool(self.writes or self.writes_named or self.writes_any or self.opaque)
         object.__setattr__(self, "mutates", writes)
+        special = writes or self.never_recomputed or self.must_save not in LIFTABLE or self.fills_packed >= 0
+        object.__setattr__(self, "plain", not special)
 
     def call_again(self) -> Callable[..., Any]:
         """Return a function that calls the op in backward. Call this from the mode that records the op."""

@@ -89,6 +89,8 @@ dispatch_exclude_set = _C._dispatch_tls_local_exclude_set
 parse_dispatch_key = _C._dispatch_key_parse
 SetExcludeDispatchKeyGuard = _C._SetExcludeDispatchKeyGuard  # lets a view share a version counter
 dispatch_key_is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
+set_dispatch_key_excluded = _C._dispatch_tls_set_dispatch_key_excluded  # as the guard, in fewer calls
+make_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_subclass  # detaches out of sight of modes
 
 # Tensors without memory, and whether torch is tracing.
 FakeTensor = _fake.FakeTensor
