@@ -183,7 +183,7 @@ def trainings(model: HostModel) -> dict[str, Training]:
         elif way in (AT_CHECKPOINT, HALF_WAY):  # policies: budgets would count the other models
             taken = profile(module, **batch)
             peak = peaks[CHECKPOINT] if way == AT_CHECKPOINT else (peaks[CHECKPOINT] + peaks[PLAIN]) // 2
-            made_plan = plan(taken, budget_bytes=taken.static.total + peak, time_limit_s=15)
+            made_plan = plan(taken, budget_bytes=taken.static.total + peak, work_limit=4)
             ac_client.apply(module, policy=made_plan.policy(), optimizer=optimizer)
         made[way] = Training(trainee, optimizer, floor=way == FLOOR)
         for _ in range(5):

@@ -214,6 +214,7 @@ class Cursor:
             (DistributedDataParallel).
 
     Attributes:
+        route: the decisions.
         off_path: the first op at which the forward left the route; None if it did not.
         interrupted: True if the forward ended without `finish`.
     """
@@ -229,7 +230,7 @@ class Cursor:
     ) -> None:
         self.off_path: OffPath | None = None
         self.interrupted = False
-        self._route = route
+        self.route = route
         self._strict = strict
         self._report = report
         self._in_forward = in_forward
@@ -248,7 +249,7 @@ class Cursor:
         Raises:
             LeftThePath: the policy does not expect `op`, and the cursor is strict.
         """
-        route, i = self._route, self._position
+        route, i = self.route, self._position
         if self._unplanned is not None and not self._unplanned.reported:
             self._position, self._unplanned = (
                 self._unplanned.position,
@@ -282,19 +283,19 @@ class Cursor:
         key = path, self._position
         followed = not self._lost and self._expected is None and self._unplanned is None
         if followed:
-            known = self._route.calls.get(key)
+            known = self.route.calls.get(key)
             if known is not None and known.departures == self._departures:
                 self._calls.append(known)
                 return known.begin
         path = self._path_in_route(path)
         expected = self._next
-        span = self._route.span_from(path, expected)
+        span = self.route.span_from(path, expected)
         if span is not None and not span[0] <= expected < span[1]:
-            after = self._route.skip_optional(expected)
+            after = self.route.skip_optional(expected)
             if span[0] <= after < span[1]:
                 expected = after
             else:
-                span = self._route.span_from(path, self._position)
+                span = self.route.span_from(path, self._position)
         begin: int | None = None
         if span is not None:
             if self._lost:
@@ -310,13 +311,13 @@ class Cursor:
         call = _Call(span, begin, self._departures)
         self._calls.append(call)
         if followed and self._unplanned is None and begin == key[1]:
-            self._route.calls[key] = call
+            self.route.calls[key] = call
         return begin
 
     def _path_in_route(self, path: str) -> str:
         """Return `path`, or the sibling's path inside a module that is not in the route."""
         if self._unplanned is None:
-            sibling = self._route.sibling(path)
+            sibling = self.route.sibling(path)
             if sibling is None:
                 return path
             self._unplanned = _Unplanned(path, sibling, len(self._calls), self._next, self._lost)
@@ -346,34 +347,19 @@ class Cursor:
         return call.begin, self._position
 
     @property
-    def has_use_groups(self) -> bool:
-        """Return True if the policy recomputes an op once for each group of its uses."""
-        return bool(self._route.use_groups)
-
-    @property
-    def has_moves(self) -> bool:
-        """Return True if the policy moves outputs of ops to the host."""
-        return bool(self._route.moves)
-
-    @property
-    def has_needs(self) -> bool:
-        """Return True if a backward inside of forward unpacks outputs of recomputed ops."""
-        return bool(self._route.needed_until)
-
-    @property
     def needed_until(self) -> int | None:
         """Return where forward lets go of what the op that started last makes; None: as soon as it likes."""
-        return self._route.needed_until.get(self._position - 1)
+        return self.route.needed_until.get(self._position - 1)
 
     @property
     def move(self) -> MoveAt | None:
         """Return how the outputs of the op that started last move; None if they do not."""
-        return self._route.moves.get(self._position - 1)
+        return self.route.moves.get(self._position - 1)
 
     @property
     def is_trigger(self) -> bool:
         """Return True if backward fetches when it first unpacks an output of the op that started last."""
-        return self._position - 1 in self._route.triggers
+        return self._position - 1 in self.route.triggers
 
     @property
     def position(self) -> int:
@@ -383,7 +369,7 @@ class Cursor:
     @property
     def use_groups(self) -> tuple[UseGroup, ...]:
         """Return the use groups of the op that started last, or ()."""
-        return self._route.use_groups.get(self._position - 1, ())
+        return self.route.use_groups.get(self._position - 1, ())
 
     def finish(self) -> None:
         """End the forward.
@@ -391,7 +377,7 @@ class Cursor:
         Raises:
             LeftThePath: expected ops did not run, and the cursor is strict.
         """
-        if not self._lost and self._route.skip_optional(self._next) <= self._route.last_in_module:
+        if not self._lost and self.route.skip_optional(self._next) <= self.route.last_in_module:
             self._depart("the end of forward")
 
     @property
@@ -400,7 +386,7 @@ class Cursor:
         return self._position if self._expected is None else self._expected
 
     def _depart(self, found: str) -> None:
-        route, i = self._route, self._next
+        route, i = self.route, self._next
         self._expected = None
         self._departures += 1
         if (self._strict or self.off_path is None) and not self._in_forward():

@@ -297,9 +297,9 @@ class PolicyStack:
         self._constant = only.decision if isinstance(only, ConstantPolicy) else None
         self.cursor = only.cursor if isinstance(only, PlannedPolicy) else None
         cursors = [f.policy.cursor for f in self.frames if isinstance(f.policy, PlannedPolicy)]
-        self.grouping: Grouping | None = next((cursor for cursor in cursors if cursor.has_use_groups), None)
-        self.moving: Cursor | None = next((cursor for cursor in cursors if cursor.has_moves), None)
-        self.holding: Cursor | None = next((cursor for cursor in cursors if cursor.has_needs), None)
+        self.grouping: Grouping | None = next((cursor for cursor in cursors if cursor.route.use_groups), None)
+        self.moving: Cursor | None = next((cursor for cursor in cursors if cursor.route.moves), None)
+        self.holding: Cursor | None = next((cursor for cursor in cursors if cursor.route.needed_until), None)
         self.planned: Decision | None = None
         checkpoints = [f.checkpoint for f in self.frames if f.checkpoint is not None]
         if not cursors and len(checkpoints) > 1:

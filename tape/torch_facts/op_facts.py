@@ -114,6 +114,12 @@ _SCALES_FIRST = _aten("addmm addbmm baddbmm addmv addr addmm_ addbmm_ baddbmm_ a
 # Call ops that autocast casts, and have no autocast rule of their own.
 _NESTED = _aten("_trilinear linalg_pinv.atol_rtol_tensor")
 
+# Ops of which torch's own function runs this very overload, and takes less time to read its arguments.
+_FUNCTIONS = _aten(
+    "add.Tensor addmm bmm cat convolution div.Tensor embedding mean.dim mm mul.Tensor native_batch_norm "
+    "native_dropout native_layer_norm permute sub.Tensor transpose.int unsqueeze _softmax _log_softmax"
+)
+
 # Collectives of torch whose schemas mark what they write, except for those in `_RECEIVES`.
 _MARKED_COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 
@@ -263,7 +269,7 @@ def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
     return OpFacts(
         name=str(op),
         name_in_keys=name_in_keys(str(op)),
-        call=NestedOp(op) if nested else as_compiled(op) or (op._op if type(op) is OpOverload else op),
+        call=NestedOp(op) if nested else as_compiled(op) or (_function(op) if type(op) is OpOverload else op),
         view=(bool(aliases) and not written and not collective)
         or schema.name in _HIDDEN_VIEWS | _QUESTIONS | _NOTICES
         or op.namespace == _LABELS,
@@ -288,6 +294,14 @@ def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         scales_first=schema.name in _SCALES_FIRST,
         nested=nested,
     )
+
+
+def _function(op: OpOverload[Any, Any]) -> Callable[..., Any]:
+    """Return the function that calls `op` in the least time."""
+    key, name = _key(op), op._schema.name.removeprefix("aten::")
+    if key in ("aten::expand", "aten::view"):
+        return getattr(torch.Tensor, name)  # type: ignore[no-any-return]
+    return getattr(torch if key in _FUNCTIONS else None, name, op._op)
 
 
 def _key(op: OpOverload[Any, Any]) -> str:

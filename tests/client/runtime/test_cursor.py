@@ -66,12 +66,7 @@ WALKS: dict[str, tuple[Route, str, str, str]] = {
         "save recompute - - recompute save recompute save",
         "expected a/gelu#0, found relu",
     ),
-    "unknown ops in several modules": (
-        ROUTE,
-        "x >a y <a >c z <c",
-        "- - -",
-        "expected ./embed#0, found x",
-    ),
+    "unknown ops in several modules": (ROUTE, "x >a y <a >c z <c", "- - -", "expected ./embed#0, found x"),
     "an unknown module": (
         ROUTE,
         "embed >new conv <new >a mm gelu <a >c mm <c loss",

@@ -234,11 +234,7 @@ def test_region_changes_no_bit(body: Callable[..., Any], policy: str) -> None:
     assert bool(planned.recomputed()) == (policy == "recompute_all")
 
 
-@pytest.mark.parametrize(
-    "body",
-    BODIES,
-    ids=lambda body: body.__name__.replace("_", " "),
-)
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.replace("_", " "))
 def test_region_frees_everything(body: Callable[..., Any]) -> None:
     model, x = Net(body), torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
     for t in (x, *model.parameters()):
@@ -383,11 +379,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 )
 @pytest.mark.parametrize("kind", ["two tensors", "distributed tensors"])
 def test_wrapped_tensor_written_after_forward_is_an_error_in_every_step(
-    kind: str,
-    policy: str,
-    forward: Callable[[Tensor], Tensor],
-    write: str,
-    request: pytest.FixtureRequest,
+    kind: str, policy: str, forward: Callable[[Tensor], Tensor], write: str, request: pytest.FixtureRequest
 ) -> None:
     """Only the counter of the wrapper shows the write, and later steps compare no contents."""
     w = nn.Parameter(wrapping(kind, request)(torch.ones(4)))

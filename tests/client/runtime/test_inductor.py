@@ -124,9 +124,7 @@ def test_input_that_only_recomputes_read_is_copied_before_compiled_code_writes_i
     assert torch.equal(found, (x + 1).cos().detach() + (x + 2).cos().detach())
 
 
-def test_first_compilation_inside_a_region_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_first_compilation_inside_a_region_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile(greatest, backend="inductor")
     region = save_recompute_policy("recompute_all")
     with monkeypatch.context() as before:

@@ -117,9 +117,7 @@ class Alternating(nn.Module):
         return x.sum()
 
 
-def test_module_with_one_saved_op_runs_without_the_mode(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_module_with_one_saved_op_runs_without_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.linspace(-1, 1, 8).view(2, 4)
     torch.manual_seed(0)
     policy = plan(profile(Alternating(), x), budget_gb=1).policy()

@@ -236,11 +236,7 @@ def test_later_write_by_others_does_not_reach_the_rerun(write: Write, way: str) 
 @pytest.mark.parametrize("write", [_count, _unseen])
 @pytest.mark.parametrize(
     "layer",
-    [
-        partial(Layer, numel=SMALL // 4 + 1),
-        partial(PartOfLarge, numel=SMALL // 4 + 1),
-        MadeInForward,
-    ],
+    [partial(Layer, numel=SMALL // 4 + 1), partial(PartOfLarge, numel=SMALL // 4 + 1), MadeInForward],
     ids=["large", "part of a large storage", "made in forward"],
 )
 def test_function_that_writes_a_large_or_recorded_argument_is_saved(

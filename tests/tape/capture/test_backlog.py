@@ -102,10 +102,7 @@ def timed(gpu: Gpu, model: nn.Module, backlog: Backlog) -> Samples:
 def test_op_takes_the_time_of_its_kernel_alone(gpu: Gpu) -> None:
     backlog = Backlog(DEVICE)
     samples = timed(gpu, nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.Tanh()), backlog)
-    assert {key[0]: len(found) for key, found in samples.items()} == {
-        "Tanh": 2,
-        "Sigmoid": 1,
-    }
+    assert {key[0]: len(found) for key, found in samples.items()} == {"Tanh": 2, "Sigmoid": 1}
     assert [us for found in samples.values() for us in found] == pytest.approx([KERNEL_US] * 3)
     assert backlog.note() == ""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoac.tape.torch_facts import op_facts
 from autoac.tape.torch_facts.op_facts import OpFacts, facts_of, written_tensors
 from autoac.tape.torch_facts.op_signature import tensors_in
 
@@ -82,3 +85,38 @@ def test_op_of_a_library_for_communication_writes_any_argument_unless_its_schema
 
 def test_ops_of_aten_are_no_collectives() -> None:
     assert not facts_of(torch.ops.aten.convolution.default).collective
+
+
+class Names(TorchDispatchMode):
+    """Note each op that is dispatched."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+seen: list[Any] = []
+X, B, IMAGES, V = torch.rand(2, 2), torch.rand(3, 2, 2), torch.rand(1, 2, 3, 3), torch.rand(2)
+CALLS: dict[str, list[Any]] = {
+    "add.Tensor": [(X, X), (X, 2), (2, X)], "addmm": [(V, X, X)], "bmm": [(B, B)], "cat": [([X, X], -1)],
+    "convolution": [(IMAGES, torch.rand(2, 2, 1, 1), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)],
+    "div.Tensor": [(X, X), (X, 2.0)], "embedding": [(X, torch.tensor([1])), (X, torch.tensor([1]), 0)],
+    "mean.dim": [(X, [-1], True), (X, [0]), (X, None)], "mm": [(X, X)], "permute": [(X, [1, 0])],
+    "mul.Tensor": [(X, X), (X, 0.5), (X, True)], "view": [(X, [4])], "expand": [(X, [3, 2, 2])],
+    "native_batch_norm": [(IMAGES, V, V, None, None, True, 0.1, 1e-5)], "transpose.int": [(X, 0, 1)],
+    "native_dropout": [(X, 0.5, True)], "native_layer_norm": [(X, [2], V, None, 1e-5)],
+    "sub.Tensor": [(X, X), (X, 1), (1, X)], "unsqueeze": [(X, 0)], "_softmax": [(X, -1, False)],
+    "_log_softmax": [(X, -1, False)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["aten::expand", "aten::view", *sorted(op_facts._FUNCTIONS)])
+def test_function_that_stands_for_an_op_runs_this_overload(name: str) -> None:
+    packet, _, overload_name = name.removeprefix("aten::").partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload_name or "default")
+    assert facts_of(op).call is not op._op
+    for args in CALLS[name.removeprefix("aten::")]:
+        seen.clear()
+        with Names():
+            facts_of(op).call(*args)
+        assert seen == [op]

@@ -12,10 +12,7 @@ import pytest
 import torch
 from checkpoints import MM, THEIRS, chain, leaf, replayed, same, selective
 from torch import Tensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ac_client import PolicyConflict, checkpoint, save_recompute_policy
 from autoac.tape.runtime import nested_policies

@@ -11,9 +11,7 @@ import pytest
 import torch
 from checkpoints import MM, THEIRS, chain, leaf, replayed, same, selective
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    noop_context_fn,
-)
+from torch.utils.checkpoint import noop_context_fn
 
 from ac_client import checkpoint, checkpoint_sequential
 from ac_client.measure.memory_timeline import AllocatorTimeline

@@ -12,9 +12,7 @@ from checkpoints import THEIRS, Ops, chain, replayed, same
 from fuzzers.nested_checkpoints import compare
 from stepping import recomputed
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-)
+from torch.utils.checkpoint import CheckpointPolicy
 
 import ac_client
 from ac_client import checkpoint, save_recompute_policy
