@@ -52,8 +52,9 @@ def steps(model: nn.Module, run: Run, batch: Callable[[int], Tensor]) -> list[Te
         x = batch(number)
         y = run(model, x)
         loss_of(y).backward()
-        found.append(y.detach().cpu())
+        found.append(y.detach().cpu().clone())
         found += [p.grad.cpu() for p in (x, *model.parameters()) if p.grad is not None]
+        del y  # what a loop keeps of a step counts in the next one
     return found
 
 
