@@ -37,14 +37,7 @@ from ac_client.planning.ranks import (
 )
 from ac_client.planning.trigger import PlannedFor
 from ac_client.service_client.errors import RemoteError
-from autoac.planner import (
-    OtherProfile,
-    Plan,
-    PlannerError,
-    Policy,
-    Profile,
-    as_planned,
-)
+from autoac.planner import OtherProfile, Plan, PlannerError, Policy, Profile, as_planned
 from autoac.planner.formats.policy_set import Shape, shape_in_words
 from autoac.planner.units import format_bytes
 from autoac.profiler import ProfilerBusy, device_of

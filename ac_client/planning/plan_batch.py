@@ -525,12 +525,7 @@ class BatchPlanner:
         )
 
     def plan(
-        self,
-        call: ModelCall,
-        profile: Profile,
-        observation: Observation | None = None,
-        *,
-        running: str = "",
+        self, call: ModelCall, profile: Profile, observation: Observation | None = None, *, running: str = ""
     ) -> PlannedBucket:
         """Plan a step that was profiled.
 
@@ -558,7 +553,7 @@ class BatchPlanner:
                     with suppress(*NO_PLAN):
                         other = without.counted_in(step)
                         return self.plan(call, other, observation, running=running)
-            _explain(error, profile, terms.form)
+            _explain(error, profile, terms)
             smallest = error.smallest_found
             fits_alone = smallest is not None and smallest - others <= self.options.limit
             if not (running or fits_alone or self.on_device.neighbors_nbytes()):
@@ -610,9 +605,14 @@ def form_of(profile: Profile, form: Form) -> Form:
     return replace(form, forwards=forwards_of(profile), passes=len(profile.pass_ends) + 1)
 
 
-def _explain(error: PlannerError, profile: Profile, form: Form) -> None:
+def _explain(error: PlannerError, profile: Profile, terms: PlannedFor) -> None:
     """Say what the loop, or the model, could change so that a plan fits."""
-    if drops := profile.droppable_outputs - form.drops:
+    if kept := terms.present.kept_nbytes:
+        error.add_note(
+            f"autoac: names of the last step hold {format_bytes(kept)} as the forward begins. A loop that drops "
+            "them before, as in del output, needs less"
+        )
+    if drops := profile.droppable_outputs - terms.form.drops:
         nbytes = format_bytes(profile.output_nbytes(drops))
         error.add_note(
             f"autoac: the training loop holds outputs of the model during backward ({nbytes}). A loop that "

@@ -547,6 +547,16 @@ def test_refused_budget_names_the_other_models_on_the_device() -> None:
         several(1)(model)
     notes = "\n".join(raised.value.__notes__)
     assert f"Layers holds {format_bytes(sum(p.nbytes for p in other.parameters()))}" in notes
+    assert "names of the last step" not in notes
+
+
+def test_refused_budget_names_what_the_loop_keeps_of_the_last_step() -> None:
+    model, x = ac_client.apply(Layers(), 1e-6), torch.randn(64, 32)
+    out = model(x)
+    out.sum().backward()
+    with pytest.raises(InfeasibleBudget) as raised:
+        model(x)
+    assert f"names of the last step hold {format_bytes(out.nbytes)}" in "\n".join(raised.value.__notes__)
 
 
 def test_planned_model_that_does_not_train_takes_no_room() -> None:
