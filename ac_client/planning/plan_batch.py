@@ -609,8 +609,8 @@ def _explain(error: PlannerError, profile: Profile, terms: PlannedFor) -> None:
     """Say what the loop, or the model, could change so that a plan fits."""
     if kept := terms.present.kept_nbytes:
         error.add_note(
-            f"autoac: names of the last step hold {format_bytes(kept)} as the forward begins. A loop that drops "
-            "them before, as in del output, needs less"
+            f"autoac: names of the last step hold {format_bytes(kept)} as the forward begins. A loop that "
+            "drops them before, as in del output, needs less"
         )
     if drops := profile.droppable_outputs - terms.form.drops:
         nbytes = format_bytes(profile.output_nbytes(drops))

@@ -552,8 +552,7 @@ def test_refused_budget_names_the_other_models_on_the_device() -> None:
 
 def test_refused_budget_names_what_the_loop_keeps_of_the_last_step() -> None:
     model, x = ac_client.apply(Layers(), 1e-6), torch.randn(64, 32)
-    out = model(x)
-    out.sum().backward()
+    (out := model(x)).sum().backward()
     with pytest.raises(InfeasibleBudget) as raised:
         model(x)
     assert f"names of the last step hold {format_bytes(out.nbytes)}" in "\n".join(raised.value.__notes__)
