@@ -291,7 +291,6 @@ class BatchPlanner:
             )
         device = device_of_step(call.model, call.args, call.kwargs)
         with _beginning:
-            self.on_device.forget_peaks()
             if recorded:
                 _check_idle()
                 if self.missed >= MOST_MISSED:
@@ -302,6 +301,7 @@ class BatchPlanner:
                     )
                 if recorded_step() is not None or is_recorded_elsewhere():
                     raise AnotherIsObserved("a step of another model is observed now")
+                self.on_device.forget_peaks()
             self._follow_calls(call.model)
             step = ObservedStep(
                 call.model,
