@@ -7,6 +7,7 @@ tests of use groups are in runtime/test_use_groups.py and tests/fuzzers.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -31,10 +32,9 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
         try:
             return searched(profile, options=Options(use_groups=False), **terms)
         except InfeasibleBudget as of_once:
-            try:
+            with suppress(InfeasibleBudget):
                 return searched(profile, **terms)
-            except InfeasibleBudget:
-                raise of_once from None
+            raise of_once from None
 
     monkeypatch.setattr(plan_batch, "plan", quick)
 
