@@ -48,6 +48,7 @@ from autoac.tape.torch_facts.torch_trace import profiler_is_running
 
 log = logging.getLogger("ac_client")
 
+MOST_OBSERVED = 2  # steps that begin alike, for a later forward that was longer
 OTHER_PARAMETERS = "other parameters train than before, or the dtype or the mode changed"
 
 
@@ -77,8 +78,8 @@ class PolicyChooser:
         self._options = options = planner.options
         self._on_failure = on_failure
         self._began: Key | None = None  # key of the first forward of the step that runs
-        # By that key: 1 and 3, if a later forward was longer than planned; 2 and 4, once observed for that.
-        self._longer = Counter[Key]()
+        self._longer: set[Key] = set()  # such keys of steps with a longer later forward, observed next
+        self._observed = Counter[Key]()  # by such a key: how often a step was observed for that
         self._to_meet = not given and options.group is not None  # the ranks, when the second step begins
 
     @property
@@ -114,8 +115,9 @@ class PolicyChooser:
         key = key_of(call.args, call.kwargs)
         if not waiting:
             self._began = key
-            if self._longer[key] in (1, 3) and not is_capturing():
-                self._longer[key] += 1
+            if key in self._longer and not is_capturing():
+                self._longer.remove(key)
+                self._observed[key] += 1
                 return self._observe(call, key)
         bucket = store.buckets.known.get(key)
         return self._of_new_shape(call, key, waiting) if bucket is None else bucket
@@ -419,8 +421,8 @@ class PolicyChooser:
 
     def _in_the_middle(self, shape: Shape) -> PlannedBucket:
         """Return the bucket of the forward that waits; the next step that begins alike is observed."""
-        if self._began is not None and self._longer[self._began] in (0, 2):
-            self._longer[self._began] += 1
+        if self._began is not None and self._observed[self._began] < MOST_OBSERVED:
+            self._longer.add(self._began)
         why = "no observed step had one like it while another forward waits: the next is observed"
         return self._uncovered("in the middle", shape, why)
 

@@ -207,7 +207,7 @@ def present_rule(planned: PlannedFor, now: Present, form: Form) -> PlanAgain | N
     if held:
         return PlanAgain(terms, "the loop holds other outputs or gradients in backward")
     if waits:
-        return PlanAgain(terms, f"{waiting} forwards more wait for a backward of their own")
+        return PlanAgain(terms, f"{waiting} more forwards wait, each for a backward of its own")
     reason = of_others(now.others_nbytes)
     if now.kept_nbytes:
         reason += f", and names of the last step hold {format_bytes(now.kept_nbytes)}"

@@ -281,7 +281,7 @@ class PolicyStack:
 
     Attributes:
         frames: the policies.
-        cursor: of a plan, if there are no other policies.
+        cursor: that of the only policy, if it is a plan; None otherwise.
         needs_output: True if a policy must see the output of an op.
         grouping: a plan in which ops have use groups, or several checkpoints; None if ops run once.
         moving: a plan that moves outputs of ops to the host; None if there is none.
