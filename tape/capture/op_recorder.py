@@ -56,7 +56,7 @@ from autoac.tape.unseen.moving_weights import (
     Memory,
     memory_by_parameter,
     memory_of,
-    note_moving,
+    moving_weights,
     parameter_of,
 )
 
@@ -195,12 +195,11 @@ class OpRecorder:
         if version is not None and not self.record.ops[self.record.versions[version].op].must_save:
             return False  # made by an op that can fill it again
         memory = memory_of(parameter)
-        if id(parameter) not in self._read:
-            storage = parameter.untyped_storage()
-            self._read[id(parameter)] = weakref.ref(parameter), weakref.ref(storage), memory
+        refs = weakref.ref(parameter), weakref.ref(parameter.untyped_storage())
+        self._read.setdefault(id(parameter), (*refs, memory))
         if self._memory.get(id(parameter), memory) == memory:
             return False
-        note_moving(parameter)
+        moving_weights.setdefault(parameter, None)
         return True
 
     def _note_moved(self) -> None:
@@ -208,7 +207,7 @@ class OpRecorder:
         for ref, of_storage, memory in self._read.values():
             parameter, storage = ref(), of_storage()
             if parameter is not None and memory_of(parameter) != memory:
-                note_moving(parameter)
+                moving_weights.setdefault(parameter, None)
                 if storage is not None:
                     self.save_readers(storage, MOVES)
 

@@ -164,10 +164,14 @@ class SavedTensorRecorder:
         """Record that autograd holds no memory for its saved tensors on `storage`, which the model frees."""
         for saved, version in enumerate(self.versions):
             if self._recorder.record.versions[version].storage == storage:
-                self.note_drop(saved)
-                self.elsewhere.add(saved)
+                self.leave_filled(saved)
 
-    def note_drop(self, index: int) -> None:
-        """Record that autograd dropped saved tensor `index`."""
+    def leave_filled(self, saved: int) -> None:
+        """Record that the model fills the memory of a saved tensor itself, which autograd never held."""
+        self.note_drop(saved, self._recorder.record.ops[self.packed[saved] - 1].begin_mark)
+        self.elsewhere.add(saved)
+
+    def note_drop(self, index: int, mark: int | None = None) -> None:
+        """Record that autograd dropped saved tensor `index`: by default, now."""
         if not self.closed and index not in self.elsewhere:
-            self.events.append(SavedEvent("drop", index, self._mark(), ""))
+            self.events.append(SavedEvent("drop", index, self._mark() if mark is None else mark, ""))

@@ -41,7 +41,7 @@ from autoac.tape.torch_facts.op_facts import OpFacts, facts_of
 from autoac.tape.torch_facts.storage_table import has_storage
 from autoac.tape.unseen.function_calls import FunctionCall
 from autoac.tape.unseen.held_storages import HeldStorages
-from autoac.tape.unseen.moving_weights import parameter_of
+from autoac.tape.unseen.moving_weights import is_refilled, parameter_of
 
 
 def _never_called(*_: Any) -> None:
@@ -290,9 +290,9 @@ class StepTape:
         """
         self._packing = self._mark()
         sees = self.saved.sees(tensor, 4)
-        if has_storage(tensor) and parameter_of(tensor) is not None:
+        if has_storage(tensor) and (parameter := parameter_of(tensor)) is not None:
             self.held.look()  # what filled it
-            if self.recorder.moves(tensor):
+            if self.recorder.moves(tensor) and (parameter is tensor or is_refilled(parameter)):
                 return None
         return self.saved.add_tensor(tensor) if sees else None
 

@@ -245,14 +245,14 @@ class MovingWeightHandle:
         held: a handle that holds it; None where backward fills the parameter again.
     """
 
-    __slots__ = ("_contents", "_device", "_held", "_nbytes", "_parameter", "_recipe")
+    __slots__ = ("_contents", "_device", "_nbytes", "_parameter", "_recipe", "held")
 
     def __init__(self, parameter: Parameter, tensor: Tensor, held: Any) -> None:
         self._parameter = parameter
         self._recipe = recipe_of(tensor)
         self._device, self._nbytes = tensor.device, tensor.untyped_storage().nbytes()
         self._contents = storage_fingerprint(tensor)
-        self._held = held
+        self.held = held
 
     def unpack(self) -> Tensor:
         """Return the view.
@@ -264,11 +264,12 @@ class MovingWeightHandle:
         filled = (storage.device, storage.nbytes()) == (self._device, self._nbytes) and same_contents(
             fingerprint_of(storage), self._contents
         )
-        if self._held is not None:
-            note_unpack(self._parameter, filled=filled)
-            return unpack(self._held)
+        note_unpack(self._parameter, filled=filled)
+        if filled and type(self.held) is TapedHandle:
+            self.held.leave_to_model()
         if not filled:
-            note_unpack(self._parameter, filled=False)
+            if self.held is not None:
+                return unpack(self.held)
             dtype, size = self._recipe[:2]
             raise StaleError(
                 f"a parameter, of which autograd saved a {dtype} {list(size)}, must have in backward the "
@@ -318,6 +319,10 @@ class TapedHandle:
         """Return the tensor."""
         return self._tape.unpack(self._saved, self._unpack)
 
+    def leave_to_model(self) -> None:
+        """Record that the model has freed the memory, and filled it again."""
+        self._tape.saved.leave_filled(self._saved)
+
     def _unpack(self) -> tuple[Tensor, bool]:
         handle = self._handle
         return handle.unpack(), not isinstance(handle, RecomputedHandle) or handle.is_cached()
@@ -329,6 +334,8 @@ class TapedHandle:
 def taped(handle: Any, saved: int | None, tape: StepTape) -> Any:
     """Return `handle`, which packs saved tensor number `saved` of the step that `tape` records, taped."""
     tape.packed()
+    if saved is not None and type(handle) is MovingWeightHandle:
+        handle.held, saved = TapedHandle(handle.held, saved, tape), None
     return handle if saved is None else TapedHandle(handle, saved, tape)
 
 

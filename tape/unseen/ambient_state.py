@@ -37,7 +37,11 @@ class AmbientState:
         self._generators = [capture_generator(torch.default_generator)]
         if device.type != "cpu":
             self._generators.append(capture_generator(default_generator(device)))
-        self._autocast = [_autocast_of(kind) for kind in dict.fromkeys(("cpu", device.type))]
+        cached = torch.is_autocast_cache_enabled()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
+            for kind in dict.fromkeys(("cpu", device.type))
+        ]
         self._plain = checkpoints_are_plain()
         self._settings = [get() for get, _ in _SETTINGS]
 
@@ -62,12 +66,3 @@ class AmbientState:
                     put(value)
                     stack.callback(put, now)
             yield
-
-
-def _autocast_of(kind: str) -> tuple[str, bool, torch.dtype, bool]:
-    return (
-        kind,
-        torch.is_autocast_enabled(kind),
-        torch.get_autocast_dtype(kind),
-        torch.is_autocast_cache_enabled(),
-    )

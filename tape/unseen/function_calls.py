@@ -432,7 +432,7 @@ class FunctionCall:
         if first.contents and not self.reason and self.rerun is not None:
             try:
                 again = self.rerun(*first.arguments(self.arguments.tensors))
-                same = _equal([fingerprint(t) for t in first.contents], [fingerprint(t) for t in again])
+                same = all(map(same_contents, map(fingerprint, first.contents), map(fingerprint, again)))
             except RuntimeError:  # what it makes has another shape, or it cannot run twice
                 same = False
             self.rerun.has_run = False  # in backward
@@ -500,11 +500,6 @@ class _Examination:
         """Return the positions of `tensors` among the storages of the arguments."""
         written = {id(tensor) for tensor in tensors}
         return tuple(i for i, tensor in enumerate(self._storages) if id(tensor) in written)
-
-
-def _equal(first: Sequence[Fingerprint], second: Sequence[Fingerprint]) -> bool:
-    """Return True if two lists of fingerprints are equal."""
-    return len(first) == len(second) and all(map(same_contents, first, second))
 
 
 def _kind_of(arguments: CallArguments) -> Any:

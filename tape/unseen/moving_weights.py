@@ -46,11 +46,6 @@ def parameter_of(tensor: Tensor) -> Parameter | None:
     return found if type(found) is Parameter and memory_of(found) == memory_of(tensor) else None
 
 
-def note_moving(parameter: Parameter) -> None:
-    """Note that `parameter` moves."""
-    moving_weights.setdefault(parameter, None)
-
-
 def moving_base(tensor: Tensor) -> Parameter | None:
     """Return the moving parameter of which `tensor` is a view; None if there is none."""
     if not moving_weights or type(tensor) is Parameter:
