@@ -18,6 +18,9 @@ from autoac.planner.units import format_bytes, format_us
 
 _Numbers = tuple[tuple[int, ...], ...]
 
+MOST_OPS = 24  # named in a line of words
+MOST_CHARACTERS = 120  # of a module's name there
+
 
 class Decision(Enum):
     """The decision about an op. The value is the verb for its module."""
@@ -200,18 +203,17 @@ def rows_in_words(rows: Iterable[ModuleRow]) -> Iterator[str]:
     """Yield the rows as lines of text."""
     for row in rows:
         several = len(row.modules)
-        yield (row.name or "(outside all modules)") + (f" ({several} modules)" if several > 1 else "")
+        name = row.name if len(row.name) <= MOST_CHARACTERS else f"{row.name[:MOST_CHARACTERS]}..."
+        yield (name or "(outside all modules)") + (f" ({several} modules)" if several > 1 else "")
         each = "each " if several > 1 else ""
         if row.keeps:
-            yield f"  {each}keeps {', '.join(row.keeps)}{_amount(row.kept_bytes, several, format_bytes)}"
+            yield f"  {each}keeps {_few(row.keeps)}{_amount(row.kept_bytes, several, format_bytes)}"
         if row.moves:
             moved = _amount(row.moved_bytes, several, format_bytes)
-            yield f"  {each}moves {', '.join(row.moves)} to the host and back{moved}"
+            yield f"  {each}moves {_few(row.moves)} to the host and back{moved}"
         if row.recomputes:
-            yield (
-                f"  {each}recomputes {', '.join(row.recomputes)}"
-                f"{_amount(row.recompute_us, several, format_us)}"
-            )
+            recompute = _amount(row.recompute_us, several, format_us)
+            yield f"  {each}recomputes {_few(row.recomputes)}{recompute}"
 
 
 def aligned(rows: Sequence[Sequence[str]], words: int = 1) -> Iterator[str]:
@@ -223,6 +225,11 @@ def aligned(rows: Sequence[Sequence[str]], words: int = 1) -> Iterator[str]:
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_OPS} more" if len(names) > MOST_OPS else ""
+    return ", ".join(names[:MOST_OPS]) + more
 
 
 def _amount(total: float, several: int, text: Callable[..., str]) -> str:

@@ -58,6 +58,18 @@ def test_occurrence_is_shown_if_a_module_has_several_of_an_op() -> None:
     assert row.keeps == ("mul.Tensor#0", "mul.Tensor#1", "mm.default")
 
 
+def test_lines_of_many_ops_and_of_many_modules_name_the_first_and_count_the_rest() -> None:
+    keys = [f"m/aten.mul.Tensor#{i}" for i in range(1000)]
+    keys += [f"h.{i}/aten.mm.default#0" for i in range(0, 2000, 2)]
+    one, of_mul, several, of_mm = rows_in_words(by_module(OpDecision(key, Decision.SAVED) for key in keys))
+    assert (one, of_mm) == ("m", "  each keeps mm.default")
+    assert of_mul.startswith("  keeps mul.Tensor#0, mul.Tensor#1, ")
+    assert of_mul.endswith(", mul.Tensor#23 and 976 more")
+    assert several.startswith("h.0,2,4,")
+    assert several.endswith("... (1000 modules)")
+    assert len(several) < 150
+
+
 @pytest.mark.parametrize(
     ("paths", "names"),
     [
