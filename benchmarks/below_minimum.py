@@ -111,7 +111,7 @@ def row_of(name: str, device: torch.device) -> tuple[str, bool]:
 
 def _planned(profile: Profile, budget: int) -> Plan | None:
     try:
-        return plan_offload(profile, budget_bytes=budget, link=LINK, work_limit=WORK_LIMIT).plan
+        return plan_offload(profile, budget_bytes=budget, link=LINK, work_limit=WORK_LIMIT)
     except (InfeasibleBudget, SolverOutOfTime):
         return None
 

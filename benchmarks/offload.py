@@ -18,8 +18,8 @@ from itertools import chain
 from autoac.planner import build, find_minimum_peak
 from autoac.planner.memory.clocks import timing
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.offload import Offload, plan_offload
-from autoac.planner.plan import step_time_us
+from autoac.planner.offload import plan_offload
+from autoac.planner.plan import Plan, step_time_us
 from autoac.planner.problem.moves import Link
 from autoac.planner.units import GIB
 from benchmarks.plans.profiles import load
@@ -54,7 +54,7 @@ def link_of(gb_s: float) -> Link:
     return Link(gb_s * 1e3, gb_s * 1e3, LATENCY_US, 1 << 40)
 
 
-def with_jitter(found: Offload, link: Link) -> float:
+def with_jitter(found: Plan, link: Link) -> float:
     """Return the longest stalls of ten runs, in microseconds."""
     fields = (link.out_bytes_per_us, link.in_bytes_per_us, link.latency_us, link.host_bytes)
     return max(
@@ -96,19 +96,17 @@ def rows_of(name: str) -> Iterator[Row]:
             begin = time.process_time()
             found = plan_offload(profile, budget_bytes=budget, link=link_of(gb_s), work_limit=WORK_LIMIT)
             took = time.process_time() - begin
-            assert found.without_moves is not None
-            best = found.best
             yield Row(
                 name,
                 budget,
                 gb_s,
-                found.without_moves.recompute_us / step_us,
-                found.plan.extra_us / step_us,
-                found.plan.bound_us / step_us,
-                found.plan.gap,
-                0 if best is None else best.timing.moved_bytes,
-                0.0 if best is None else best.timing.stall_us / step_us,
-                0.0 if best is None else with_jitter(best, link_of(gb_s)) / step_us,
+                (found.extra_us + (found.gained_us if found.moves else 0.0)) / step_us,
+                found.extra_us / step_us,
+                found.bound_us / step_us,
+                found.gap,
+                found.moved_bytes,
+                found.stall_us / step_us,
+                with_jitter(found, link_of(gb_s)) / step_us if found.moves else 0.0,
                 took,
             )
 

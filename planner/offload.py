@@ -90,23 +90,14 @@ class Offload:
     extra_us: float  # recomputes and stalls
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadPlan:
-    """The fastest way found to keep a step within a budget, with moves or without. Times in microseconds."""
-
-    plan: Plan  # to carry out
-    without_moves: Plan | None  # None: nothing fits
-    best: Offload | None  # None: no moves save enough
-
-
 def plan_offload(
     profile: Profile | Graph,
     *,
     budget_bytes: int,
     link: Link,
     **terms: Unpack[PlanTerms],
-) -> OffloadPlan:
-    """Plan a step within a budget, with a link to the host: save, recompute or move.
+) -> Plan:
+    """Return the fastest plan found within a budget, with a link to the host: save, recompute or move.
 
     Nothing moves if everything fits, or if moves do not save half a percent of the step. Nor does anything
     move under a forward budget, or if blocks or forwards share compiled code: with moves, each would need
@@ -138,9 +129,9 @@ def plan_offload(
             raise
         unplanned = error
     if without is not None and without.recompute_us == 0:
-        return _unmoved(without, without.bound_us, "it all fits on the device")
+        return replace(without, why_unmoved="it all fits on the device")
     if without is not None and not may_move:
-        return _unmoved(without, without.bound_us, "no output of this step may move")
+        return replace(without, why_unmoved="no output of this step may move")
     options = replace(options_for(profile, None), use_groups=False)
     problem = SearchProblem(graph, options)
     step_us = step_time_us(graph)
@@ -153,8 +144,8 @@ def plan_offload(
     if best is None and unplanned is not None:
         raise unplanned
     if without is not None and (best is None or best.extra_us > without.recompute_us - WORTH * step_us):
-        bound_us = min(bound_us, without.recompute_us)
-        return _unmoved(without, bound_us, f"no moves were found that save {WORTH:.1%} of the step")
+        why = f"no moves were found that save {WORTH:.1%} of the step"
+        return replace(without, bound_us=min(bound_us, without.recompute_us), why_unmoved=why)
     assert best is not None
     bound_us = max(0.0, min(bound_us, best.extra_us))
     proven = best.extra_us - bound_us <= max(goal.gap * best.extra_us, goal.tolerance)
@@ -168,11 +159,7 @@ def plan_offload(
     )
     made = moving(made, best.unmoved, best.graph, best.save_set, best.moves, best.timing)
     gained_us = math.inf if without is None else without.recompute_us - best.extra_us
-    return OffloadPlan(replace(made, bound_us=bound_us, gained_us=gained_us), without, best)
-
-
-def _unmoved(without: Plan, bound_us: float, why: str) -> OffloadPlan:
-    return OffloadPlan(replace(without, bound_us=bound_us, why_unmoved=why), without, None)
+    return replace(made, bound_us=bound_us, gained_us=gained_us)
 
 
 def plan_with_host(profile: Profile | Graph, *, budget_bytes: int, **terms: Unpack[PlanTerms]) -> Plan:
@@ -192,7 +179,7 @@ def plan_with_host(profile: Profile | Graph, *, budget_bytes: int, **terms: Unpa
     if not host_bytes or rates is None:
         made = plan(profile, budget_bytes=budget_bytes, **terms)
         return replace(made, why_unmoved="the profile has no link") if host_bytes else made
-    return plan_offload(profile, budget_bytes=budget_bytes, link=Link.of(rates, host_bytes), **terms).plan
+    return plan_offload(profile, budget_bytes=budget_bytes, link=Link.of(rates, host_bytes), **terms)
 
 
 def _search(

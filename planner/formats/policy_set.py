@@ -44,12 +44,6 @@ class PolicySet(FrozenModel):
     version: Literal[7] = VERSION
     buckets: tuple[Bucket, ...]
 
-    def bucket(self, shape: Shape) -> Bucket | None:
-        """Return the bucket with the fewest elements that covers a batch of `shape`, or None."""
-        batch = Extent.of(shape)
-        covering = [bucket for bucket in self.buckets if Extent.of(bucket.shape).covers(batch)]
-        return min(covering, key=lambda bucket: Extent.of(bucket.shape).elements, default=None)
-
     def to_json(self) -> str:
         """Return the published form: the same text for the same set."""
         return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"

@@ -235,7 +235,7 @@ def test_plan_below_the_smallest_peak_of_recompute_alone_is_carried_out(gpu: Mod
     budget = step.static.total + (low - step.static.total) * 96 // 100
     with pytest.raises(InfeasibleBudget):
         plan(step, budget_bytes=budget)
-    planned = plan_offload(step, budget_bytes=budget, link=Link(20e3, 20e3, 1.0, GIB)).plan
+    planned = plan_offload(step, budget_bytes=budget, link=Link(20e3, 20e3, 1.0, GIB))
     del model, optimizer, ids
     expected, _ = plain(gpu)
     losses, peaks, _ = losses_and_peaks(gpu, policy=planned.policy())
@@ -353,7 +353,7 @@ def test_compiled_code_waits_for_its_copies(
     torch.compile(plain, backend="aot_eager")(x).backward()
     step = compiled_step(x)
     budget = (find_minimum_peak(step, work_limit=1.0).found + plan(step, budget_bytes=1 << 40).peak) // 2
-    found = plan_offload(step, budget_bytes=budget, link=Link(1e6, 1e6, 0.0, 1 << 40)).plan
+    found = plan_offload(step, budget_bytes=budget, link=Link(1e6, 1e6, 0.0, 1 << 40))
     assert found.moves
     model = Chain().cuda()
     call = torch.compile(model, backend="aot_eager")
@@ -378,7 +378,7 @@ def test_exception_between_fetch_and_arrival_in_compiled_code_races_with_nothing
     step = compiled_step(x)
     low, high = find_minimum_peak(step, work_limit=1.0).found, plan(step, budget_bytes=1 << 40).peak
     link = Link(300.0, 300.0, 0.0, 1 << 40)  # slow: fetches come long before they arrive
-    found = plan_offload(step, budget_bytes=(low + high) // 2, link=link).plan
+    found = plan_offload(step, budget_bytes=(low + high) // 2, link=link)
     assert found.moves
     call = torch.compile(ac_client.apply(Chain().cuda(), policy=found.policy()), backend="aot_eager")
     call(x).backward()

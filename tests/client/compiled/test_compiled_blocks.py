@@ -220,7 +220,7 @@ def test_eager_ops_are_not_fetched_at_points_of_a_compiled_end() -> None:
     compiled = set()
     for rate in (300.0, 1e3, 1e4):
         link = Link(rate, rate, 0.0, 1 << 40)
-        for move in plan_offload(step, budget_bytes=(low + high) // 2, link=link).plan.moves:
+        for move in plan_offload(step, budget_bytes=(low + high) // 2, link=link).moves:
             assert move.fetch is not None
             assert graph.ops[begins[move.fetch]].compiled is graph.ops[move.op].compiled
             compiled.add(graph.ops[move.op].compiled)
@@ -235,6 +235,6 @@ def test_blocks_that_share_code_move_nothing_to_the_host() -> None:
         in_place(model)
         step = profile(model, BATCH)
         budget = (find_minimum_peak(step).found + plan(step, budget_bytes=1 << 40).peak) // 2
-        found = plan_offload(step, budget_bytes=budget, link=link).plan
+        found = plan_offload(step, budget_bytes=budget, link=link)
         assert bool(found.moves) is moves
         assert bool(found.why_unmoved) is not moves

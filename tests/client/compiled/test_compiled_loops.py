@@ -195,7 +195,7 @@ def moving(share: float, *, breaks: bool = False, backend: str = BACKEND) -> Pol
     """Return a policy that moves, at a share of the way from the smallest peak without moves to plain's."""
     step, low, high = profiled(breaks, backend)
     budget, link = low + round(share * (high - low)), Link(1e6, 1e6, 0.0, 1 << 40)
-    found = plan_offload(step, budget_bytes=budget, link=link).plan
+    found = plan_offload(step, budget_bytes=budget, link=link)
     assert found.moves
     assert found.peak <= budget
     return found.policy()
@@ -275,7 +275,7 @@ def test_outputs_that_move_are_returned() -> None:
     graph = build(step)
     low, high = find_minimum_peak(step).found, peak_bytes(graph, graph.everything)
     link = Link(1e6, 1e6, 0.0, 1 << 40)
-    found = plan_offload(step, budget_bytes=(4 * low + high) // 5, link=link).plan
+    found = plan_offload(step, budget_bytes=(4 * low + high) // 5, link=link)
     assert any("exp" in graph.ops[op].name for op in found.moved)
     assert all(map(torch.equal, results(found.policy()), results(None)))
 

@@ -117,7 +117,7 @@ def test_the_host_holds_what_each_microbatch_moves() -> None:
             budget_bytes=high * 2 // 3,
             link=Link.of(link, host),
             gap=0.0,
-        ).plan
+        )
         for host in (3 * 16, 3 * 16 - 1)
     ]
     assert [plan.moved_bytes for plan in found] == [16, 8]
