@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
-from stepping import binding_budget, peaks, scalar, seeded
+from blocks import WithLoss
+from stepping import binding_budget, peaks
 from torch import nn
 
 import ac_client
@@ -16,22 +18,17 @@ from ac_client.planning.facts.peak_counter import least_peak
 from ac_client.planning.trigger import MOST_CORRECTIONS
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
-from benchmarks.models.modules import Transformer
 
 pytestmark = pytest.mark.usefixtures("no_comparison")
 
 MIB = 1 << 20
-BATCH = torch.randn(4, 48, 32)
-
-
-def new_model() -> Transformer:
-    return seeded(Transformer, layers=1, width=32)
+BATCH = torch.randn(1024, 32)
 
 
 @pytest.fixture(scope="module")
 def bounds() -> tuple[int, int]:
     """Return the minimum peak found and the save-all peak."""
-    model = ac_client.apply(new_model(), 1.0)
+    model = ac_client.apply(WithLoss(), 1.0)
     run(model, None)
     plan = ac_client.applied(model).plan
     return peaks(plan.graph)
@@ -67,7 +64,7 @@ def planned(
     budget: int, fake: Fake, monkeypatch: pytest.MonkeyPatch, *, optimizer: bool = True
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     monkeypatch.setattr(peak_watch, "allocator_peak", lambda _device: fake)
-    model = new_model()
+    model = WithLoss()
     sgd = torch.optim.SGD(model.parameters(), lr=0.0) if optimizer else None
     ac_client.apply(model, budget / GIB, optimizer=sgd)
     run(model, sgd)  # is observed
@@ -77,8 +74,7 @@ def planned(
 def run(model: nn.Module, sgd: torch.optim.Optimizer | None) -> None:
     model.zero_grad()
     torch.manual_seed(1)
-    out = model(BATCH)
-    scalar(out).backward()
+    model(BATCH).backward()
     if sgd is not None:
         sgd.step()
 
@@ -110,28 +106,24 @@ def test_peak_over_the_budget_is_corrected_once_and_fits(
     assert at.policy.budget_bytes == at.budget_bytes
     assert sum("planned again" in message for message in caplog.messages) == 1
     assert "planned again 1 times" in str(report)
-    want, plain = [p.grad for p in model.parameters()], new_model()
+    want, plain = [p.grad for p in model.parameters()], WithLoss()
     torch.manual_seed(1)
-    scalar(plain(BATCH)).backward()
+    plain(BATCH).backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(plain.parameters(), want, strict=True))
 
 
 def test_smaller_batch_that_needs_less_leaves_the_plan_as_it_is() -> None:
-    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
-    budget = binding_budget(profile(model, torch.randn(512, 64)))
-    at = ac_client.applied(ac_client.apply(model, budget / GIB))
+    model = WithLoss()
+    at = ac_client.applied(ac_client.apply(model, binding_budget(profile(model, BATCH)) / GIB))
     peaks = []
-    for rows in (512, 512, 256, 512):
+    for rows in (1024, 1024, 512, 1024):
         model.zero_grad()
-        if at.policy is None:
-            model(torch.randn(rows, 64)).sum().backward()
-            continue
-        with at.measure():
-            model(torch.randn(rows, 64)).sum().backward()
+        with at.measure() if at.policy is not None else nullcontext():
+            model(torch.randn(rows, 32)).backward()
         peaks.append(at.report().measured_peak_bytes)
-    whole, smaller, again = peaks
+    _, whole, smaller, again = peaks
     assert smaller < 0.9 * whole
-    assert again == whole <= budget
+    assert again == whole <= at.budget_bytes
     assert at.report().corrections == 0
 
 
@@ -168,17 +160,17 @@ def test_evaluation_is_not_part_of_a_step(budget: int, monkeypatch: pytest.Monke
 
 
 def test_measuring_on_a_cpu_corrects_too(budget: int, caplog: pytest.LogCaptureFixture) -> None:
-    model = ac_client.apply(new_model(), budget / GIB)
+    model = ac_client.apply(WithLoss(), budget / GIB)
     at = ac_client.applied(model)
     held = []
 
     def once() -> None:
         model.zero_grad()
         torch.manual_seed(1)
-        out = list(model(BATCH).values())
+        loss = model(BATCH)
         if at.report().steps:
             held.append(torch.empty(100_000, dtype=torch.uint8))  # not in the observed step
-        torch.autograd.backward(out, [torch.ones_like(t) for t in out])
+        loss.backward()
         held.clear()
 
     once()
@@ -195,16 +187,16 @@ def test_measuring_on_a_cpu_corrects_too(budget: int, caplog: pytest.LogCaptureF
 
 
 def test_gradients_dropped_in_a_measured_step_are_counted_until_then() -> None:
-    model = ac_client.apply(new_model(), 1.0)
+    model = ac_client.apply(WithLoss(), 1.0)
     at = ac_client.applied(model)
     peaks = []
-    scalar(model(BATCH)).backward()
+    model(BATCH).backward()
     for before in (True, False):
         if before:
             model.zero_grad()
         with at.measure():
             model.zero_grad()
-            scalar(model(BATCH)).backward()
+            model(BATCH).backward()
         peaks.append(at.report().measured_peak_bytes)
     assert peaks[0] == peaks[1]
 
@@ -212,32 +204,26 @@ def test_gradients_dropped_in_a_measured_step_are_counted_until_then() -> None:
 def test_batch_made_before_the_measured_step_counts() -> None:
     """As in `for batch in loader`; else the measured peak would lack the batch."""
 
-    class Wide(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x).square().mean()
-
-    torch.manual_seed(0)
-    model = Wide(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+    model = WithLoss()
     sgd = torch.optim.SGD(model.parameters(), 1e-3)
 
     def step(batch: torch.Tensor) -> None:
-        loss = model(batch)
-        loss.backward()
+        model(batch).backward()
         sgd.step()
         sgd.zero_grad()
 
-    budget = binding_budget(profile(model, torch.randn(512, 64)))
+    budget = binding_budget(profile(model, BATCH))
     at = ac_client.applied(ac_client.apply(model, budget / GIB, optimizer=sgd))
-    batch = torch.randn(512, 64)
+    batch = torch.randn(1024, 32)
     step(batch)
-    batch = torch.randn(512, 64)  # the one before is gone
+    batch = torch.randn(1024, 32)  # the one before is gone
     with at.measure():
         step(batch)
     assert at.report().measured_peak_bytes == at.policy.predicted.peak_bytes
     with at.measure():
         for _ in range(3):  # each takes the place of the one before, the first of one from before the block
             batch = None
-            batch = torch.randn(512, 64)
+            batch = torch.randn(1024, 32)
             step(batch)
     assert at.report().measured_peak_bytes == at.policy.predicted.peak_bytes
     assert at.report().corrections == 0
@@ -247,18 +233,18 @@ def test_batch_made_before_the_measured_step_counts() -> None:
 def test_policy_planned_elsewhere_is_not_planned_again_but_warned_of(
     budget: int, alone: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = ac_client.apply(new_model(), budget / GIB)
-    scalar(first(BATCH)).backward()
+    first = ac_client.apply(WithLoss(), budget / GIB)
+    first(BATCH).backward()
     policy = ac_client.applied(first).policy
-    model = ac_client.apply(new_model(), None if alone else budget / GIB, policy=policy)
+    model = ac_client.apply(WithLoss(), None if alone else budget / GIB, policy=policy)
     at = ac_client.applied(model)
-    scalar(model(BATCH)).backward()
+    model(BATCH).backward()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             model.zero_grad()
             with at.measure():
                 held = torch.empty(budget, dtype=torch.uint8)
-                scalar(model(BATCH)).backward()
+                model(BATCH).backward()
                 del held
     assert at.policy == policy
     assert sum("planned elsewhere" in message for message in caplog.messages) == 1
