@@ -50,7 +50,7 @@ class OptimizerBytes:
 
     def less(self, nbytes: int) -> OptimizerBytes:
         """Return what is needed where `nbytes` of static bytes are freed before the optimizer steps."""
-        return replace(self, workspace=max(0, self.workspace - nbytes))
+        return replace(self, workspace=max(0, self.workspace - nbytes)) if nbytes else self
 
     def counted_in(self, profile: Profile) -> Profile:
         """Return `profile` with these bytes."""

@@ -124,8 +124,9 @@ class PolicyChooser:
 
     def _has_ranks(self, call: ModelCall) -> bool:
         """Return True if other ranks run each forward of the model with this one, or may."""
-        self.ranks = self.ranks or ranks_of(call.model, self._options.group)
-        return self.ranks is not None or (self._options.group is AUTO and has_other_ranks())
+        if others := has_other_ranks():
+            self.ranks = self.ranks or ranks_of(call.model, self._options.group)
+        return self.ranks is not None or (self._options.group is AUTO and others)
 
     def _goes_on(self, observation: Observation, call: ModelCall, waiting: int) -> bool:
         """Return True if this forward belongs to the observed step; plan the step if it is over.

@@ -144,12 +144,13 @@ class ModelHooks:
         planning, options = self._planning, self._planning.options
         if planning.planner.profiling:
             return
+        forward = self._of_thread.forward
         waiting = planning.watch.waiting()
         if planning.watch.peaks.reading and not waiting:
             planning.end_step()
         if not torch.is_grad_enabled() or not self.unplanned.trains_in(model):
             if not model.training:
-                self._of_thread.forward.end()  # as below; such a forward is not part of one in training
+                forward.end()  # as below; such a forward is not part of one in training
                 bucket = planning.store.current
                 if bucket is not None and torch.is_grad_enabled() and options.budget_bytes is not None:
                     self.unplanned.evaluates(
@@ -159,7 +160,7 @@ class ModelHooks:
         self.log.forwards += 1
         if private.is_transforming():
             check_hooks()
-            self._of_thread.forward.end()  # as below
+            forward.end()  # as below
             planning.settle(model, raises=True)
             planning.planner.warn_once(
                 "transform",
@@ -179,7 +180,7 @@ class ModelHooks:
             self._left_out = step
         # Left open by a forward that was interrupted (KeyboardInterrupt runs no hook), or the model calls
         # itself: then the rest of the outer call runs unplanned.
-        self._of_thread.forward.end()
+        forward.end()
         if planning.planner.observed_here is not None:
             self._forget_observation()
         self._look_for_compiled(model)
@@ -188,7 +189,7 @@ class ModelHooks:
         call = ModelCall(model, args, kwargs)
         bucket = planning.policy_for(call, waiting)
         if bucket is None:
-            self._of_thread.forward.begin_observed()
+            forward.begin_observed()
             return
         route, captures = bucket.loaded.route(waiting), is_capturing()
         if captures:
@@ -205,7 +206,7 @@ class ModelHooks:
             planning.watch.peaks.begin_step(bucket, call, compares=compared_too)
         if len(self.log.began) < MOST_STEP_TIMES:
             self.log.began.append(time.perf_counter())
-        self._of_thread.forward.begin(
+        forward.begin(
             bucket,
             call,
             waiting=waiting,
@@ -213,8 +214,8 @@ class ModelHooks:
             has_compiled_parts=bool(self._compiled_parts),
             compares=compares,
         )
-        if self._of_thread.forward.follows_calls:
-            self._watch_submodules(model, parts=self._of_thread.forward.follows_parts or self._has_left)
+        if forward.follows_calls:
+            self._watch_submodules(model, parts=forward.follows_parts or self._has_left)
         elif planning.planner.observation is None and not planning.store.recomputes:
             self._unwatch_submodules()
 
@@ -226,7 +227,8 @@ class ModelHooks:
             self._left_out.take_in()
             self._left_out = None
         profiling = self._planning.planner.profiling
-        raised = self._of_thread.forward.raises
+        forward = self._of_thread.forward
+        raised = forward.raises
         observed = self._planning.planner.observed_here
         if observed is not None and not profiling:
             if raised:
@@ -234,10 +236,9 @@ class ModelHooks:
             else:
                 self._planning.observed_forward_ended(observed, call, out)
             return
-        bucket = None if profiling else self._of_thread.forward.end(whole=not raised)
+        bucket = None if profiling else forward.end(whole=not raised)
         self._read_counter()
         if bucket is not None and not raised:
-            forward = self._of_thread.forward
             if not forward.left:
                 self.log.off_path = ""
             self._planning.forward_ended(bucket, call, out, left=forward.left, ran=forward.ran_skipped)

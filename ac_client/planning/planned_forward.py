@@ -120,8 +120,7 @@ class PlannedForward:
             in_forward=partial(is_called, weakref.ref(call.model)),
             side_modules=self._wrappers,
         )
-        self._unrecorded_depth = 0
-        self._writes_before = []
+        self._unrecorded_depth, self._writes_before = 0, []
         self._quiet = {} if self._options.strict or self._follows else route.quiet_calls
         self._opened = save_recompute_policy(self._cursor)
         self._opened.__enter__()
@@ -175,18 +174,14 @@ class PlannedForward:
         if whole and route is not None:
             if cursor is not None:
                 route.unrecorded = self._unrecorded
-            self._count_nodes(route)
+            nodes = private.get_sequence_nr() - self._nodes_before
+            if nodes > route.nodes:  # it made more than any forward of which all was recorded: the next is
+                route.follows = not self._follows
+            if self._follows:
+                route.nodes = max(route.nodes, nodes)
         if whole and cursor is not None:
             cursor.finish()
         return bucket
-
-    def _count_nodes(self, route: ForwardRoute) -> None:
-        """Have the next forwards recorded if this one made more nodes of autograd than any recorded one."""
-        nodes = private.get_sequence_nr() - self._nodes_before
-        if nodes > route.nodes:
-            route.follows = not self._follows
-        if self._follows:
-            route.nodes = max(route.nodes, nodes)
 
     def enter(self, path: str) -> None:
         """Note a call of the module at `path`. If every op of the call is saved, turn recording off."""

@@ -58,10 +58,12 @@ class TrainedParameters:
 
     def gradients_exist(self) -> bool:
         """Return True if a sample of the trainable parameters has gradients."""
-        return any((p := ref()) is not None and gradient_of(p) is not None for ref in self._probes)
+        return bool([0 for ref in self._probes if (p := ref()) is not None and gradient_of(p) is not None])
 
     def _changed(self, sample: slice) -> bool:
-        return any(
-            (p := ref()) is not None and (p.requires_grad != trains or p.dtype is not dtype)
+        changed = [
+            ref
             for ref, (trains, dtype) in self._seen[sample]
-        )
+            if (p := ref()) is not None and (p.requires_grad != trains or p.dtype is not dtype)
+        ]
+        return bool(changed)

@@ -432,11 +432,8 @@ class TrackedStorages:
                     raise UnsupportedTensor
                 continue
             source = origin() if origin is not None else None
-            stand_ins.append(
-                source
-                if source is not None and source.is_first_read(arg)
-                else self._read_source(arg, source, reads)
-            )
+            known = source is not None and source.is_first_read(arg)
+            stand_ins.append(source if known else self._read_source(arg, source, reads))
         return tuple(stand_ins)
 
     def _read_source(

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autoac.tape.torch_facts.private import tree_leaves
+from autoac.tape.torch_facts.private import containers
 
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
@@ -41,8 +41,8 @@ def _leaves(items: Iterable[Any]) -> Iterator[Any]:
             yield from _leaves(item)
         elif kind is dict or kind is MappingProxyType:
             yield from _leaves(item.values())
-        elif len(leaves := tree_leaves(item)) != 1 or leaves[0] is not item:
-            yield from _leaves(leaves)
+        elif (container := containers.get(kind)) is not None:
+            yield from _leaves(container.flatten_fn(item)[0])
         else:
             yield item
 

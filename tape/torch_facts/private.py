@@ -54,6 +54,7 @@ OpOverload = _ops.OpOverload  # what a dispatch mode is called with
 OpOverloadPacket = _ops.OpOverloadPacket  # what users name an op by: torch.ops.aten.mm
 HigherOrderOperator = _ops.HigherOrderOperator  # an op with functions inside, such as flex_attention
 tree_leaves = _pytree.tree_leaves  # walks containers as torch itself does
+containers = _pytree.SUPPORTED_NODES  # that it walks, by type; a named tuple has no entry of its own
 tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only
 WeakIdKeyDictionary = _weak.WeakIdKeyDictionary  # keyed by tensors, which compare element by element

@@ -93,19 +93,10 @@ class ForwardsInFlight:
         self._last = weakref.ref(forward)
         self._forwards.append(self._last)
 
-    def kept_nbytes(self, of_graph: int, batch: Sequence[Tensor]) -> int:
-        """Return the bytes that the loop's variables keep of the last forward.
-
-        0 if its graph is gone, if no backward has reached it, or if another forward waits.
-
-        Args:
-            of_graph: bytes that the graph, and the tensors where backward starts, hold after backward.
-            batch: tensors that count elsewhere.
-        """
+    def ended(self) -> _InFlight | None:
+        """Return the last forward if its graph is still there after a backward, and no forward waits."""
         forward = self._last() if self._last is not None else None
-        if forward is None or not forward.begun or self.waiting():
-            return 0
-        return forward.kept_nbytes(of_graph, batch)
+        return None if forward is None or not forward.begun or self.waiting() else forward
 
     def forget(self) -> None:
         """Stop watching all forwards."""
@@ -142,23 +133,26 @@ class _InFlight:
         self.listener: Listener | None = listener
         self.begun = False
         self._tasks: set[int] = set()  # graph tasks that have reached the forward
-        self._roots = {_key(root): _held(root) for root in roots if has_storage(root)}
-        self._outputs = [
-            (_held(t)[0], 0) if _key(t) in self._roots else _held(t) if has_storage(t) else (None, 0)
-            for t in tensors
-        ]
+        self._roots = dict(_held(root) for root in roots if has_storage(root))
+        held = [_held(tensor) if has_storage(tensor) else (None, 0) for tensor in tensors]
+        self._outputs = [(ref, 0 if ref in self._roots else nbytes) for ref, nbytes in held]
 
     def kept_nbytes(self, of_graph: int, batch: Sequence[Tensor]) -> int:
-        """Return the bytes of outputs that are still held, and those of `of_graph` that are not outputs.
+        """Return the bytes that the loop's variables keep of the forward after its backward.
 
-        Inputs that require a gradient count too, with the gradient, unless they are in `batch`.
+        They are those of outputs that are still held, and those of `of_graph` that are not outputs. Inputs
+        that require a gradient count too, with the gradient, unless they are in `batch`.
+
+        Args:
+            of_graph: bytes that the graph, and the tensors where backward starts, hold after backward.
+            batch: tensors that count elsewhere.
         """
-        roots = self._roots.values()
-        held = {id(ref): nbytes for ref, nbytes in (*self._outputs, *roots) if ref is not None and ref()}
+        outputs = (*self._outputs, *self._roots.items())
+        held = {id(ref): nbytes for ref, nbytes in outputs if ref is not None and ref()}
         alive = [tensor for ref in self._batch if (tensor := ref()) is not None]
         inputs = [tensor for tensor in alive if not any(tensor is one for one in batch)]
         nbytes = sum(_held(tensor)[1] for tensor in with_memory([*inputs, *map(gradient_of, inputs)]))
-        return nbytes + sum(held.values()) + max(0, of_graph - sum(nbytes for _, nbytes in roots))
+        return nbytes + sum(held.values()) + max(0, of_graph - sum(self._roots.values()))
 
     def __call__(self, _gradients: Any) -> None:
         if torch.compiler.is_compiling():  # compiled autograd traces this, for later steps too
@@ -183,10 +177,6 @@ def _held(tensor: Tensor) -> tuple[weakref.ref[Any], int]:
     """Return a weak reference to the storage of `tensor`, and the bytes of its block."""
     storage = tensor.untyped_storage()
     return weakref.ref(storage), rounded_bytes(storage.nbytes(), allocator_rounding(tensor.device))
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _outside_nbytes() -> int:

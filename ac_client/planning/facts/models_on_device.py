@@ -28,7 +28,7 @@ from ac_client.planning.facts.model_structure import device_of, module_changes
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_watch import PeakWatch
 from ac_client.planning.loaded_policy import PlannedBucket
-from autoac.planner.formats.profile import Profile, StaticBytes
+from autoac.planner.formats.profile import Profile
 from autoac.planner.units import format_bytes
 from autoac.profiler.static_memory import optimizer_state_nbytes, static_bytes
 from autoac.tape.distributed.fsdp import gathered_nbytes, unreduced_nbytes
@@ -104,7 +104,7 @@ class ModelOnDevice:
         If none does before a `forward`, the observed steps of other models are planned: a plan of this one
         counts what they hold.
         """
-        others = list(self._others())
+        others = self._others()
         self._trains_at = next(_turns) if forward else self._trains_at
         for other in others if forward else ():
             other._peaks.another_begins()
@@ -155,15 +155,15 @@ class ModelOnDevice:
         kwargs: Mapping[str, Any],
         kept: int,
         *,
-        counts: StaticBytes | None = None,
+        counts: tuple[int, int] | None = None,
     ) -> None:
         """Measure what no planned model holds, unless a forward of this model is in flight.
 
         Args:
             args, kwargs: the batch of the step that begins.
             kept: bytes that variables of the step before hold, and that count elsewhere.
-            counts: the static bytes of the plan, with the workspaces of cuBLAS that its steps have allocated.
-                None before the first planned step: the workspaces are then freed.
+            counts: bytes of the optimizers' state, and of the workspaces of cuBLAS that planned steps have
+                allocated. None before the first planned step: the workspaces are then freed.
         """
         model = self._model()
         if model is None or device_of(model).type != "cuda" or is_capturing() or self._in_flight.waiting():
@@ -174,11 +174,11 @@ class ModelOnDevice:
         if counts is None:
             free_workspaces(device)
         else:
-            state, workspaces = min(state, counts.optimizer_state), counts.workspaces
+            state, workspaces = min(state, counts[0]), counts[1]
         held = static_bytes(model, args, kwargs, state, device).total + _unsharded_nbytes(model) + kept
 
         def more_than_held() -> int:
-            training = list(self.neighbors())
+            training = self.neighbors()
             idle = [other for other in self._others() if other not in training]
             self._idle = weakref.WeakKeyDictionary()
             by_models = sum(other._in_flight.waiting() * other.forward_nbytes() for other in training)
@@ -198,7 +198,8 @@ class ModelOnDevice:
 
     def kept_nbytes(self, call: ModelCall, profile: Profile) -> int:
         """Return the bytes that variables keep of the last step, whose profile this is, as `call` begins."""
-        return self._in_flight.kept_nbytes(profile.kept_nbytes, call.tensors)
+        forward = self._in_flight.ended()
+        return forward.kept_nbytes(profile.kept_nbytes, call.tensors) if forward is not None else 0
 
     def others_nbytes(self) -> int:
         """Return the bytes on the device that the model does not hold, and those of unreduced gradients."""
@@ -208,7 +209,9 @@ class ModelOnDevice:
 
     def _measured_nbytes(self) -> int:
         """Return the bytes of tensors and of planned models that do not train, as last measured."""
-        training = set(self.neighbors()) if self._idle else set()
+        if not self._idle:
+            return self._uncounted
+        training = set(self.neighbors())
         return self._uncounted + sum(n for other, n in self._idle.items() if other not in training)
 
     def neighbors_nbytes(self) -> int:
@@ -224,9 +227,11 @@ class ModelOnDevice:
         Args:
             forwards: bytes that one waiting forward of each model holds; None: as planned now.
         """
+        bucket, moments = self.bucket, [m for m in (*self._moments, *self._running) if any(m.others.values())]
+        if not moments:
+            return 0
         if forwards is None:
             forwards = {one: one.forward_nbytes() for one in (self, *self.neighbors())}
-        bucket, moments = self.bucket, (*self._moments, *self._running)
         most = bucket.planned_for.microbatches - 1 if bucket is not None else 0
         held = (
             (min(m.own, most) - most) * forwards[self]
@@ -244,14 +249,15 @@ class ModelOnDevice:
                 f"{', '.join(others)} between steps. That has to fit as well"
             )
 
-    def _others(self) -> Iterator[ModelOnDevice]:
-        """Yield the other planned models on the same device."""
-        device = self.device()
-        return (o for o in list(_all) if o is not self and device is not None and o.device() == device)
+    def _others(self) -> list[ModelOnDevice]:
+        """Return the other planned models on the same device."""
+        others = [one for one in _all if one is not self]
+        device = self.device() if others else None
+        return [one for one in others if device is not None and one.device() == device]
 
-    def neighbors(self) -> Iterator[ModelOnDevice]:
-        """Yield the planned models on the same device that have trained since `apply` of this one."""
-        return (o for o in self._others() if o.bucket is not None and o._trains_at > self._planned_at)
+    def neighbors(self) -> list[ModelOnDevice]:
+        """Return the planned models on the same device that have trained since `apply` of this one."""
+        return [o for o in self._others() if o.bucket is not None and o._trains_at > self._planned_at]
 
     def _in_turn(
         self, models: Iterable[ModelOnDevice]

@@ -71,9 +71,8 @@ class StepWatch:
         needs = self.optimizers.needs().less(bucket.step.dropped_nbytes)
         kept = self.on_device.kept_nbytes(call, profile)
         if not waiting and bucket.statistics.compared < WATCHED_STEPS:
-            counts = profile.static.model_copy(update={"optimizer_state": needs.state})
-            has_run = bucket.statistics.steps > 0
-            self.on_device.measure_uncounted(call.args, call.kwargs, kept, counts=counts if has_run else None)
+            counts = (needs.state, profile.static.workspaces) if bucket.statistics.steps else None
+            self.on_device.measure_uncounted(call.args, call.kwargs, kept, counts=counts)
         if gradients and not profile.static.gradients:
             self._found_gradients = profile.gradient_nbytes
         others, share = self.on_device.others_nbytes(), self.on_device.share
