@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,38 +109,6 @@ def assert_gradients_of_the_plain_model(model: nn.Module, plain: nn.Module, step
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_forwards_in_flight_peak_where_predicted(n: int, caplog: pytest.LogCaptureFixture) -> None:
-    budget = budget_for(WithLoss(), 0.6, loop=Loop(n))
-    model = ac_client.apply(WithLoss(), budget / GIB)
-    several(n)(model)
-    report = measured(model, several(n))
-    assert report.predicted_peak_bytes < report.save_all_peak_bytes
-    assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
-    assert_gradients_of_the_plain_model(model, WithLoss(), several(n))
-    assert not warnings(caplog)
-    policy = ac_client.applied(model).policy
-    assert [len(part) for part in policy.forwards] == [len(policy.decisions) // n] * n
-    assert Policy.from_json(policy.to_json()) == policy
-
-
-def test_more_forwards_than_planned_warn_and_are_observed_in_the_next_step(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    budget = budget_for(WithLoss(), 0.6, loop=Loop(2))
-    model = ac_client.apply(WithLoss(), budget / GIB)
-    for n in (1, 1, 2):
-        several(n)(model)
-        model.zero_grad()
-    assert "2 forwards wait for one backward, and the plan is for 1" in warnings(caplog)[0]
-    several(2)(model)
-    report = measured(model, several(2))
-    assert report.stale == "", "it was planned again"
-    assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
-    assert_gradients_of_the_plain_model(model, WithLoss(), several(2))
-    assert len(warnings(caplog)) == 1
-
-
 def test_steps_of_two_forms_that_take_turns_are_each_observed_once(caplog: pytest.LogCaptureFixture) -> None:
     def turns(model: nn.Module) -> list[int]:
         observed = []
@@ -224,30 +193,58 @@ def loss_of(out: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, logits.new_zeros(len(out), dtype=torch.long))
 
 
+def retaining(model: nn.Module) -> None:
+    torch.manual_seed(2)
+    loss = model(batches()[0])
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def budget_with_cross_entropy() -> int:
+    graph = build(observe(Layers(), batches(), {}, loss=loss_of))
+    return simulate(graph, graph.everything).peak.live_bytes - ROWS * WIDTH * 4
+
+
+# The model, its step, how many forwards it has, a budget, and what is said if earlier steps were simpler.
+FORMS: dict[str, tuple[Callable[[], nn.Module], Step, int, Callable[[], int], str]] = {
+    f"{n} forwards": (
+        *(WithLoss, several(n), n, partial(budget_for, WithLoss(), 0.6, loop=Loop(n))),
+        "forwards wait for one backward, and the plan is for 1",
+    )
+    for n in (2, 4)
+} | {
+    "loss outside": (
+        *(Layers, with_cross_entropy, 1, budget_with_cross_entropy),
+        "between the model's forward and its backward about",
+    ),
+    "retained graph": (WithLoss, retaining, 1, partial(budget_for, WithLoss(), 0.8), "retain_graph=True"),
+}
+
+
 @pytest.mark.parametrize("later", [False, True])
-def test_loss_outside_of_the_model_is_part_of_the_plan(later: bool, caplog: pytest.LogCaptureFixture) -> None:
-    model = Layers()
-    graph = build(observe(model, batches(), {}, loss=loss_of))
-    budget = simulate(graph, graph.everything).peak.live_bytes - ROWS * WIDTH * 4
-    ac_client.apply(model, budget / GIB)
-    if later:  # the first steps have a small loss
-        for _ in range(2):
-            model(batches()[0]).square().mean().backward()
-            model.zero_grad()
-        for _ in range(2):
-            with_cross_entropy(model)
-            model.zero_grad()
-        said = warnings(caplog)
-        assert len(said) == 1
-        assert all("between the model's forward and its backward about" in one for one in said)
-        caplog.clear()
-    else:
-        with_cross_entropy(model)
-    report = measured(model, with_cross_entropy)
+@pytest.mark.parametrize("form", FORMS)
+def test_form_of_the_step_is_planned_for(form: str, later: bool, caplog: pytest.LogCaptureFixture) -> None:
+    make, step, n, budget_of, words = FORMS[form]
+    budget = budget_of()
+    model = ac_client.apply(make(), budget / GIB)
+    for _ in range(2 * later):
+        model(batches()[0]).square().mean().backward()
+        model.zero_grad()
+    for _ in range(2):
+        step(model)
+        model.zero_grad()
+    said = warnings(caplog)
+    assert len(said) == later
+    assert all(words in one for one in said)
+    report = measured(model, step)
+    assert report.stale == ""
     assert report.predicted_peak_bytes < report.save_all_peak_bytes
     assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
-    assert_gradients_of_the_plain_model(model, Layers(), with_cross_entropy)
-    assert not warnings(caplog)
+    assert_gradients_of_the_plain_model(model, make(), step)
+    assert warnings(caplog) == said
+    policy = ac_client.applied(model).policy
+    assert [len(part) for part in policy.forwards] == [len(policy.decisions) // n] * n
+    assert Policy.from_json(policy.to_json()) == policy
 
 
 def test_gradient_penalty_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixture) -> None:
@@ -290,33 +287,6 @@ def test_graphs_of_meta_learning_are_warned_of_once_they_do_not_fit(
     said = warnings(caplog)
     assert len(said) == warns
     assert all("such graphs before one is freed" in one for one in said)
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_retained_graph_is_planned_for(later: bool, caplog: pytest.LogCaptureFixture) -> None:
-    def step(model: nn.Module) -> None:
-        torch.manual_seed(2)
-        loss = model(batches()[0])
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    budget = budget_for(WithLoss(), 0.8)
-    model = ac_client.apply(WithLoss(), budget / GIB)
-    if later:  # than the observed step
-        for _ in range(2):
-            several(1)(model)
-            model.zero_grad()
-    for _ in range(3):
-        step(model)
-        model.zero_grad()
-    said = warnings(caplog)
-    assert len(said) == later
-    assert all("retain_graph=True" in one for one in said)
-    report = measured(model, step)
-    assert report.predicted_peak_bytes < report.save_all_peak_bytes
-    assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
-    assert_gradients_of_the_plain_model(model, WithLoss(), step)
-    assert warnings(caplog) == said
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -617,23 +587,6 @@ class Residual(nn.Module):
         return x.clone().add_(self.down(self.up(x.sin()).relu_().square()))
 
 
-def test_parametrized_module_is_not_skipped(caplog: pytest.LogCaptureFixture) -> None:
-    """Its list of parametrizations has parameters, and runs ops only in the modules inside it."""
-
-    def made() -> WithLoss:
-        model = WithLoss()
-        nn.utils.parametrizations.weight_norm(model[3])
-        return model
-
-    model = ac_client.apply(made(), budget_for(made(), 0.5) / GIB)
-    caplog.set_level(logging.INFO)
-    for _ in range(4):
-        several(1)(model)
-        model.zero_grad()
-    assert not warnings(caplog)
-    assert sum("observing one step" in message for message in caplog.messages) == 1
-
-
 class Whole(torch.autograd.Function):
     """Runs a module as one op."""
 
@@ -674,17 +627,25 @@ class InOneOp(WithLoss):
         return x.square().mean()
 
 
-def test_module_that_runs_inside_of_a_function_or_runs_no_op_is_not_skipped(
-    caplog: pytest.LogCaptureFixture,
+def parametrized() -> WithLoss:
+    """Return a model with a list of parametrizations, which has parameters, and runs no op of its own."""
+    model = WithLoss()
+    nn.utils.parametrizations.weight_norm(model[3])
+    return model
+
+
+@pytest.mark.parametrize("make", [parametrized, InOneOp])
+def test_module_that_runs_no_op_or_only_inside_of_a_function_or_of_others_is_not_skipped(
+    make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = ac_client.apply(InOneOp(), budget_for(InOneOp(), 0.6) / GIB)
+    model = ac_client.apply(make(), budget_for(make(), 0.6) / GIB)
     caplog.set_level(logging.INFO)
     for _ in range(3):
         several(1)(model)
         model.zero_grad()
     assert not warnings(caplog)
     assert sum("observing one step" in message for message in caplog.messages) == 1
-    assert_gradients_of_the_plain_model(model, InOneOp(), several(1))
+    assert_gradients_of_the_plain_model(model, make(), several(1))
 
 
 def test_layers_that_the_first_batch_skipped_are_decided_like_their_siblings() -> None:
@@ -778,54 +739,48 @@ def test_peaks_of_dropped_outputs_follow_from_one_profile(loss: Any) -> None:
     assert dropped.with_dropped_outputs(()).storages == held.storages
 
 
-def test_outputs_that_only_the_loss_saves_are_free_when_backward_reaches_the_model(
-    caplog: pytest.LogCaptureFixture,
+def wide() -> nn.Module:
+    """Return a model whose output the loss saves, outside of it, and no name of the loop holds."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+
+
+def cached() -> nn.Module:
+    """Return a language model whose cache its loop drops, and attention needs in backward."""
+    torch.manual_seed(0)
+    return gpt2(layers=2, width=32, heads=4, vocabulary=64, positions=64, use_cache=True)
+
+
+IDS = torch.arange(256).reshape(4, 64) % 64
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "loss_of"),
+    [
+        (wide, {"input": torch.randn(ROWS, 64)}, lambda out: out.square().mean()),
+        (cached, {"input_ids": IDS, "labels": IDS}, lambda out: out.loss),
+    ],
+)
+def test_outputs_that_autograd_saves_too_do_not_count_as_held(
+    make: Callable[[], nn.Module], batch: Any, loss_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A loss outside of the model saves its output, and no name of the loop holds it."""
-
-    def wide() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
-
     def step(model: nn.Module) -> None:
         torch.manual_seed(2)
-        model(torch.randn(ROWS, 64)).square().mean().backward()
+        loss_of(model(**batch)).backward()
 
-    whole = observe(wide(), [torch.randn(ROWS, 64)], {})
-    nbytes = whole.output_nbytes({0})
-    held = find_minimum_peak(whole, time_limit_s=5)
-    budget = held.proven - nbytes // 4
-    model = ac_client.apply(wide(), budget / GIB)
-    step(model)
-    report = measured(model, step)
-    assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
-    assert not warnings(caplog)
-    assert_gradients_of_the_plain_model(model, wide(), step)
-
-
-def test_outputs_that_autograd_saves_too_do_not_count_as_held(caplog: pytest.LogCaptureFixture) -> None:
-    """The cache of a language model: its loop drops it, and attention needs it in backward."""
-
-    def cached() -> nn.Module:
-        torch.manual_seed(0)
-        return gpt2(layers=2, width=32, heads=4, vocabulary=64, positions=64, use_cache=True)
-
-    ids = torch.arange(256).reshape(4, 64) % 64
-
-    def step(model: nn.Module) -> None:
-        torch.manual_seed(2)
-        model(input_ids=ids, labels=ids).loss.backward()
-
-    whole = observe(cached(), (), {"input_ids": ids, "labels": ids})
-    dropping = whole.with_dropped_outputs(whole.droppable_outputs)
-    held, dropped = (find_minimum_peak(one, time_limit_s=5) for one in (whole, dropping))
-    assert dropped.found < held.proven
-    budget = (dropped.found + held.proven) // 2
-    model = ac_client.apply(cached(), budget / GIB)
+    whole = observe(make(), (), batch)
+    held = find_minimum_peak(whole, time_limit_s=5).proven
+    budget = held - whole.output_nbytes({0}) // 4
+    if make is cached:
+        dropping = whole.with_dropped_outputs(whole.droppable_outputs)
+        budget = (find_minimum_peak(dropping, time_limit_s=5).found + held) // 2
+    assert budget < held
+    model = ac_client.apply(make(), budget / GIB)
     for _ in range(2):
         step(model)
         model.zero_grad()
     report = measured(model, step)
     assert report.measured_peak_bytes <= report.predicted_peak_bytes <= budget
-    assert not [message for message in warnings(caplog) if message.startswith("GPT2")]
-    assert_gradients_of_the_plain_model(model, cached(), step)
+    assert make is cached or report.measured_peak_bytes == report.predicted_peak_bytes
+    assert not [message for message in warnings(caplog) if message.startswith(type(model).__name__)]
+    assert_gradients_of_the_plain_model(model, make(), step)
