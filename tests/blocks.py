@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,3 +51,18 @@ class WithLoss(Layers):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).square().mean()  # type: ignore[no-any-return]
+
+
+class Body(nn.Module):
+    """A layer, a parameter, buffers and a generator of its own, for the ops of `body`."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+        for name, size in {"cache": (8, 4), "counts": (4, 4), "steps": ()}.items():
+            self.register_buffer(name, torch.zeros(size))
+        self.generator = torch.Generator().manual_seed(3)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x)

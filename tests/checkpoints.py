@@ -60,6 +60,15 @@ def replayed(backward: Callable[[], Any], *names: str) -> list[int]:
     return [ops.ran[name] for name in names]
 
 
+def graded(loss: Tensor, inputs: Any, *names: str, retain_graph: bool = False) -> tuple[Any, list[int]]:
+    """Return the gradients of `loss`, and how often backward ran each op of `names`."""
+    found: list[Any] = []
+    counts = replayed(
+        lambda: found.append(torch.autograd.grad(loss, inputs, retain_graph=retain_graph)), *names
+    )
+    return found[0], counts
+
+
 def chain(x: Tensor, w: Tensor | None = None) -> Tensor:
     """Run exp, sin and tanh. Backward replays exp and sin, and needs the output of tanh itself."""
     y = x.exp().sin()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,12 @@ def scalar(out: Any) -> Tensor:
     return torch.stack(
         [(t.float() * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum() for t in floats]
     ).sum()
+
+
+def functions_of(namespace: Mapping[str, Any], first: str) -> list[Callable[..., Any]]:
+    """Return the public functions of a module whose first parameter is called `first`: its cases."""
+    functions = [f for f in namespace.values() if inspect.isfunction(f) and not f.__name__.startswith("_")]
+    return [f for f in functions if next(iter(inspect.signature(f).parameters), "") == first]
 
 
 def seed(number: int) -> None:
@@ -237,6 +244,22 @@ def nothing_left() -> Iterator[None]:
         assert not alive(), f"{alive()} storages, versions or nodes are left"
     finally:
         gc.enable()
+
+
+def region_on(model: nn.Module) -> Callable[..., None]:
+    """Run a step of `model` in a region; return a function that runs another, perhaps without backward."""
+    x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
+    for t in (x, *model.parameters()):
+        t.grad = torch.zeros_like(t)
+
+    def once(*, backward: bool = True) -> None:
+        with save_recompute_policy("recompute_all"):
+            out = model(x)
+        if backward:
+            sum(t.sum() for t in tree_leaves(out) if t.requires_grad).backward()  # type: ignore[union-attr]
+
+    once()
+    return once
 
 
 class Replays:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from ranks import outputs_of_ranks
+from stepping import functions_of
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.utils.checkpoint import CheckpointPolicy
@@ -283,41 +284,7 @@ def unmarked_op(y: Tensor) -> Tensor:
     return out
 
 
-COLLECTIVES: tuple[Callable[[Tensor], Tensor], ...] = (
-    all_reduce,
-    all_reduce_async,
-    all_reduce_part,
-    all_reduce_coalesced,
-    broadcast,
-    reduce,
-    all_gather,
-    all_gather_async,
-    all_gather_views,
-    all_gather_coalesced,
-    all_gather_into_tensor,
-    all_gather_into_tensor_coalesced,
-    reduce_scatter,
-    reduce_scatter_tensor,
-    reduce_scatter_tensor_coalesced,
-    all_to_all,
-    all_to_all_single,
-    gather,
-    scatter,
-    send_and_recv,
-    recv_any_source,
-    batch_isend_irecv,
-    barrier,
-    all_gather_object,
-    functional_all_reduce,
-    functional_all_reduce_in_place,
-    functional_all_gather,
-    functional_reduce_scatter,
-    functional_all_to_all,
-    functional_broadcast,
-    functional_irecv,
-    custom_op,
-    unmarked_op,
-)
+COLLECTIVES = functions_of(globals(), "y")
 
 
 # --- the network that one collective is part of -------------------------------------------------------------

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from stepping import functions_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -157,19 +158,7 @@ def fails_once(training: Training, steps: int) -> None:
     plain_loop(training, steps)
 
 
-LOOPS = [
-    plain_loop,
-    loss_outside,
-    accumulation,
-    two_forwards,
-    two_backwards,
-    call_of_the_engine,
-    gradient_of_inputs,
-    evaluations,
-    forward_without_backward,
-    growing_batches,
-    fails_once,
-]
+LOOPS = functions_of(globals(), "training")
 
 
 def training(*, checkpoints: bool = False) -> Training:

@@ -44,16 +44,16 @@ def nothing_is_open() -> Iterator[None]:
 
 
 class Deep(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.layers, self.dropout = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), dropout
         self.inside: Callable[[], None] = int  # called in the middle of forward; a copy includes it
 
     def forward(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
             if i == 2:
                 self.inside()
-            x = nn.functional.dropout(nn.functional.gelu(layer(x)).sin(), 0.1)
+            x = nn.functional.dropout(nn.functional.gelu(layer(x)).sin(), self.dropout)
         return x.exp()
 
 
@@ -69,15 +69,6 @@ def gradients_of(model: nn.Module, x: Tensor, *, dropout: bool = True) -> list[T
     if dropout:
         torch.manual_seed(1)
     return list(torch.autograd.grad(model(x).sum(), list(model.parameters())))
-
-
-class WithoutDropout(Deep):
-    def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            if i == 2:
-                self.inside()
-            x = nn.functional.gelu(layer(x)).sin()
-        return x.exp()
 
 
 def test_forwards_and_backwards_of_regions_on_several_threads() -> None:
@@ -105,7 +96,7 @@ def test_forwards_and_backwards_of_regions_on_several_threads() -> None:
 @pytest.mark.parametrize("given", ["policy", "budget"])
 def test_forwards_of_one_planned_model_on_several_threads(given: str) -> None:
     torch.manual_seed(0)
-    model = WithoutDropout()
+    model = Deep(dropout=0.0)
     want = gradients_of(model, torch.ones(4, 8), dropout=False)
     if given == "policy":
         made = plan(profile(model, torch.ones(4, 8)), budget_bytes=1 << 30).policy()
@@ -133,7 +124,7 @@ def test_first_steps_on_several_threads_are_observed_one_at_a_time(
 ) -> None:
     """Torch has one profiler for all threads: with two sessions at once, it complains or crashes."""
     torch.manual_seed(0)
-    made = [WithoutDropout() for _ in range(models)]
+    made = [Deep(dropout=0.0) for _ in range(models)]
     want = [gradients_of(model, torch.ones(4, 8), dropout=False) for model in made]
     meet = threading.Barrier(3, timeout=30)
     for model in made:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import SeenOps, assert_same, nothing_left, step
+from blocks import Body
+from stepping import SeenOps, assert_same, functions_of, nothing_left, region_on, step
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 import ac_client
 from autoac.tape.runtime.policy_context import active, save_recompute_policy
@@ -102,14 +102,14 @@ def noise(x: Tensor) -> Tensor:
 noise.register_autograd(lambda ctx, g: g)
 
 
-def functions(m: Net, x: Tensor) -> Any:
+def functions(m: Body, x: Tensor) -> Any:
     y = OldStyle.apply(x.sin(), m.weight.cos())
     z, _ = NewStyle.apply(y.tanh(), (m.weight * 2).sin())
     u = InPlace.apply((z * 0.1).sin())
     return (u.cos() * u).sin()
 
 
-def custom_ops(m: Net, x: Tensor) -> Any:
+def custom_ops(m: Body, x: Tensor) -> Any:
     y = scale(x.sin(), m.weight.cos())
     z = y.exp() * count_and_add(y.exp().detach(), m.counts)
     t = (z.detach() + 1).sin()
@@ -118,7 +118,7 @@ def custom_ops(m: Net, x: Tensor) -> Any:
     return noise(scale(z, (t * z).sin())).exp().sin()
 
 
-def checkpoints(m: Net, x: Tensor) -> Any:
+def checkpoints(m: Body, x: Tensor) -> Any:
     for reentrant in (False, True):
         x = torch.utils.checkpoint.checkpoint(
             lambda t: F.dropout(m.inner(t).sin().exp(), 0.5), x.sin(), use_reentrant=reentrant
@@ -126,30 +126,30 @@ def checkpoints(m: Net, x: Tensor) -> Any:
     return x.exp()
 
 
-def called_with_other_weights(m: Net, x: Tensor) -> Any:
+def called_with_other_weights(m: Body, x: Tensor) -> Any:
     weights = {name: parameter * 2 for name, parameter in m.inner.named_parameters()}
     return torch.func.functional_call(m.inner, weights, x.sin()).exp()
 
 
-def shares_weights(m: Net, x: Tensor) -> Any:
+def shares_weights(m: Body, x: Tensor) -> Any:
     return F.linear(m.inner(F.gelu(m.inner(x)).sin()), m.inner.weight.t()).exp()
 
 
-def vectorized(m: Net, x: Tensor) -> Any:
+def vectorized(m: Body, x: Tensor) -> Any:
     def body(row: Tensor) -> Tensor:
         return F.dropout((row.sin().exp() @ m.weight).sin(), 0.5)
 
     return torch.vmap(body, randomness="different")(x).exp()
 
 
-def forward_derivatives(m: Net, x: Tensor) -> Any:
+def forward_derivatives(m: Body, x: Tensor) -> Any:
     def body(t: Tensor) -> Tensor:
         return (t.sin().exp() * t).cos()
 
     return torch.func.jvp(body, (x.sin(),), (m.weight,)), torch.func.jacfwd(body)(x[0].sin()).exp().sin()
 
 
-def region_under_vmap(m: Net, x: Tensor) -> Any:
+def region_under_vmap(m: Body, x: Tensor) -> Any:
     def body(row: Tensor) -> Tensor:
         with save_recompute_policy("recompute_all"):
             return (row.sin().exp() @ m.weight).sin()
@@ -157,62 +157,34 @@ def region_under_vmap(m: Net, x: Tensor) -> Any:
     return torch.vmap(body)(x)
 
 
-def nested_jagged(m: Net, x: Tensor) -> Any:
+def nested_jagged(m: Body, x: Tensor) -> Any:
     rows = torch.nested.nested_tensor_from_jagged(m.inner(x).sin(), torch.tensor([0, 1, 4]))
     return (F.gelu(rows).sin() * rows).values().exp().sin()
 
 
-def nested_strided(m: Net, x: Tensor) -> Any:
+def nested_strided(m: Body, x: Tensor) -> Any:
     rows = torch.nested.as_nested_tensor([x[:1].sin(), x[1:].cos()])
     return torch.nested.to_padded_tensor(m.inner(rows), 0.0).sin().exp()
 
 
-def sparse(m: Net, x: Tensor) -> Any:
+def sparse(m: Body, x: Tensor) -> Any:
     s = torch.sparse_coo_tensor(torch.tensor([[0, 1, 2], [1, 0, 3]]), x.sin()[0, :3], (4, 4))
     dense = torch.sparse.mm(s, x.exp().sin())
     embedded = F.embedding(torch.tensor([1, 2, 1]), m.weight)
     return dense.sin().exp(), (s.coalesce() * 2).to_dense().sin(), embedded.sin().exp()
 
 
-def data_parallel(m: Net, x: Tensor) -> Any:
+def data_parallel(m: Body, x: Tensor) -> Any:
     return nn.DataParallel(m.inner)(x.sin()).exp().sin()
 
 
-def hooks_inside(m: Net, x: Tensor) -> Any:
+def hooks_inside(m: Body, x: Tensor) -> Any:
     with torch.autograd.graph.save_on_cpu():
         y = m.inner(x.sin()).exp()
     return m.inner(y.sin()).exp().sin()
 
 
-class Net(nn.Module):
-    """A model with two weights, one buffer and a body."""
-
-    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-        self.inner = nn.Linear(4, 4)
-        self.register_buffer("counts", torch.zeros(4, 4))
-        self.body = body
-
-    def forward(self, x: Tensor) -> Any:
-        return self.body(self, x)
-
-
-BODIES = [
-    functions,
-    custom_ops,
-    checkpoints,
-    called_with_other_weights,
-    shares_weights,
-    vectorized,
-    forward_derivatives,
-    region_under_vmap,
-    nested_jagged,
-    nested_strided,
-    sparse,
-    data_parallel,
-    hooks_inside,
-]
+BODIES = functions_of(globals(), "m")
 pytestmark = [
     # Warnings of torch itself, for decompositions of forward mode and for nested tensors of strided layout.
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
@@ -228,24 +200,15 @@ pytestmark = [
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.replace("_", " "))
 def test_region_changes_no_bit(body: Callable[..., Any], policy: str) -> None:
     x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
-    plain = step(lambda: Net(body), x)
-    planned = step(lambda: Net(body), x, policy=policy)
+    plain = step(lambda: Body(body), x)
+    planned = step(lambda: Body(body), x, policy=policy)
     assert_same(plain, planned)
     assert bool(planned.recomputed()) == (policy == "recompute_all")
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.replace("_", " "))
 def test_region_frees_everything(body: Callable[..., Any]) -> None:
-    model, x = Net(body), torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
-    for t in (x, *model.parameters()):
-        t.grad = torch.zeros_like(t)
-
-    def once() -> None:
-        with save_recompute_policy("recompute_all"):
-            out = model(x)
-        sum(t.sum() for t in tree_leaves(out) if t.requires_grad).backward()
-
-    once()
+    once = region_on(Body(body))
     with nothing_left():
         once()
 

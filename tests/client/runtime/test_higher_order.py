@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import Body
 from stepping import assert_same, step
-from torch import Tensor, nn
+from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
@@ -42,31 +43,31 @@ def thrice(t: Tensor) -> Tensor:
     return while_loop(lambda i, t: i < 3, body, (torch.tensor(0), t))[1]
 
 
-def conditional(m: Net, x: Tensor) -> Any:
+def conditional(m: Body, x: Tensor) -> Any:
     def yes(t: Tensor) -> Tensor:
         return t.sin() @ m.weight
 
     return torch.cond(x.sum() > 0, yes, lambda t: t.cos(), (x.exp(),)).sin().exp()
 
 
-def loop(m: Net, x: Tensor) -> Any:
+def loop(m: Body, x: Tensor) -> Any:
     return (thrice(x.detach().exp()) * x.sin() @ m.weight).exp().sin()
 
 
-def loop_with_gradients(m: Net, x: Tensor) -> Any:
+def loop_with_gradients(m: Body, x: Tensor) -> Any:
     return (thrice(x.exp()) @ m.weight).sin().exp()
 
 
-def mapped(m: Net, x: Tensor) -> Any:
+def mapped(m: Body, x: Tensor) -> Any:
     return map_rows(lambda row, w: (row @ w).sin(), x.exp(), m.weight).sin().exp()
 
 
-def scanned(m: Net, x: Tensor) -> Any:
+def scanned(m: Body, x: Tensor) -> Any:
     carry, rows = scan(lambda c, t: ((c + t).tanh(), (c * t).sin()), x[0].exp(), (x @ m.weight).sin())
     return carry.sin() + rows.exp().sin()
 
 
-def scanned_in_a_tree(m: Net, x: Tensor) -> Any:
+def scanned_in_a_tree(m: Body, x: Tensor) -> Any:
     return associative_scan(lambda a, b: a * b, (x @ m.weight).exp(), 0, combine_mode="generic").sin().exp()
 
 
@@ -75,21 +76,21 @@ def block(t: Tensor, w: Tensor) -> Tensor:
     return (t.sin() @ w).tanh()
 
 
-def subgraph(m: Net, x: Tensor) -> Any:
+def subgraph(m: Body, x: Tensor) -> Any:
     return block(block(x.exp(), m.weight), m.weight).sin().exp()
 
 
-def subgraph_compiled(m: Net, x: Tensor) -> Any:
+def subgraph_compiled(m: Body, x: Tensor) -> Any:
     compiled = torch.compile(lambda t, w: block(block(t, w), w).cos(), backend="aot_eager")
     return compiled(x.exp(), m.weight).sin().exp()
 
 
-def loop_compiled(m: Net, x: Tensor) -> Any:
+def loop_compiled(m: Body, x: Tensor) -> Any:
     return (torch.compile(thrice, backend="aot_eager", fullgraph=True)(x.exp()) @ m.weight).sin().exp()
 
 
 def attention(attend: Callable[..., Any]) -> Callable[..., Any]:
-    def body(m: Net, x: Tensor) -> Any:
+    def body(m: Body, x: Tensor) -> Any:
         heads = (x @ m.weight).sin().view(1, 2, 4, 2)
         mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, device="cpu")
         out = attend(heads, heads.exp(), heads.cos(), lambda s, b, h, q, k: s + m.weight[q, k], mask)
@@ -102,16 +103,6 @@ flex_eager = attention(flex.flex_attention)
 flex_compiled = attention(
     lambda *args: torch.compile(flex.flex_attention, backend="aot_eager", fullgraph=True)(*args)
 )
-
-
-class Net(nn.Module):
-    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-        self.body = body
-
-    def forward(self, x: Tensor) -> Any:
-        return self.body(self, x.sin().exp().sin())
 
 
 BODIES = {
@@ -130,6 +121,10 @@ BODIES = {
 RUN_THROUGH = {"invoke_subgraph", "associative_scan"}  # outside of torch.compile they are plain calls
 
 
+def made(body: str) -> Body:
+    return Body(lambda m, x: BODIES[body](m, x.sin().exp().sin()))
+
+
 @pytest.fixture
 def flex_attention_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow flex attention's backward on the CPU, which torch rejects; its eager ops are those of a GPU."""
@@ -140,9 +135,9 @@ def flex_attention_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("body", BODIES)
 def test_region_changes_no_bit(body: str) -> None:
     x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
-    plain = step(lambda: Net(BODIES[body]), x)
+    plain = step(lambda: made(body), x)
     for policy in ("recompute_all", "must_save_all"):
-        planned = step(lambda: Net(BODIES[body]), x, policy=policy)
+        planned = step(lambda: made(body), x, policy=policy)
         assert_same(plain, planned)
         recomputed = planned.recomputed()
         assert bool(recomputed) == (policy == "recompute_all")
@@ -157,11 +152,11 @@ def test_region_changes_no_bit(body: str) -> None:
 @pytest.mark.parametrize("body", BODIES)
 def test_planned_model_changes_no_bit(body: str) -> None:
     x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
-    policy = plan(profile(Net(BODIES[body]), x), budget_bytes=1 << 30).policy()
+    policy = plan(profile(made(body), x), budget_bytes=1 << 30).policy()
     decisions = {k: "save" if "higher_order" in k else "recompute" for k in policy.decisions}
     everything = policy.model_copy(update={"decisions": decisions})
-    planned = step(lambda: Net(BODIES[body]), x, policy=everything)
-    assert_same(step(lambda: Net(BODIES[body]), x), planned)
+    planned = step(lambda: made(body), x, policy=everything)
+    assert_same(step(lambda: made(body), x), planned)
     assert planned.recomputed()
 
 
@@ -243,7 +238,7 @@ def test_input_written_by_a_higher_order_op_after_a_read_is_an_error(op: str) ->
 
 @pytest.mark.skipif(minor_version() < (2, 12), reason="cond may not write yet")
 def test_plan_saves_readers_of_an_input_that_a_higher_order_op_writes() -> None:
-    class Writes(Net):
+    class Writes(Body):
         def __init__(self) -> None:
             super().__init__(loop)
             self.register_buffer("given", torch.ones(4, 4))

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import assert_same, nothing_left, step
+from blocks import Body
+from stepping import assert_same, functions_of, nothing_left, region_on, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -21,29 +22,14 @@ F = nn.functional
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 
-class Does(nn.Module):
-    """A model with one parameter, two buffers and a body."""
-
-    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-        self.register_buffer("cache", torch.zeros(8, 4))
-        self.register_buffer("steps", torch.zeros(()))
-        self.generator = torch.Generator().manual_seed(3)
-        self.body = body
-
-    def forward(self, x: Tensor) -> Any:
-        return self.body(self, x)
-
-
-def writes_a_parameter(m: Does, x: Tensor) -> Any:
+def writes_a_parameter(m: Body, x: Tensor) -> Any:
     y = (x * m.weight.detach()).sin().exp()
     with torch.no_grad():
         m.weight.mul_(2)
     return (x @ m.weight).cos() * y.detach() * x
 
 
-def writes_buffers(m: Does, x: Tensor) -> Any:
+def writes_buffers(m: Body, x: Tensor) -> Any:
     y = x.sin()
     m.cache[:4].copy_(y.detach())
     z = (m.cache[:4].clone() * y).exp().sin()
@@ -53,7 +39,7 @@ def writes_buffers(m: Does, x: Tensor) -> Any:
     return z + (m.cache[:4].clone() * x).tanh().cos()
 
 
-def writes_its_input(m: Does, x: Tensor) -> Any:
+def writes_its_input(m: Body, x: Tensor) -> Any:
     given = x.detach().clone()
     a = (x + given).sin().exp()
     with torch.no_grad():
@@ -63,7 +49,7 @@ def writes_its_input(m: Does, x: Tensor) -> Any:
     return a.sum() * (x + given).tanh().exp()
 
 
-def writes_views(m: Does, x: Tensor) -> Any:
+def writes_views(m: Body, x: Tensor) -> Any:
     y = x.sin()
     top, bottom = y.split(2)
     columns, diagonal = y.unbind(1), y.diagonal()
@@ -80,7 +66,7 @@ def writes_views(m: Does, x: Tensor) -> Any:
     return (z * z).sin()
 
 
-def writes_out(m: Does, x: Tensor) -> Any:
+def writes_out(m: Body, x: Tensor) -> Any:
     with torch.no_grad():
         product, pair = torch.empty(0), torch.empty(2, 4, 4)
         torch.mul(x, x, out=product)
@@ -90,7 +76,7 @@ def writes_out(m: Does, x: Tensor) -> Any:
     return (x * product).sin() * pair[0] + (pair[1] * x).cos()
 
 
-def foreach(m: Does, x: Tensor) -> Any:
+def foreach(m: Body, x: Tensor) -> Any:
     a = torch._foreach_mul([x * 2, x.sin()], 2.0)
     with torch.no_grad():
         b = torch._foreach_exp([t.detach() for t in a])
@@ -100,7 +86,7 @@ def foreach(m: Does, x: Tensor) -> Any:
     return (a[0] * b[0]).sin() + (a[1] * b[1] * m.cache[:4]).cos() * rows[0] + rows[1] * x
 
 
-def moves_storages(m: Does, x: Tensor) -> Any:
+def moves_storages(m: Body, x: Tensor) -> Any:
     with torch.no_grad():
         resized = (x * 2).clone().resize_(2, 2).mul_(2)
         moved = torch.zeros(3).set_((x * 3).sin().exp())
@@ -112,7 +98,7 @@ def moves_storages(m: Does, x: Tensor) -> Any:
     return (x * moved).sin() * new + resized.sum() * x * old * pointed
 
 
-def shows_its_storage_otherwise(m: Does, x: Tensor) -> Any:
+def shows_its_storage_otherwise(m: Body, x: Tensor) -> Any:
     # Assigning to .data runs no op and does not change the version counter.
     with torch.no_grad():
         made = x.sin()
@@ -131,14 +117,14 @@ def shows_its_storage_otherwise(m: Does, x: Tensor) -> Any:
     return z * once * twice * angle * doubled[3:7] * (both * 2).cos()
 
 
-def complex_numbers(m: Does, x: Tensor) -> Any:
+def complex_numbers(m: Body, x: Tensor) -> Any:
     y = torch.view_as_complex(x.sin().view(4, 2, 2))
     z = torch.view_as_real(y.sin() * y.conj())
     q = torch.fft.fft(y.conj().imag.exp()).exp()
     return (z[..., 0] * y.conj().imag).sin() * q.real + (q.conj() * y).abs()
 
 
-def depends_on_data(m: Does, x: Tensor) -> Any:
+def depends_on_data(m: Body, x: Tensor) -> Any:
     y = x.sin()
     z = y[(y > 0).nonzero(as_tuple=True)].exp().sin()
     if z.sum().item() > 0:
@@ -146,7 +132,7 @@ def depends_on_data(m: Does, x: Tensor) -> Any:
     return z.cos(), torch.masked_select(y.cos(), y > 0).exp(), torch.unique(y.detach())
 
 
-def draws(m: Does, x: Tensor) -> Any:
+def draws(m: Body, x: Tensor) -> Any:
     g = m.generator
     y = x * torch.rand(4, 4, generator=g) * torch.empty(4, 4).normal_(generator=g)
     z = y.sin() * torch.bernoulli(torch.full((4, 4), 0.5), generator=g) + torch.randperm(4, generator=g)
@@ -154,7 +140,7 @@ def draws(m: Does, x: Tensor) -> Any:
     return (F.rrelu(z.sin(), training=True) * noise).sin(), F.gumbel_softmax(z).exp(), F.dropout(z).sin()
 
 
-def suspends_gradients(m: Does, x: Tensor) -> Any:
+def suspends_gradients(m: Body, x: Tensor) -> Any:
     y = x.sin()
     with torch.no_grad():
         t = (y * 2).exp()
@@ -164,12 +150,12 @@ def suspends_gradients(m: Does, x: Tensor) -> Any:
     return (y * t).sin() + u.clone()
 
 
-def aliases_its_input(m: Does, x: Tensor) -> Any:
+def aliases_its_input(m: Body, x: Tensor) -> Any:
     y = x.view(16).sin().exp().view(4, 4)
     return x.t(), y[1:] * x.t()[:3], x.expand(2, 4, 4).sin().exp()
 
 
-def forward_mode(m: Does, x: Tensor) -> Any:
+def forward_mode(m: Body, x: Tensor) -> Any:
     import torch.autograd.forward_ad as forward_ad
 
     with forward_ad.dual_level():
@@ -178,22 +164,7 @@ def forward_mode(m: Does, x: Tensor) -> Any:
         return out.primal.cos(), out.tangent.sin()
 
 
-BODIES = [
-    writes_a_parameter,
-    writes_buffers,
-    writes_its_input,
-    writes_views,
-    writes_out,
-    foreach,
-    moves_storages,
-    shows_its_storage_otherwise,
-    complex_numbers,
-    depends_on_data,
-    draws,
-    suspends_gradients,
-    aliases_its_input,
-    forward_mode,
-]
+BODIES = functions_of(globals(), "m")
 POLICIES = {
     "recompute all": "recompute_all",
     "must recompute": CheckpointPolicy.MUST_RECOMPUTE,
@@ -206,11 +177,11 @@ POLICIES = {
 def test_region_changes_no_bit(body: Callable[..., Any], policy: str) -> None:
     x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
     want = x.detach().clone()
-    plain = step(lambda: Does(body), x)
+    plain = step(lambda: Body(body), x)
     written = x.detach().clone()
     with torch.no_grad():
         x.copy_(want)
-    planned = step(lambda: Does(body), x, policy=POLICIES[policy])
+    planned = step(lambda: Body(body), x, policy=POLICIES[policy])
     assert_same(plain, planned)
     assert torch.equal(x, written)
     if policy == "recompute all":
@@ -219,19 +190,9 @@ def test_region_changes_no_bit(body: Callable[..., Any], policy: str) -> None:
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.replace("_", " "))
 def test_region_frees_everything(body: Callable[..., Any]) -> None:
-    model, x = Does(body), torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
-
-    def once(*, backward: bool) -> None:
-        with save_recompute_policy("recompute_all"):
-            out = model(x)
-        out = out if isinstance(out, tuple) else (out,)
-        if backward:
-            sum(t.sum() for t in out if t.requires_grad).backward()
-
-    x.grad, model.weight.grad = torch.zeros_like(x), torch.zeros_like(model.weight)
-    once(backward=True)
+    once = region_on(Body(body))
     with nothing_left():
-        once(backward=True)
+        once()
     with nothing_left():
         once(backward=False)
 

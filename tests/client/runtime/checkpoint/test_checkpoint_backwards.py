@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
-from checkpoints import Ops, chain, leaf, replayed, same
+from checkpoints import Ops, chain, graded, leaf, replayed, same
 from torch import Tensor
 
 from ac_client import checkpoint
@@ -22,8 +20,7 @@ def test_grad_inside_the_function_and_backward_through_it(x: Tensor) -> None:
     with Ops() as ops:
         loss = checkpoint(f, x).sum()
     assert ops.ran["exp"] == 2  # the pass inside forward recomputes what it needs
-    got: list[Tensor] = []
-    (again,) = replayed(lambda: got.extend(torch.autograd.grad(loss, x)), "exp")
+    got, (again,) = graded(loss, x, "exp")
     assert again >= 1
     assert same(got, want)
 
@@ -48,9 +45,7 @@ def test_each_pass_with_retain_graph_recomputes_the_ops(x: Tensor) -> None:
     want = torch.autograd.grad(chain(x).sum(), x)
     loss = checkpoint(chain, x).sum()
     for retain in (True, True, False):
-        got: list[Tensor] = []
-        backward = functools.partial(torch.autograd.grad, loss, x, retain_graph=retain)
-        counts = replayed(lambda got=got, backward=backward: got.extend(backward()), "exp")
+        got, counts = graded(loss, x, "exp", retain_graph=retain)
         assert counts == [1]
         assert same(got, want)
 

@@ -70,15 +70,12 @@ def test_policy_inside_a_checkpoint_can_insist_on_saving(x: Tensor) -> None:
     assert replayed(checkpoint(f, x).sum().backward, "exp", "sin") == [0, 1]
 
 
-def test_checkpoint_of_torch_inside_ours_gives_the_plain_gradients(x: Tensor, w: Tensor) -> None:
+@pytest.mark.parametrize(("outer", "inner"), [(checkpoint, THEIRS), (THEIRS, checkpoint)])
+def test_checkpoints_of_torch_and_ours_inside_of_each_other_give_the_plain_gradients(
+    x: Tensor, w: Tensor, outer: Callable[..., Tensor], inner: Callable[..., Tensor]
+) -> None:
     want = torch.autograd.grad(chain(chain(x, w).exp()).sum(), (x, w))
-    loss = checkpoint(lambda t, v: chain(THEIRS(chain, t, v).exp()), x, w).sum()
-    assert same(torch.autograd.grad(loss, (x, w)), want)
-
-
-def test_our_checkpoint_inside_that_of_torch_gives_the_plain_gradients(x: Tensor, w: Tensor) -> None:
-    want = torch.autograd.grad(chain(chain(x, w).exp()).sum(), (x, w))
-    loss = THEIRS(lambda t, v: chain(checkpoint(chain, t, v).exp()), x, w).sum()
+    loss = outer(lambda t, v: chain(inner(chain, t, v).exp()), x, w).sum()
     assert same(torch.autograd.grad(loss, (x, w)), want)
 
 
