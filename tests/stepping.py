@@ -93,6 +93,31 @@ def gradients(model: nn.Module, *args: Any, dropout: int = 1, **kwargs: Any) -> 
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+def trained(
+    model: nn.Module,
+    batch: Callable[[int], Tensor],
+    steps: int = 3,
+    call: Callable[[Tensor], Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[Tensor]:
+    """Return the gradients of some steps, each with the seed of its number.
+
+    Args:
+        batch: return the batch of a step.
+        call: what to call in place of the model.
+        optimizer: steps after each backward, if given.
+    """
+    found = []
+    for number in range(steps):
+        model.zero_grad()
+        seed(number)
+        (call or model)(batch(number)).square().mean().backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        if optimizer is not None:
+            optimizer.step()
+    return found
+
+
 def allocated_peak(run: Callable[[], Any]) -> int:
     """Return the most bytes that the CPU's allocator holds while `run` runs, without those from before."""
     with AllocationRecord(torch.device("cpu")) as record:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import in_torch, ours, reentrant
-from stepping import seed
+from stepping import seed, trained
 from torch import Tensor, nn
 
 import ac_client
@@ -111,12 +111,7 @@ def batch(step: int) -> Tensor:
 
 
 def gradients(model: nn.Module, steps: int = 3) -> list[Tensor]:
-    found = []
-    for step in range(steps):
-        model.zero_grad()
-        model(batch(step).requires_grad_()).backward()
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return found
+    return trained(model, lambda step: batch(step).requires_grad_(), steps)
 
 
 @pytest.mark.parametrize("call", [in_torch, reentrant, ours], ids=["torchs", "reentrant", "ours"])

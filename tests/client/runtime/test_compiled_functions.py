@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stepping
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -88,13 +89,7 @@ def counted(x: Tensor, weight: Tensor, calls: Tensor) -> Tensor:
 
 
 def trained(model: nn.Module) -> list[Tensor]:
-    found = []
-    for step in range(3):
-        torch.manual_seed(step)
-        model.zero_grad()
-        model(torch.randn(8, 16, 32)).square().mean().backward()
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [*found, *model.buffers()]
+    return [*stepping.trained(model, lambda _: torch.randn(8, 16, 32)), *model.buffers()]
 
 
 def smallest(function: Function, constraints: Constraints | None = None) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import pytest
+import stepping
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torchs
@@ -58,13 +59,7 @@ def trained(op: str, how: str, made: str, budget_mib: float | None) -> list[Tens
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if budget_mib is not None:
         ac_client.apply(model, budget_gb=budget_mib / 1024, optimizer=optimizer)
-    found = []
-    for _ in range(3):
-        model(torch.randn(256, 16)).square().mean().backward()
-        found += [parameter.grad.clone() for parameter in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+    return stepping.trained(model, lambda _: torch.randn(256, 16), optimizer=optimizer)
 
 
 @pytest.mark.parametrize("made", MADE)

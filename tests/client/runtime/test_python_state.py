@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from stepping import trained
 from torch import Tensor, nn
 
 import ac_client
@@ -63,18 +64,12 @@ STATES: dict[str, tuple[Callable[[Shared, float], Any], Callable[[Shared], float
 }
 
 
-def gradients(state: str, budget: int | None, steps: int = 3) -> list[Tensor]:
+def gradients(state: str, budget: int | None) -> list[Tensor]:
     torch.manual_seed(0)
     model = Model(*STATES[state])
     if budget is not None:
         ac_client.apply(model, budget_gb=budget / 2**30)
-    found = []
-    for step in range(steps):
-        model.zero_grad()
-        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
-        model(x).backward()
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return found
+    return trained(model, lambda _: torch.randn(64, 32))
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from stepping import trained
 from torch import Tensor, nn
 
 import ac_client
@@ -53,15 +54,10 @@ class Learner(nn.Module):
         return x @ weight + self.mlp(x)
 
 
-def gradients(transform: str, how: Callable[[nn.Module], Any], steps: int = 3) -> list[Tensor]:
+def gradients(transform: str, how: Callable[[nn.Module], Any]) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Learner(TRANSFORMS[transform]) for _ in range(3)))
-    call, found = how(model), []
-    for _ in range(steps):
-        model.zero_grad()
-        call(torch.randn(128, 16)).square().mean().backward()
-        found += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return found
+    return trained(model, lambda _: torch.randn(128, 16), call=how(model))
 
 
 def planned(model: nn.Module) -> nn.Module:
