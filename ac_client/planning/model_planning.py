@@ -239,6 +239,7 @@ class ModelPlanning:
 
     def optimizer_stepped(self) -> None:
         """End an observed step: what follows is not part of it."""
+        self.watch.on_device.note_step()
         observation = self.planner.observation
         if observation is not None and observation.step.has_backward and not observation.runs_elsewhere:
             observation.step.end()

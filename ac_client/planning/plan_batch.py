@@ -234,7 +234,7 @@ class BatchPlanner:
     def _completed(self, profile: Profile, call: ModelCall) -> Profile:
         """Return `profile` with what optimizers and the link add to it. Measure what others hold."""
         self.on_device.measure_uncounted(call.args, call.kwargs, self.on_device.kept_nbytes(call, profile))
-        profile = self._optimizers.needs().less(self._dropped_nbytes).counted_in(profile)
+        profile = self.on_device.optimizers_need(self._dropped_nbytes).counted_in(profile)
         for message in unplanned_in(profile):
             self.warn_once(message, message)
         for note in profile.notes:
@@ -545,14 +545,14 @@ class BatchPlanner:
             made = self.plan_within(profile, limit, others)
         except NO_PLAN as error:
             if self._divide_device(profile, limit, others) is not None:
+                step = self.on_device.optimizers_need(self._dropped_nbytes).counted_in(step)
                 return self.plan(call, step, observation, running=running)
             if self._optimizers.foresees:  # state that does not exist yet may come for each step alone
                 self._optimizers.foresees = False
-                without = self._optimizers.needs().less(self._dropped_nbytes)
+                without = self.on_device.optimizers_need(self._dropped_nbytes)
                 if without.state < profile.static.optimizer_state:
                     with suppress(*NO_PLAN):
-                        other = without.counted_in(step)
-                        return self.plan(call, other, observation, running=running)
+                        return self.plan(call, without.counted_in(step), observation, running=running)
             _explain(error, profile, terms)
             smallest = error.smallest_found
             fits_alone = smallest is not None and smallest - others <= self.options.limit

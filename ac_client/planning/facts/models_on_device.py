@@ -30,7 +30,7 @@ from ac_client.planning.facts.peak_watch import PeakWatch
 from ac_client.planning.loaded_policy import PlannedBucket
 from autoac.planner.formats.profile import Profile
 from autoac.planner.units import format_bytes
-from autoac.profiler.static_memory import optimizer_state_nbytes, static_bytes
+from autoac.profiler.static_memory import OptimizerBytes, optimizer_state_nbytes, static_bytes
 from autoac.tape.distributed.fsdp import gathered_nbytes, unreduced_nbytes
 from autoac.tape.torch_facts.libraries import free_workspaces, pool_nbytes
 from autoac.tape.torch_facts.streams import is_capturing
@@ -92,6 +92,7 @@ class ModelOnDevice:
         # How many forwards of this model and of each other one wait at moments of its steps.
         self._moments: list[_InFlightNow] = []  # of the last step
         self._running: list[_InFlightNow] = []  # of the step that runs
+        self._waits_at_step: bool | None = None  # a forward of another model; None: no optimizer has stepped
         _all.add(self)
 
     def close(self) -> None:
@@ -108,9 +109,7 @@ class ModelOnDevice:
         self._trains_at = next(_turns) if forward else self._trains_at
         for other in others if forward else ():
             other._peaks.another_begins()
-        waiting = _InFlightNow(
-            self._in_flight.waiting(), {other: other._in_flight.waiting() for other in others}
-        )
+        waiting = _InFlightNow(self.in_flight(), {other: other.in_flight() for other in others})
         if not (waiting.own or any(waiting.others.values())):
             for other in others if forward else ():
                 if (settle := other.settle()) is not None and (model := other._model()) is not None:
@@ -119,6 +118,10 @@ class ModelOnDevice:
                 self._moments, self._running = self._running, []
         if waiting not in self._running:
             self._running.append(waiting)
+
+    def note_step(self) -> None:
+        """Note whether a forward of another model waits as an optimizer of this one has stepped."""
+        self._waits_at_step = bool(self._waits_at_step) or any(o.in_flight() for o in self._others())
 
     def forget_peaks(self) -> None:
         """Compare no step that runs on the device: another plan is made in it, or a step is observed."""
@@ -239,6 +242,15 @@ class ModelOnDevice:
             for m in moments
         )
         return max(0, max(held, default=0))
+
+    def optimizers_need(self, dropped: int) -> OptimizerBytes:
+        """Return what the optimizers need, less what is gone when they step.
+
+        Args:
+            dropped: bytes of the batch that are gone then, in addition to waiting forwards of the neighbors.
+        """
+        passing = self.waiting_nbytes() if self._waits_at_step is False else 0
+        return self._optimizers.needs().less(dropped + passing)
 
     def name_others(self, error: Exception) -> None:
         """Add to `error` what the other planned models on the device hold, whether or not they train."""

@@ -68,7 +68,7 @@ class StepWatch:
         self._found_gradients = 0
         if profile is None:  # the policy stays
             return counted
-        needs = self.optimizers.needs().less(bucket.step.dropped_nbytes)
+        needs = self.on_device.optimizers_need(bucket.step.dropped_nbytes)
         kept = self.on_device.kept_nbytes(call, profile)
         if not waiting and bucket.statistics.compared < WATCHED_STEPS:
             counts = (needs.state, profile.static.workspaces) if bucket.statistics.steps else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from autoac.planner import build, plan
 from autoac.planner.memory.simulate import waiting_bytes
 from autoac.planner.units import GIB
 from autoac.profiler import observe
+from benchmarks.loops.random_loops import keep_on_host
 
 WIDTH, ROWS = 64, 256
 
@@ -65,6 +67,21 @@ def test_forwards_of_another_model_count_where_they_wait() -> None:
     loaded = ac_client.applied(models[0])._planning.store.current.loaded
     assert second.neighbors_nbytes() == standing + 2 * loaded.waiting_nbytes // len(loaded.forwards)
     assert loaded.waiting_nbytes > standing
+
+
+def test_forwards_of_another_model_are_gone_when_the_optimizer_steps() -> None:
+    models = [nn.Sequential(nn.Linear(WIDTH, 2048), nn.GELU(), nn.Linear(2048, WIDTH)) for _ in range(2)]
+    optimizer = torch.optim.Adam([p for model in models for p in model.parameters()])
+    keep_on_host(optimizer)  # so the peak is where it steps
+    for model in models:
+        ac_client.apply(model, 1.0, optimizer=optimizer)
+    at = ac_client.applied(models[1])
+    for number in range(5):
+        with at.measure() if number == 4 else nullcontext():
+            models[1](models[0](torch.randn(ROWS // 4, WIDTH))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert at.report().predicted_peak_bytes == pytest.approx(at.report().measured_peak_bytes, abs=4096)
 
 
 def one_after_the_other(parts: list[nn.Module]) -> None:

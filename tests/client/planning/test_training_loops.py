@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import ac_client
 from ac_client import Report
-from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.planning import plan_batch
 from autoac.planner import (
     InfeasibleBudget,
@@ -481,33 +480,6 @@ def test_another_dtype_is_planned_for() -> None:
     report = measured(model, step)
     assert report.predicted_peak_bytes < report.save_all_peak_bytes
     assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
-
-
-def test_two_planned_models_share_the_budget_of_their_device(caplog: pytest.LogCaptureFixture) -> None:
-    models = Layers(), WithLoss()
-    x = batches()[0]
-
-    def step() -> None:
-        torch.manual_seed(2)
-        models[1](models[0](x)).backward()
-        for model in models:
-            model.zero_grad()
-
-    def peak() -> int:
-        standing = x.nbytes + sum(p.nbytes for model in models for p in model.parameters())
-        with AllocatorTimeline(base=standing) as timeline:
-            step()
-        return timeline.peak_bytes
-
-    step()
-    budget = int(0.65 * peak())
-    for model in models:
-        ac_client.apply(model, budget / GIB)
-    for _ in range(5):  # one model is observed at a time, and then each is planned with the other
-        step()
-    assert peak() <= budget
-    assert not warnings(caplog)
-    assert any(ac_client.applied(model).report().recomputed for model in models)
 
 
 def test_refused_budget_names_the_other_models_on_the_device() -> None:
