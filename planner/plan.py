@@ -9,6 +9,7 @@ from typing import Any
 
 from autoac.planner.budget import one_budget
 from autoac.planner.errors import InfeasibleBudget, InvalidBudget, InvalidLimit, PlannerError, SolverOutOfTime
+from autoac.planner.formats.base import MAX_INT
 from autoac.planner.formats.constraints import UNCONSTRAINED, Constraints
 from autoac.planner.formats.policy import (
     OFFLOAD,
@@ -156,7 +157,7 @@ class Plan:
             predicted=Predicted(
                 peak_bytes=self.peak,
                 peak_at=self.peak_at,
-                save_all_peak_bytes=self.ceiling,
+                save_all_peak_bytes=min(self.ceiling, MAX_INT),
                 static_bytes=self.graph.static_bytes,
                 recompute_us=self.recompute_us,
                 recompute_bound_us=self.bound_us,
@@ -462,9 +463,4 @@ def decided(profile: Profile, graph: Graph, save_set: SaveSet, moves: Sequence[M
         for op, until in sorted(needed_until(profile).items())
         if fates[keys[op]] != SAVE
     }
-    return {
-        "decisions": fates,
-        "use_groups": use_groups,
-        "moves": points,
-        "needed_until": needed,
-    }
+    return {"decisions": fates, "use_groups": use_groups, "moves": points, "needed_until": needed}

@@ -21,7 +21,6 @@ from autoac.planner.formats.base import (
     Count,
     FrozenModel,
     Index,
-    Microseconds,
     Name,
     Title,
     read,
@@ -37,6 +36,7 @@ THE_END: Final = "the end"
 Decision = Annotated[str, Field(pattern=r"^(save|offload|recompute(@[2-9]|@[1-9][0-9])?)$")]
 """recompute@2: backward recomputes the op twice, once for each of its use groups."""
 Bytes = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]  # may be negative
+TotalMicroseconds = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]  # of many ops
 
 
 class MovePoints(FrozenModel):
@@ -51,14 +51,14 @@ class Predicted(FrozenModel):
 
     peak_bytes: Count
     peak_at: Name  # "layers.17.mlp/aten.mm.default#2, forward"
-    save_all_peak_bytes: Count  # the peak with nothing recomputed
+    save_all_peak_bytes: Count  # the peak with nothing recomputed; 2**53 if it is more
     static_bytes: Count
-    recompute_us: Microseconds
-    recompute_bound_us: Microseconds  # proven: no plan within the budget recomputes less
-    step_us: Microseconds  # forward and backward with nothing recomputed
+    recompute_us: TotalMicroseconds
+    recompute_bound_us: TotalMicroseconds  # proven: no plan within the budget recomputes less
+    step_us: TotalMicroseconds  # forward and backward with nothing recomputed
     gap: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]  # (extra - bound) / extra; see stall_us
     # With moves, the extra time is that of recomputes and of stalls, and so is the bound.
-    stall_us: Microseconds  # compute waits for copies
+    stall_us: TotalMicroseconds  # compute waits for copies
     moved_bytes: Count  # to the host
     # Of a pipeline's stage: the microbatch at work, and those that wait for their backward.
     microbatches: Annotated[Count, Field(ge=1)]

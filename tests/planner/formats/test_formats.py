@@ -86,6 +86,17 @@ def test_policy_has_one_decision_per_op_in_execution_order() -> None:
     assert list(recomputing_policy().decisions) == profile.keys()
 
 
+def test_figures_of_many_ops_and_microbatches_that_no_device_has_are_written() -> None:
+    """Peak and budget are in range: nothing is saved."""
+    tape = graphs.Tape()
+    saved = [tape.save(tape.op("a", [], 8, us=1e15)[0]) for _ in range(2)]
+    tape.op("loss", [], 0)
+    tape.step("step", saved)
+    profile = tape.profile().model_copy(update={"waiting_microbatches": 2**52})
+    predicted = plan(profile, budget_bytes=100).policy().predicted
+    assert (predicted.save_all_peak_bytes, predicted.recompute_us) == (2**53, 2e15)
+
+
 def test_run_times_change_the_digest_but_not_the_fingerprint() -> None:
     profile = graphs.gpt2(1)
     ops = profile.ops.model_copy(update={"runtime_us": tuple(2 * t for t in profile.ops.runtime_us)})
