@@ -46,7 +46,7 @@ from autoac.tape.capture.backlog import Backlog
 from autoac.tape.capture.backward_calls import BackwardCalls
 from autoac.tape.capture.fake_allocations import FakeAllocations
 from autoac.tape.capture.op_timer import OpSpans, median_and_spread
-from autoac.tape.capture.step_tape import OUTSIDE, StepTape
+from autoac.tape.capture.step_tape import StepTape
 from autoac.tape.checkpoints.own_checkpoints import (
     NEEDED,
     checkpoints_left_alone,
@@ -189,7 +189,6 @@ class ObservedStep:
         self._leaves: list[weakref.ref[Tensor]] = []  # that forward made, and that get gradients
         self._gradients: list[tuple[int, int]] = []  # their addresses, and marks once they were added up
         self._held: tuple[list[int], list[int]] = [], []  # their addresses, and those of their gradients
-        self._outside = 0  # bytes between forward and backward, as seen when backward began
         self._left_out = -1  # mark since which nothing belongs to the step
         self._others_follow = False  # another planned model has run forward since this one's last forward
         self._batches: dict[int, tuple[int, int]] = {}  # by address: bytes beyond the first batch, and a mark
@@ -334,28 +333,13 @@ class ObservedStep:
             self._tape.hidden.append((self._left_out, self._allocations.mark()))
         self._left_out = -1
 
-    def note_backward(self, outside_nbytes: int) -> None:
-        """Note that the backward that runs has reached an output of the step.
-
-        Args:
-            outside_nbytes: made between the model and backward, as far as that is seen without the record.
-        """
+    def note_backward(self) -> None:
+        """Note that the backward that runs has reached an output of the step."""
         if self._others_follow and not self._reached:  # so far, backward was that of the other models
             self._tape.hidden.append((self._begin, self._allocations.mark()))
         if not self._reaches:
             self._retains = private.current_graph_task_keeps_graph()
         self._reached = self._reaches = True
-        self._outside = max(self._outside, outside_nbytes)
-
-    def outside_nbytes(self, profile: Profile) -> int:
-        """Return the bytes that were made between the model and backward, at most.
-
-        Args:
-            profile: of this step.
-        """
-        ops = zip(profile.ops.overload, profile.ops.workspace_nbytes, strict=True)
-        made = sum(nbytes for overload, nbytes in ops if profile.overloads[overload] == OUTSIDE.name)
-        return max(self._outside, made)
 
     def begin_backward(self) -> None:
         """Note that backward begins. Calls of it are noted without this."""
@@ -625,7 +609,7 @@ class ObservedStep:
         ]
         kept = self._kept_nbytes + sum(block.nbytes for block in left if block.address not in self._seeds)
         leaves, gradients = map(self._live_nbytes, self._held)
-        found = found.model_copy(
+        found = found.with_dropped_outputs(found.droppable_outputs).model_copy(
             update={
                 "gradient_nbytes": found.gradient_nbytes - sum(block.nbytes for block in left) - gradients,
                 "kept_nbytes": max(found.kept_nbytes, kept + leaves + gradients),
@@ -680,9 +664,9 @@ class BackwardListener:
     def __init__(self, step: ObservedStep) -> None:
         self._step = step
 
-    def __call__(self, facts: Any) -> None:
+    def __call__(self, _facts: Any) -> None:
         """Note a backward."""
-        self._step.note_backward(facts.nbytes_outside)
+        self._step.note_backward()
 
     def __del__(self) -> None:
         step = self._step

@@ -169,7 +169,7 @@ class PolicyChooser:
             profile, terms = None, PlannedFor(0)
             try:
                 profile = self._planner.observed(call, observation)
-                terms = self._planner.terms(call, profile, observation)
+                terms = self._planner.terms(call, profile)
                 counted = terms.counted_in(profile)
                 limit, static = self._planner.limit_of(counted), counted.static.total
                 among = ranks.include(step.groups or {})

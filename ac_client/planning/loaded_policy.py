@@ -28,9 +28,8 @@ from autoac.planner.errors import Holding
 from autoac.planner.formats.policy import SAVE, Decision, cudnn_text
 from autoac.planner.formats.policy_set import Extent, Shape
 from autoac.planner.formats.profile import ESTIMATED
-from autoac.planner.memory.lifetimes import live_at_peak, waiting_storages
+from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.memory.simulate import waiting_bytes
-from autoac.planner.problem.graph import StorageId
 from autoac.profiler import device_name
 from autoac.tape.runtime.cursor import Route
 from autoac.tape.torch_facts.inductor import compiled_parts
@@ -102,11 +101,6 @@ class LoadedPolicy:
     def waiting_nbytes(self) -> int:
         """Return the bytes that all forwards have saved as backward begins; 0 without a plan."""
         return waiting_bytes(self.plan.graph, self.plan.save_set) if self.plan is not None else 0
-
-    @cached_property
-    def waiting_storages(self) -> frozenset[StorageId]:
-        """Return the storages that the plan counts as live as backward begins; none without a plan."""
-        return waiting_storages(self.plan.graph, self.plan.save_set) if self.plan is not None else frozenset()
 
     @cached_property
     def fragments(self) -> int | None:
@@ -217,6 +211,7 @@ class PlannedBucket:
     Attributes:
         extent: the parsed shape.
         shown: the form of the loop, as steps have shown it. The next forward is planned for it.
+        frees_gradients: the loop frees them between forward and backward; None: no backward has shown it.
         forwards: how many were to run under it.
         left_at: the last of them that ran other ops than the policy has; 0 if none did.
         left_until: the forward from which on to observe another like it.
@@ -239,6 +234,7 @@ class PlannedBucket:
         self.warned: set[str] = set()
         terms = terms or PlannedFor(loaded.policy.budget_bytes, form=Form(len(loaded.policy.forwards)))
         self.shown = terms.form
+        self.frees_gradients: bool | None = terms.present.frees_gradients or None
         self.observed_for: set[Form] = set()
         self.load(loaded, step or ProfiledStep(shape), terms)
 

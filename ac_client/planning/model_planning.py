@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,11 +36,13 @@ from ac_client.planning.plan_batch import (
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.planning.trigger import (
     GRADIENTS,
+    MOST_CORRECTIONS,
     MOST_TRIES,
     Correction,
     Form,
     Measured,
     PlanAgain,
+    Warned,
     backward_rule,
     form_rule,
     may_go_over,
@@ -121,16 +123,16 @@ class ModelPlanning:
         form, warning = form_rule(planned, bucket.shown, self.watch.waiting_for(bucket), left=bucket.left)
         if warning is not None:
             bucket.warn(self._name, warning)
-        if not (planned.stays or form.has_profile_of(planned.form)):
+        if not planned.stays and form != planned.form:
             bucket.shown = replace(form, tries=planned.form.tries)
             if call.shape == bucket.step.shape and self._observes(bucket, form, call, waiting):
                 return None
-        looks = not planned.present.gradients or bucket.shown.frees_gradients is not False
+        looks = not planned.present.gradients or bucket.frees_gradients is not False
         gradients = looks and self.store.parameters.gradients_exist()
         present = self.watch.present(call, bucket, waiting, gradients=gradients)
         on_device = self.watch.on_device
         while not bucket.planned_for.stays:
-            if (again := present_rule(bucket.planned_for, present, bucket.shown)) is None:
+            if (again := present_rule(bucket.planned_for, present)) is None:
                 break
             self._plan_again(bucket, again)  # which may have divided the device
             others = on_device.others_nbytes()
@@ -277,12 +279,24 @@ class ModelPlanning:
         if current_split() is not None and not bucket.planned_for.fits(1):
             self.planner.warn_once("split", UNCOUNTED)
         backward, gradients = self.watch.in_backward(bucket, backward, self.store.parameters.gradients_exist)
-        planned, before = bucket.planned_for, bucket.shown
-        bucket.shown, warnings = backward_rule(planned, before, backward, gradients)
-        for warning in warnings:
+        planned, freed = bucket.planned_for, bucket.frees_gradients
+        bucket.shown, warning = backward_rule(planned, bucket.shown, backward)
+        if warning is not None:
             bucket.warn(self._name, warning)
-        if gradients and before.frees_gradients is None and planned.peak > self.options.limit:
+        if gradients is not None and freed is not False:
+            bucket.frees_gradients = not gradients  # once held, they count in all later plans
+        if gradients and freed:
+            what = f"gradients of {format_bytes(gradients)} are held in backward, and the plan is for a loop"
+            advice = "call zero_grad() before the forward"
+            bucket.warn(
+                self._name, may_go_over(planned, "gradients", f"{what} that frees them before", advice)
+            )
+        elif gradients and freed is None and planned.peak > self.options.limit:
             self.planner.warn_over_budget(planned.peak, GRADIENTS)
+        if (peak := self.watch.peaks.read()) > max(planned.limit, planned.peak):
+            limit = format_bytes(planned.limit)
+            text = f"this step took {format_bytes(peak)} until backward began, over the limit of {limit}"
+            bucket.warn(self._name, Warned("until backward", text))
 
     def _observes(self, bucket: PlannedBucket, form: Form, call: ModelCall, waiting: int) -> bool:
         """Return True if the step that begins is observed, to plan `bucket` for another form of step.
@@ -291,7 +305,7 @@ class ModelPlanning:
         """
         planned = bucket.planned_for
         if form in bucket.observed_for:
-            bucket.shown = planned.form.held_as(form)
+            bucket.shown = planned.form
             if planned.peak + waiting * planned.forward_nbytes > planned.limit:
                 self.planner.warn_once(
                     f"turns {form}",
@@ -301,10 +315,16 @@ class ModelPlanning:
         elif not waiting:  # more forwards in flight are observed from the next step's first one on
             if is_capturing():
                 raise CannotCapture(self._name, f"a plan is to be made for another form of step: {form}")
-            with suppress(ProfilerBusy):
+            try:
                 plan = partial(self._plan_observed, bucket, form)
                 self.planner.observe(call, key_of(call.args, call.kwargs), plan)
                 return True
+            except ProfilerBusy as busy:
+                self.planner.warn_once(
+                    "busy form",
+                    f"steps have another form than the plan ({form}), and none can be observed now ({busy}): "
+                    f"these steps may go over the limit of {format_bytes(planned.limit)}",
+                )
         return False
 
     def _plan_observed(
@@ -323,7 +343,7 @@ class ModelPlanning:
         assert present is not None
         shown = form_of(found, form)
         bucket.observed_for |= {form, shown}
-        bucket.shown = planned.form.held_as(form)
+        bucket.shown = planned.form
         as_planned = shown == planned.form and found.waiting_microbatches < planned.microbatches
         if as_planned or shown.forwards < planned.form.forwards or shown.passes < planned.form.passes:
             return bucket
@@ -390,8 +410,12 @@ class ModelPlanning:
             others = self.watch.on_device.others_nbytes()
             terms = replace(terms, present=replace(terms.present, share=share, others_nbytes=others))
         bucket.load(LoadedPolicy(corrected(policy, correction.nbytes, correction.total), plan), step, terms)
-        expects_gradients = terms.present.gradients and bucket.shown.frees_gradients is None
-        if infeasible is not None and peak > self.options.limit and not expects_gradients:
+        expects_gradients = terms.present.gradients and bucket.frees_gradients is None
+        last = infeasible is not None or correction.times == MOST_CORRECTIONS
+        if last and correction.nbytes and not terms.form.over:
+            bucket.shown = replace(bucket.shown, over=True)
+            reason += ", and the next step is observed"
+        elif infeasible is not None and peak > self.options.limit and not expects_gradients:
             bucket.warned.add("over the limit")
             self.planner.warn_over_budget(peak, reason)
             return

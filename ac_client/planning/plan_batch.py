@@ -342,18 +342,15 @@ class BatchPlanner:
             torch.cuda.empty_cache()  # its segments would get holes in the first planned steps
         return profile
 
-    def terms(self, call: ModelCall, profile: Profile, observation: Observation | None) -> PlannedFor:
+    def terms(self, call: ModelCall, profile: Profile) -> PlannedFor:
         """Return the terms of the first plan of a step, without its limit.
 
         A library may be known to free gradients in the step.
         """
         frees = self.frees_gradients and not profile.static.gradients
-        form = form_of(profile, Form(frees_gradients=frees or None))
-        if observation is not None:
-            outside = observation.step.outside_nbytes(profile)
-            form = replace(form, drops=profile.droppable_outputs, outside_nbytes=outside)
         kept = self.on_device.kept_nbytes(call, profile)
-        return PlannedFor(0, form=form, present=Present(frees, optimizers_in(profile), kept_nbytes=kept))
+        present = Present(frees, frees, optimizers_in(profile), kept_nbytes=kept)
+        return PlannedFor(0, form=form_of(profile, Form()), present=present)
 
     def limit_of(self, profile: Profile) -> int:
         """Return the most bytes that a planned peak of this step may have.
@@ -538,7 +535,7 @@ class BatchPlanner:
         Raises:
             PlannerError, RemoteError: the step could not be planned.
         """
-        step, terms = profile, self.terms(call, profile, observation)
+        step, terms = profile, self.terms(call, profile)
         profile = terms.counted_in(profile)
         others, limit = self.on_device.others_nbytes(), self.limit_of(profile)
         try:
@@ -611,12 +608,6 @@ def _explain(error: PlannerError, profile: Profile, terms: PlannedFor) -> None:
         error.add_note(
             f"autoac: names of the last step hold {format_bytes(kept)} as the forward begins. A loop that "
             "drops them before, as in del output, needs less"
-        )
-    if drops := profile.droppable_outputs - terms.form.drops:
-        nbytes = format_bytes(profile.output_nbytes(drops))
-        error.add_note(
-            f"autoac: the training loop holds outputs of the model during backward ({nbytes}). A loop that "
-            "drops them before, as in loss = model(batch).loss, needs less"
         )
     for message in unplanned_in(profile):
         error.add_note(f"autoac: {message}")

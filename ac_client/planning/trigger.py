@@ -7,7 +7,8 @@ A plan is made for a form of step (`Form`), and with bytes that are on the devic
 2. `form_rule`, before a forward, and `backward_rule`, as a backward begins: the step has another form. If it
    may go over the limit, a warning says so once, and the next step is observed.
 3. `measured_rule`, after a step: its peak, the allocator's fragments or waits for copies are more than was
-   predicted. The same profile is planned for less memory, or for a slower link.
+   predicted. The same profile is planned for less memory, or for a slower link. If no plan fits so, or the
+   second one is over the limit, too, the next step is observed.
 
 `model_planning.py` profiles, plans and logs; nothing here has an effect.
 """
@@ -26,7 +27,6 @@ from autoac.profiler.static_memory import OptimizerBytes
 WATCHED_STEPS = 3  # after each planning: the optimizer's state and gradients that stay come with the second
 MOST_CORRECTIONS = 2  # of one policy
 LAST_MARGIN = 0.02  # of the limit: the error differed from plan to plan, and no correction follows
-LARGE_OUTSIDE = 0.03  # of the limit: less made between the model and backward is not worth a warning
 SEGMENT = 20 << 20  # bytes: the allocator reserves so many at once, and the last of them are rarely full
 STALLED = 0.01  # of the step: shorter waits for copies, unforeseen, are not worth planning again
 SLOWER = 0.5  # of the rates of a link that turned out to be slower
@@ -44,25 +44,14 @@ class Form:
 
     forwards: int = 1  # that run before one backward, which covers all of them
     passes: int = 1  # of backward, through the same graph (`retain_graph=True`)
-    outside_nbytes: int = 0  # made between the model and backward
     tries: int = 0  # how often a step was observed because a forward ran other modules or other ops
-    drops: frozenset[int] = frozenset()  # outputs not held until backward, by position among all
-    frees_gradients: bool | None = None  # between forward and backward; None: no backward has shown it yet
-
-    def has_profile_of(self, other: Form) -> bool:
-        """Return True if a profile of a step of the `other` form is also one of this form."""
-        mine, others = ((one.forwards, one.passes, one.outside_nbytes, one.tries) for one in (self, other))
-        return mine == others
-
-    def held_as(self, other: Form) -> Form:
-        """Return this form where backward finds the outputs and gradients that it finds in the `other`."""
-        return replace(self, drops=other.drops, frees_gradients=other.frees_gradients)
+    over: bool = False  # a step was observed because corrected plans did not keep the limit
 
     def __str__(self) -> str:
         words = f"{self.forwards} forward{'s' if self.forwards > 1 else ''} before one backward"
         words += f" of {self.passes} passes" if self.passes > 1 else ""
-        words += f", {format_bytes(self.outside_nbytes)} made between them" if self.outside_nbytes else ""
-        return words + (", other ops than in the first step" if self.tries else "")
+        words += ", other ops than in the first step" if self.tries else ""
+        return words + (", more memory than in the first step" if self.over else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +59,7 @@ class Present:
     """Count what is on the device as a forward begins and not in a profile. Sizes are in bytes."""
 
     gradients: bool = False  # as many as the profiled step makes
+    frees_gradients: bool = False  # before backward
     optimizers: OptimizerBytes = field(default_factory=lambda: OptimizerBytes(0, 0))
     others_nbytes: int = 0  # held by other models and tensors on the device
     kept_nbytes: int = 0  # held by names of the step before, until the forward has ended
@@ -118,12 +108,11 @@ class PlannedFor:
         """Return `profile`, which was observed, for a step of these terms with the same ops."""
         present = self.present
         kept = present.kept_nbytes
-        if present.gradients and self.form.frees_gradients:
+        if present.gradients and present.frees_gradients:
             kept += profile.gradient_nbytes
         elif present.gradients:
             profile = with_gradients(profile)
         profile = present.optimizers.counted_in(profile.with_kept(kept))
-        profile = profile.with_dropped_outputs(self.form.drops)
         if present.microbatches:
             before, static = profile.waiting_microbatches, profile.static
             waiting = before + present.microbatches
@@ -163,22 +152,18 @@ class PlanAgain(NamedTuple):
 # --- 1. what is present -----------------------------------------------------------------------------------
 
 
-def present_rule(planned: PlannedFor, now: Present, form: Form) -> PlanAgain | None:
+def present_rule(planned: PlannedFor, now: Present) -> PlanAgain | None:
     """Plan for what is present and was not counted.
 
-    Gradients, state, and outputs that the loop holds or drops count exactly. What else is there may differ
+    Gradients and state count exactly. What else is there may differ
     from forward to forward: it counts once the plan has no room for it. If no plan was found that keeps the
     limit, less of it counts, too, but once. Another share of the device is planned for.
-
-    Args:
-        form: of the step, as backwards have shown it.
     """
     counted = planned.present
     gradients = now.gradients and not counted.gradients
     state, workspace = now.optimizers.state, now.optimizers.workspace
     steps = state != counted.optimizers.state or workspace > counted.optimizers.workspace
-    frees = bool(form.frees_gradients) != bool(planned.form.frees_gradients)
-    held = frees or form.drops != planned.form.drops
+    held = now.frees_gradients != counted.frees_gradients
     waiting = now.microbatches - counted.microbatches
     waits = waiting > 0 and not planned.fits(waiting)
     exact = gradients or steps or held or waits
@@ -196,7 +181,6 @@ def present_rule(planned: PlannedFor, now: Present, form: Form) -> PlanAgain | N
     )
     terms = replace(
         planned,
-        form=planned.form.held_as(form),
         present=present,
         gained_room=planned.gained_room or gains,
         correction=Correction(withheld=planned.correction.withheld) if exact else planned.correction,
@@ -206,7 +190,7 @@ def present_rule(planned: PlannedFor, now: Present, form: Form) -> PlanAgain | N
     if steps:
         return PlanAgain(terms, f"optimizers hold {format_bytes(state)} of state as a forward begins")
     if held:
-        return PlanAgain(terms, "the loop holds other outputs or gradients in backward")
+        return PlanAgain(terms, "backward finds other gradients than before")
     if waits:
         return PlanAgain(terms, f"{waiting} more forwards wait, each for a backward of its own")
     reason = of_others(now.others_nbytes)
@@ -229,8 +213,6 @@ def form_rule(planned: PlannedFor, shown: Form, waiting: int, *, left: bool) -> 
     form, warning = shown, None
     if left and not waiting and planned.form.tries < MOST_TRIES and not planned.fits(1):
         form = replace(form, tries=planned.form.tries + 1)
-    if planned.correction.times:  # its peak was measured, whatever was made outside
-        form = replace(form, outside_nbytes=planned.form.outside_nbytes)
     if 1 < form.forwards <= planned.microbatches:  # each has a backward of its own
         form = replace(form, forwards=planned.form.forwards)
     counted = max(form.forwards, planned.form.forwards, planned.microbatches)
@@ -242,21 +224,12 @@ def form_rule(planned: PlannedFor, shown: Form, waiting: int, *, left: bool) -> 
     return form, warning
 
 
-def backward_rule(
-    planned: PlannedFor, shown: Form, backward: BackwardFacts, gradients: int | None = None
-) -> tuple[Form, list[Warned]]:
-    """Return the form of step that a backward shows as it begins, and warnings.
+def backward_rule(planned: PlannedFor, shown: Form, backward: BackwardFacts) -> tuple[Form, Warned | None]:
+    """Return the form of step that a backward shows as it begins, and a warning.
 
     Args:
         shown: by the steps before.
-        gradients: bytes of those that forward found, as backward finds them; None: not looked at.
     """
-    form, warnings = shown, []
-    limit, live, made = planned.limit, backward.nbytes_live, backward.nbytes_outside
-
-    def warn(subject: str, what: str, advice: str) -> None:
-        warnings.append(may_go_over(planned, subject, what, advice))
-
     if backward.creates_graph:
         graphs, needs = backward.graphs, 2 * backward.graphs
         if not planned.fits(needs):
@@ -264,35 +237,17 @@ def backward_rule(
             text = (
                 "a backward with create_graph=True (a gradient penalty, meta-learning) runs over its forward,"
                 f" which no plan counts, so the budget cannot be kept{several}: this step and later steps may"
-                f" go over the limit of {format_bytes(limit)}. Compute the penalty in the forward of the"
-                " module that is planned, or leave Constraints(headroom_bytes=...) for it: "
+                f" go over the limit of {format_bytes(planned.limit)}. Compute the penalty in the forward of"
+                " the module that is planned, or leave Constraints(headroom_bytes=...) for it: "
                 f"{format_bytes(needs * planned.forward_nbytes)}, if they save as much as forwards do"
             )
-            warnings.append(Warned("graph created", text))
+            return shown, Warned("graph created", text)
     elif backward.passes > planned.form.passes and not planned.fits(1):
-        form = replace(form, passes=max(form.passes, backward.passes))
-        what = (
-            f"{backward.passes} passes of backward go through one graph (retain_graph=True), and the plan is "
-        )
-        warn("passes", f"{what}for {planned.form.passes}", "one backward of the sum of the losses needs less")
-    if backward.first and form.drops and backward.held_nbytes:
-        form, held = replace(form, drops=frozenset()), backward.held_nbytes
-        if planned.peak + held > limit:
-            what = f"outputs of {format_bytes(held)} are held in backward, and the plan is for a loop that"
-            advice = "drop them in every step, as in loss = model(batch).loss, or hold them in every step"
-            warn("outputs", f"{what} drops them before", advice)
-    if gradients is not None and form.frees_gradients is not False:
-        if gradients and form.frees_gradients:
-            what = f"gradients of {format_bytes(gradients)} are held in backward, and the plan is for a loop"
-            warn("gradients", f"{what} that frees them before", "call zero_grad() before the forward")
-        form = replace(form, frees_gradients=not gradients)  # once held, they count in all later plans
-    outside = planned.form.outside_nbytes
-    if backward.first and made - outside > LARGE_OUTSIDE * limit and live + made > limit:
-        form = replace(form, outside_nbytes=max(form.outside_nbytes, made))
-        what = f"between the model's forward and its backward about {format_bytes(made)} were made, and the"
-        advice = "a first step that makes as much is planned best"
-        warn("outside", f"{what} plan counts {format_bytes(outside)}", advice)
-    return form, warnings
+        what = f"{backward.passes} passes of backward go through one graph (retain_graph=True), and the plan"
+        advice = "one backward of the sum of the losses needs less"
+        warning = may_go_over(planned, "passes", f"{what} is for {planned.form.passes}", advice)
+        return replace(shown, passes=max(shown.passes, backward.passes)), warning
+    return shown, None
 
 
 # --- 3. what was measured ---------------------------------------------------------------------------------

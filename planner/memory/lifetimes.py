@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autoac.planner.errors import Holding
 from autoac.planner.memory.schedule import Compute, Free, OptimizerStep, Recompute
 from autoac.planner.memory.simulate import Timeline, extra_bytes, simulate, waiting_bytes
-from autoac.planner.problem.graph import Graph, OpId, SaveSet, StorageId, VersionId
+from autoac.planner.problem.graph import Graph, OpId, SaveSet, VersionId
 from autoac.planner.problem.save_sets import with_forced_saves
 
 
@@ -83,18 +83,6 @@ def live_at_peak(graph: Graph, save_set: SaveSet, moved: Collection[OpId] = ()) 
         ),
     ]
     return sorted((h for h in holdings if h.nbytes), key=lambda h: -h.nbytes)
-
-
-def waiting_storages(graph: Graph, save_set: SaveSet) -> frozenset[StorageId]:
-    """Return the storages that are live as backward begins: saved ones, and those that Python still holds."""
-    timeline = simulate(graph, save_set)
-    events = (instant.event for instant in timeline.instants)
-    at = next(i for i, event in enumerate(events) if not isinstance(event, (Compute, Free)))
-    return frozenset(
-        graph.versions[life.value].storage
-        for life in lives(graph, save_set, timeline)
-        if life.begin < at < life.end
-    )
 
 
 def _why(graph: Graph, saved: SaveSet, op: OpId) -> str:

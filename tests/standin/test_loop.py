@@ -33,6 +33,7 @@ def train(
     before: int = 0,
     later: int = 0,
     inside: int = 0,
+    since: int = 2,
     reset: bool = True,
 ) -> tuple[list[int], list[int], ac_client.Report]:
     """Train under a budget; returns the counter after each step, what was corrected by then, and the report.
@@ -40,7 +41,7 @@ def train(
     Args:
         before: bytes that are on the device before `apply`.
         later: and more of them from the second planned step on.
-        inside: bytes that are made in each forward from the second planned step on, and freed after the step.
+        inside: bytes that are made in each forward from step `since` on, and freed after the step.
         reset: reset the counter at the head of each step, as many loops do.
     """
     model, optimizer, batch = task.made()
@@ -50,7 +51,7 @@ def train(
     at = ac_client.applied(model)
     peaks, corrected = [], []
     for i in range(steps):
-        if i == 2 and inside:  # the first step is observed, and the second one also compares contents
+        if i == since and inside:  # the first step is observed, and the second one also compares contents
             model.register_forward_pre_hook(
                 lambda *_: made.append(torch.empty(inside, dtype=torch.uint8, device=task.device))
             )
@@ -67,17 +68,48 @@ def train(
     return peaks, corrected, at.report()
 
 
+@pytest.mark.parametrize("since", [2, 9])
 def test_step_over_its_budget_is_corrected_if_the_counter_is_reset_each_step(
-    gpu: ModuleType, caplog: pytest.LogCaptureFixture
+    gpu: ModuleType, caplog: pytest.LogCaptureFixture, since: int
 ) -> None:
     budget = between(bounds_of("cuda:1"), 0.7)
     with caplog.at_level(logging.WARNING):
-        peaks, _, report = train(gpu, task_of("cuda:1"), budget, inside=EXTRA, steps=6)
-    assert peaks[2] > budget, "the first whole step is over"
-    assert all(peak <= budget for peak in peaks[4:])  # the first step of a plan also compares contents
+        steps = {"inside": EXTRA, "since": since, "steps": since + 4}
+        peaks, _, report = train(gpu, task_of("cuda:1"), budget, **steps)
+    assert peaks[since] > budget, "the first such step is over"
+    # The first step of a plan also compares contents.
+    assert all(peak <= budget for peak in (*peaks[2:since], *peaks[since + 2 :]))
     assert report.predicted_peak_bytes == peaks[-1]
     assert (report.corrections, report.corrected_by_bytes) == (1, EXTRA)
     assert sum("planned again" in message for message in caplog.messages) == 1
+
+
+def test_step_is_observed_if_corrected_plans_do_not_keep_the_limit(
+    gpu: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the third step on the loop makes more between forward and backward, where a plan can hold less."""
+    task, peaks = task_of("cuda:1"), []
+    model, optimizer, batch = task.made()
+    known = bounds_of("cuda:1")
+    at = ac_client.applied(ac_client.apply(model, between(known, 0.6) / GIB, optimizer=optimizer))
+    made = known.ceiling - known.floor
+    with caplog.at_level(logging.WARNING):
+        for i in range(8):
+            torch.cuda.reset_peak_memory_stats(task.device)
+            loss = model(**batch)["loss"]
+            if i >= 2:
+                torch.empty(made, dtype=torch.uint8, device=task.device)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            peaks.append(gpu.peak(task.index))
+    assert peaks[2] > between(known, 0.6) >= peaks[-1]
+    outputs = 4 * 4 * 32 * 64 + 512  # logits and loss count to the end of what the loop makes
+    assert 0 <= at.report().predicted_peak_bytes - peaks[-1] <= outputs
+    assert at.report().corrected_by_bytes == 0
+    assert "until backward began, over the limit" in caplog.text
+    assert "and the next step is observed" in caplog.text
+    assert "cannot be kept" not in caplog.text
 
 
 def test_counter_that_stays_equal_over_a_step_does_not_loosen_the_plan(gpu: ModuleType) -> None:

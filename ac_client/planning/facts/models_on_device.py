@@ -107,8 +107,6 @@ class ModelOnDevice:
         """
         others = self._others()
         self._trains_at = next(_turns) if forward else self._trains_at
-        for other in others if forward else ():
-            other._peaks.another_begins()
         waiting = _InFlightNow(self.in_flight(), {other: other.in_flight() for other in others})
         if not (waiting.own or any(waiting.others.values())):
             for other in others if forward else ():

@@ -1,4 +1,4 @@
-"""Compare peak and stalls of the first steps of each plan with the predicted ones, where a device counts."""
+"""Compare peak and stalls of the steps of each plan with the predicted ones, where a device counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Readings:
 
 
 class PeakWatch:
-    """Reads the allocator's counter in the first steps of each plan: NOTE [ The counter is the user's ].
+    """Reads the allocator's counter in each step: NOTE [ The counter is the user's ].
 
     Attributes:
         allocator: of the model's device, once a step was planned here.
@@ -42,7 +42,6 @@ class PeakWatch:
         self._started = False
         self._optimizers = optimizers
         self._readings: _Readings | None = None  # of the step that runs, if it is compared
-        self._after_forward: tuple[int, int] | None = None  # allocated bytes, and their peak; None: not read
         self._reserved = 0  # when it was last read
         self._reserved_outside = 0  # between steps, for an evaluation say
 
@@ -67,7 +66,7 @@ class PeakWatch:
         return self._readings is not None
 
     def begin_step(self, bucket: PlannedBucket, call: ModelCall, *, compares: bool = False) -> None:
-        """Take the first reading of a step under `bucket`, if it is one of the first.
+        """Take the first reading of a step under `bucket`.
 
         Note how much was reserved since the last step. A batch that `bucket` does not cover is not compared.
 
@@ -75,7 +74,7 @@ class PeakWatch:
             call: of the model, on the batch.
             compares: backward compares contents in this step, for which it allocates up to 2 MiB more.
         """
-        if self.allocator is None or bucket.statistics.compared >= WATCHED_STEPS:
+        if self.allocator is None:
             return
         before, self._reserved = self._reserved, self.allocator.reserved()
         self._reserved_outside += max(0, self._reserved - before)
@@ -85,39 +84,18 @@ class PeakWatch:
             stalls.watch()
         self._readings = _Readings(bucket, bucket.loaded, counts)
 
-    def read(self) -> None:
-        """Take one more reading of the step that runs."""
-        if self._readings is not None and self._readings.counts is not None and self.allocator is not None:
-            self._readings.counts.append(self.allocator.allocated_peak())
+    def read(self) -> int:
+        """Take one more reading of the step that runs; return the bytes that it needed by now, at least."""
+        counts = self._readings.counts if self._readings is not None else None
+        if counts is None or self.allocator is None:
+            return 0
+        counts.append(self.allocator.allocated_peak())
+        return least_peak(counts)
 
     def discard(self) -> None:
         """Drop the readings of the step that runs: it will not end, or shows more than its plan."""
         self._readings = None
         stalls.take()
-
-    def forward_ended(self) -> None:
-        """Take the reading from which `outside_nbytes` counts."""
-        self._after_forward = self._allocated() if self.reading else None
-
-    def another_begins(self) -> None:
-        """Drop that reading, since what follows is of another model's forward."""
-        self._after_forward = None
-
-    def outside_nbytes(self, dropped_nbytes: int) -> int | None:
-        """Return the bytes made since the end of forward, as its first backward begins; None: not read.
-
-        Args:
-            dropped_nbytes: of outputs that the loop has let go of.
-        """
-        before, self._after_forward = self._after_forward, None
-        if before is None or (now := self._allocated()) is None:
-            return None
-        most = now[1] if now[1] > before[1] else now[0] + dropped_nbytes
-        return max(0, most - before[0])
-
-    def _allocated(self) -> tuple[int, int] | None:
-        allocator = self.allocator
-        return None if allocator is None else (allocator.allocated(), allocator.allocated_peak())
 
     def end_step(self) -> tuple[PlannedBucket, Measured] | None:
         """End the step, and return what it has shown; None if there is nothing to judge."""

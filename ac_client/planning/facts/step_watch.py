@@ -78,12 +78,12 @@ class StepWatch:
         others, share = self.on_device.others_nbytes(), self.on_device.share
         before = profile.waiting_microbatches
         more = max(0, self.waiting_for(bucket) - before) if before else 0
-        return Present(self._found_gradients > 0, needs, others, kept, more, share)
+        frees = bool(bucket.frees_gradients)
+        return Present(self._found_gradients > 0, frees, needs, others, kept, more, share)
 
     def after_forward(self, call: ModelCall, out: Any, listener: Listener) -> None:
         """Watch the forward of `call`, which returned `out`, until its backward begins."""
         self._in_flight.add(call.tensors, out, listener)
-        self.peaks.forward_ended()
 
     def in_backward(
         self, bucket: PlannedBucket, backward: BackwardFacts, gradients_exist: Callable[[], bool]
@@ -93,25 +93,12 @@ class StepWatch:
         The second are the bytes of gradients that forward found, as backward finds them; None: not looked at.
         """
         gradients, self._found_gradients = self._found_gradients, 0
-        plan, profile, drops = bucket.plan, bucket.profile, bucket.planned_for.form.drops
         self.on_device.note_moment()
         if not private.current_graph_task_keeps_graph() or self.optimizers.steps > self._stepped_at:
             self._graphs = 0
-        self._graphs += backward.creates_graph and backward.first
+        self._graphs += backward.creates_graph and backward.passes == 1
         backward = backward._replace(graphs=max(1, self._graphs))
         self._stepped_at = self.optimizers.steps
-        if backward.first and (made := self.peaks.outside_nbytes(backward.dropped_nbytes)) is not None:
-            backward = backward._replace(nbytes_outside=made)
-        if backward.nbytes_outside and plan is None:
-            backward = backward._replace(nbytes_outside=0)
-        elif backward.nbytes_outside and plan is not None:
-            live = plan.graph.static_bytes + bucket.loaded.waiting_nbytes
-            backward = backward._replace(nbytes_live=live)
-        if profile is not None and not drops <= backward.dropped:
-            rows, by_plan = profile.outputs, bucket.loaded.waiting_storages
-            by_autograd = {i for i, s in zip(rows.position, rows.storage, strict=True) if s in by_plan}
-            held = drops - backward.dropped - by_autograd
-            backward = backward._replace(held_nbytes=profile.output_nbytes(held))
         if gradients and not gradients_exist():
             return backward, 0
         return backward, gradients or None
