@@ -12,7 +12,7 @@ from autoac.tape.runtime.nested_policies import ConstantPolicy, PolicyFrame
 from autoac.tape.runtime.policy_context import active
 from autoac.tape.runtime.region import Region
 from autoac.tape.torch_facts.module_paths import ModuleHook
-from autoac.tape.torch_facts.module_pins import MUST_RECOMPUTE, MUST_SAVE, drop_pin, set_pin
+from autoac.tape.torch_facts.module_pins import MUST_RECOMPUTE, MUST_SAVE, pins
 
 _DECISIONS = {
     MUST_SAVE: CheckpointPolicy.MUST_SAVE,
@@ -32,14 +32,14 @@ class Pin:
             module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True),
             module.register_forward_hook(ModuleHook(self._leave), always_call=True),
         ]
-        set_pin(module, decision)
+        pins[module] = decision
 
     def remove(self) -> None:
         """Remove the pin. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        drop_pin(self._module)
+        pins.pop(self._module, None)
 
     def _enter(self, _module: nn.Module, _args: Any) -> None:
         region = active.region

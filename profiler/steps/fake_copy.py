@@ -20,7 +20,7 @@ from autoac.tape.capture.known_values import copy_if_known, fake_like
 from autoac.tape.distributed.ddp import copy_wrappers
 from autoac.tape.errors import CannotProfile
 from autoac.tape.torch_facts.batch_contents import batch_tensors
-from autoac.tape.torch_facts.gradients import free_gradient_when_accumulated, output_of_leaf
+from autoac.tape.torch_facts.gradients import free_gradient, output_of_leaf
 from autoac.tape.torch_facts.inductor import compile_copies, keep_contexts, uncompiled
 
 NEXT_MOVE = "profile it without on=..., by a real step on its own device"
@@ -69,7 +69,7 @@ def fake_copy(step: TrainingStep, *, accumulates: bool) -> TrainingStep:
     if accumulates:
         for leaf in leaves:
             if leaf.requires_grad:
-                free_gradient_when_accumulated(leaf)
+                leaf.register_post_accumulate_grad_hook(free_gradient)
     return replace(step, compiled=compiled, args=args, kwargs=kwargs, loss=loss)
 
 

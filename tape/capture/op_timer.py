@@ -97,9 +97,8 @@ class DeviceClock:
         torch.get_device_module(self._device).synchronize(self._device)
         # Between neighbors, so that a float of milliseconds can resolve microseconds. Where the two are in
         # different streams, the second may be earlier.
-        steps_ms = (
-            begin.elapsed_time(end) for begin, end in zip(self._starts, self._stops[1:], strict=False)
-        )
+        spans = zip(self._starts, self._stops[1:], strict=False)
+        steps_ms = (begin.elapsed_time(end) for begin, end in spans)
         times_ms = itertools.accumulate(itertools.accumulate(steps_ms, initial=0.0), max)
         return [round(ms * 1e6) for ms in times_ms][: len(self._stops)]
 
@@ -141,9 +140,8 @@ class OpSpans:
 
     def end(self, signature: Hashable, began: Any) -> None:
         """Note that an op of the kind `signature` ends, which began at `began`."""
-        self._spans.append(
-            (signature, began, self._host_now() if self._on_cpu else record_event(self._device))
-        )
+        ended = self._host_now() if self._on_cpu else record_event(self._device)
+        self._spans.append((signature, began, ended))
         if not self._on_cpu and not self._backlog.was_ahead(began):
             self._late.add(len(self._spans) - 1)
 

@@ -106,7 +106,7 @@ class FunctionPolicy:
 
     @property
     def description(self) -> str:
-        return _describe(self.function)
+        return f"the function {getattr(self.function, '__qualname__', self.function)!s}"
 
     def decide(self, op: Any, facts: OpFacts, args: Args, kwargs: Kwargs, out: Any) -> CheckpointPolicy:
         passed = {name: value for name, value in kwargs.items() if name != "out"}  # the same tensor as `out`
@@ -122,10 +122,6 @@ class TorchFunctionPolicy(FunctionPolicy):
         return parse_decision(
             self.function(context_of_forward(out), op, *args, **kwargs), self.description, op
         )
-
-
-def _describe(function: PolicyCallable) -> str:
-    return f"the function {getattr(function, '__qualname__', function)!s}"
 
 
 _CONTEXT = SelectiveCheckpointContext(is_recompute=False)

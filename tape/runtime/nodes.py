@@ -42,6 +42,7 @@ from autoac.tape.runtime.view_recipes import Recipe, make_view, matches_recipe, 
 from autoac.tape.runtime.write_guard import StaleError, WriteGuard, version_counter, without_history
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.rng import GeneratorState
+from autoac.tape.torch_facts.storage_table import disjoint, window_of
 from autoac.tape.torch_facts.streams import event_on, streams_seen, wait_for
 from autoac.tape.unseen.fingerprints import Fingerprint
 from autoac.tape.unseen.global_flags import current_flags
@@ -80,6 +81,11 @@ class Source:
         if self._recipe is None:
             self._recipe = recipe_of(self.tensors[0])
         return matches_recipe(tensor, self._recipe)
+
+    def reads_only_beside(self, written: Tensor) -> bool:
+        """Return True if nothing is read of what `written` shows, and the storage was not written so far."""
+        unwritten = self.guard is not None and not self.guard.is_written
+        return unwritten and all(disjoint(window_of(written), window_of(tensor)) for tensor in self.tensors)
 
     def keep_copy(self, copy: torch.UntypedStorage | None = None) -> None:
         """Replace the storage by a private copy, because the original is about to be written.

@@ -30,6 +30,7 @@ from autoac.tape.runtime.saved_handles import SavedHandle, handle_for
 from autoac.tape.runtime.tracked_storages import TrackedStorages
 from autoac.tape.runtime.view_recipes import recipe_of
 from autoac.tape.runtime.write_guard import version_counter
+from autoac.tape.torch_facts.op_facts import OpFacts
 from autoac.tape.unseen.function_calls import FunctionCall
 
 
@@ -80,7 +81,7 @@ class RecordedFunction:
             # Not only what the call writes: a loop that keeps such state also moves it on before backward.
             state = [t for t in call.small if not t.requires_grad]
             storages.before_write([t for t in state if not storages.is_recorded(t)], untrack=True)
-        storages.before_silent_write(call.written)
+        storages.before_silent_write([t for t in call.written if call.unseen or storages.is_recorded(t)])
 
     @property
     def order(self) -> int | None:
@@ -94,6 +95,18 @@ class RecordedFunction:
         return FunctionNode(
             next_order(), self.call.facts.name, self.call.rerun, args, {}, tuple(reads), None, stream
         )
+
+    def note_op(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note an op of the call. If it shows that the call must be saved, hold nothing to rerun it."""
+        self.call.note_op(facts, args, kwargs)
+        if self.call.unseen and self._copies is not None:
+            self._storages.after_unseen_write(self.call.written, self._copies, shown=False)
+        if self.call.reason and self._node is not None:
+            for node in (self._node, *(node for _, node in self._later_runs)):
+                for arg in node.args:
+                    if type(arg) is SourceView:
+                        arg.source.tensors.pop()  # the latest: no op was recorded since the call began
+            self._node, self.saved = None, True
 
     def pack(self, tensor: Tensor) -> Any:
         """Return the handle for what the call saves; None for a tensor that the call did not make."""
@@ -113,7 +126,7 @@ class RecordedFunction:
     def _end_forward(self) -> None:
         copies, self._copies = self._copies, None
         if copies is not None:
-            self._storages.after_unseen_write(self.call.written, copies)
+            self._storages.after_unseen_write(self.call.written, copies, shown=not self.call.unseen)
         self.saved = self.saved or bool(self.call.reason) or not self._writes_copies(copies or {})
 
     def _writes_copies(self, copies: Mapping[int, torch.UntypedStorage]) -> bool:

@@ -440,7 +440,7 @@ class Region(RecordingMode):
         """Run an op inside of a Function, which is recorded as a whole."""
         if function.is_known and not self._asks_inside and self._tape is None:
             return self._run_saved(func, facts, args, kwargs)
-        function.call.note_op(facts, args, kwargs or {})
+        function.note_op(facts, args, kwargs or {})
         out = self._run_saved(func, facts, args, kwargs)
         function.call.note_outputs(args, kwargs or {}, out)
         if self._asks_inside and self._policy.saves(func, facts, args, kwargs, out):
@@ -464,7 +464,7 @@ class Region(RecordingMode):
             if facts.collective:
                 self.storages.before_silent_write(written)
             else:
-                self.storages.before_write(written, untrack=True)
+                self.storages.before_write(written, untrack=True, in_function=self._function is not None)
         if self._tape is not None:  # whose times are those of a recompute: a collective is waited for
             return self._tape.call(facts.again or facts.call, args, kwargs or {})
         return facts.call(*args, **kwargs) if kwargs else facts.call(*args)

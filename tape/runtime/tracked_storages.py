@@ -235,10 +235,14 @@ class TrackedStorages:
             WriteGuard.__init__(handle, make_view(copy, recipe_of(handle.tensor)))
         return copy
 
-    def before_write(self, tensors: Iterable[Tensor], *, untrack: bool) -> None:
+    def before_write(self, tensors: Iterable[Tensor], *, untrack: bool, in_function: bool = False) -> None:
         """Copy what recorded ops have read from outside of `tensors`' storages, before they are written.
 
-        With `untrack`, drop their origins: the writer is not recorded, so the new contents are from outside.
+        Args:
+            tensors: that are written.
+            untrack: drop their origins: the writer is not recorded, so the new contents are from outside.
+            in_function: an op of a Function writes. What was read of other parts of a storage needs no copy:
+                solvers fill one storage part by part. Elsewhere, plans count a copy.
         """
         for tensor in tensors:
             if not has_storage(tensor):
@@ -250,6 +254,9 @@ class TrackedStorages:
             self.writes += 1
             if type(origin) is not NodeVersion:
                 source = origin()
+                if source is not None and in_function and source.reads_only_beside(tensor):
+                    self.enter(tensor.untyped_storage(), origin)  # the counter is about to move
+                    continue
                 if source is not None:
                     source.keep_copy(copy)
                 if origin is not _written_unseen:
@@ -374,16 +381,19 @@ class TrackedStorages:
         return copies
 
     def after_unseen_write(
-        self, tensors: Iterable[Tensor], copies: Mapping[int, torch.UntypedStorage]
+        self, tensors: Iterable[Tensor], copies: Mapping[int, torch.UntypedStorage], *, shown: bool
     ) -> None:
-        """Drop the origins of storages that a kernel may have written; `copies` has the old contents."""
+        """Drop the origins of storages that a kernel may have written; `copies` has the old contents.
+
+        Args:
+            shown: ops have announced all writes, so what was read of other parts needs no copy.
+        """
         for tensor in tensors:
             origin = self.origin(tensor) if has_storage(tensor) else None
             if type(origin) is NodeVersion:
                 self._written_by_others(origin, tensor)
-            elif origin is not None:
+            elif origin is not None and ((source := origin()) is None or not shown):
                 self.writes += 1
-                source = origin()
                 if source is not None:
                     source.keep_copy(copies.get(tensor.untyped_storage()._cdata))
                 self._table.drop(tensor)

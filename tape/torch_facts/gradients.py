@@ -90,10 +90,6 @@ def output_of_leaf(leaf: Tensor) -> Tensor:
     return cast(Tensor, _AsNonLeaf.apply(leaf))  # type: ignore[no-untyped-call]
 
 
-def free_gradient_when_accumulated(leaf: Tensor) -> None:
-    """Free each gradient of `leaf` at once, as if it were added to an existing one."""
-    leaf.register_post_accumulate_grad_hook(_free_gradient)
-
-
-def _free_gradient(leaf: Tensor) -> None:
+def free_gradient(leaf: Tensor) -> None:
+    """Free the gradient of `leaf`: as a hook, as if each gradient were added to an existing one."""
     leaf.grad = None

@@ -36,9 +36,8 @@ def has_pools() -> bool:
 
     Other allocators than torch's own cannot say, and may have some.
     """
-    if torch.cuda.get_allocator_backend() != "native":
-        return True
-    return any(any(one["segment_pool_id"]) for one in _segments())
+    native = torch.cuda.get_allocator_backend() == "native"
+    return not native or any(any(one["segment_pool_id"]) for one in _segments())
 
 
 def pool_nbytes(device: torch.device) -> int:
@@ -56,8 +55,7 @@ def has_expandable_segments() -> bool:
 
 
 def _segments() -> list[dict[str, Any]]:
-    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(include_traces=False)
-    return segments
+    return list(torch.cuda.memory_snapshot(include_traces=False))
 
 
 def call_in_backward(call: Callable[[], None], device: torch.device) -> None:

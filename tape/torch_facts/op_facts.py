@@ -23,12 +23,12 @@ from autoac.tape.torch_facts.rng import as_compiled
 from autoac.tape.torch_facts.storage_table import has_storage
 
 
-def _aten(names: str) -> frozenset[str]:
-    return frozenset(f"aten::{name}" for name in names.split())
+def _names(names: str, namespace: str = "aten") -> frozenset[str]:
+    return frozenset(f"{namespace}::{name}" for name in names.split())
 
 
 # Return a view of their input, which their schema does not say.
-_HIDDEN_VIEWS = _aten("_unsafe_view lift_fresh _reshape_alias")
+_HIDDEN_VIEWS = _names("_unsafe_view lift_fresh _reshape_alias")
 
 # Return a property of a tensor. Only fake and wrapper tensors dispatch them.
 _QUESTIONS = {"prim::device"}
@@ -48,13 +48,13 @@ _HIDDEN_WRITES = {
 }
 
 # Return new running statistics in place of writing them; no other result of training depends on the old ones.
-_NEW_STATISTICS = _aten("_native_batch_norm_legit_functional _batch_norm_with_update_functional")
+_NEW_STATISTICS = _names("_native_batch_norm_legit_functional _batch_norm_with_update_functional")
 
 # Higher-order ops that write some of their arguments.
 _WRITING_HIGHER_ORDER = {"triton_kernel_wrapper_mutation", "inductor_compiled_code", "auto_functionalized"}
 
 # The shape of their output depends on an index or a mask. The same argument gives the same shape.
-_SHAPED_BY_ARGUMENT = _aten("index.Tensor masked_select")
+_SHAPED_BY_ARGUMENT = _names("index.Tensor masked_select")
 
 # Return a workspace of which they write a part only, so that the rest differs from run to run.
 _LEAVE_BYTES_UNWRITTEN = frozenset({"aten.mkldnn_rnn_layer.default"})
@@ -74,48 +74,48 @@ def leaves_bytes_unwritten(name: str, dtype: torch.dtype) -> bool:
 
 # Draw from a state that cuDNN or MIOpen keeps (an argument) and advance it, which their schema does not say.
 # Run again they would draw other numbers, whatever the state of torch's generators.
-_OWN_STATE = _aten("_cudnn_rnn miopen_rnn _cudnn_init_dropout_state")
+_OWN_STATE = _names("_cudnn_rnn miopen_rnn _cudnn_init_dropout_state")
 
 # Fill this argument after autograd has packed it, without a change of its version counter.
 _FILLS_PACKED = {"aten::rrelu_with_noise": 1, "aten::rrelu_with_noise_": 1}
 
 # Give a tensor another storage, or a storage another size. Recomputed on a private buffer, they would have no
 # effect on the tensors that view the old storage.
-_REBINDS = _aten("set_ set resize_ resize resize_as_ resize_as_sparse_ _resize_output_ _resize_output")
+_REBINDS = _names("set_ set resize_ resize resize_as_ resize_as_sparse_ _resize_output_ _resize_output")
 
 # Their outputs decide where something goes or how large it is. Without bitwise determinism, a kernel could
 # decide otherwise the second time.
-_DECIDING = _aten(
+_DECIDING = _names(
     "argmax argmin topk sort argsort msort kthvalue mode multinomial bucketize searchsorted histc bincount "
     "eq ne lt le gt ge isnan isinf isfinite any all logical_and logical_or logical_not logical_xor "
     "is_nonzero equal _local_scalar_dense allclose isclose isin signbit cummax cummin frexp"
 )
-_DECIDING_OVERLOADS = _aten("max.dim min.dim median.dim nanmedian.dim")
+_DECIDING_OVERLOADS = _names("max.dim min.dim median.dim nanmedian.dim")
 
 # Return memory as the allocator left it. What is read from it later was written by someone: a visible op, or
 # a kernel that PyTorch does not dispatch.
-_BLANK = _aten("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
+_BLANK = _names("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
 
 # Write in place without reading what they write over; some of them only a part of it.
-_FILLS = _aten(
+_FILLS = _names(
     "copy_ fill_ zero_ bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_ "
     "_foreach_copy_ _foreach_zero_ index_copy_ index_fill_ index_put_ _index_put_impl_ masked_fill_ "
     "masked_scatter_ scatter_ set_ rrelu_with_noise rrelu_with_noise_"
 )
 
 # Read the shape and type of their first argument, and no contents.
-_DESCRIBES = _aten(
+_DESCRIBES = _names(
     "zeros_like ones_like full_like rand_like randn_like new_zeros new_ones new_full bernoulli.p"
 )
 
 # With beta=0 they do not read their first argument.
-_SCALES_FIRST = _aten("addmm addbmm baddbmm addmv addr addmm_ addbmm_ baddbmm_ addmv_ addr_")
+_SCALES_FIRST = _names("addmm addbmm baddbmm addmv addr addmm_ addbmm_ baddbmm_ addmv_ addr_")
 
 # Call ops that autocast casts, and have no autocast rule of their own.
-_NESTED = _aten("_trilinear linalg_pinv.atol_rtol_tensor")
+_NESTED = _names("_trilinear linalg_pinv.atol_rtol_tensor")
 
 # Ops of which torch's own function runs this very overload, and takes less time to read its arguments.
-_FUNCTIONS = _aten(
+_FUNCTIONS = _names(
     "add.Tensor addmm bmm cat convolution div.Tensor embedding mean.dim mm mul.Tensor native_batch_norm "
     "native_dropout native_layer_norm permute sub.Tensor transpose.int unsqueeze _softmax _log_softmax"
 )
@@ -124,15 +124,8 @@ _FUNCTIONS = _aten(
 _MARKED_COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 
 # Those of them that return new memory and write nothing: `Constraints.save_collectives`.
-_FUNCTIONAL = frozenset(
-    f"_c10d_functional::{name}"
-    for name in [
-        "all_gather_into_tensor",
-        "all_reduce",
-        "all_to_all_single",
-        "broadcast",
-        "reduce_scatter_tensor",
-    ]
+_FUNCTIONAL = _names(
+    "all_gather_into_tensor all_reduce all_to_all_single broadcast reduce_scatter_tensor", "_c10d_functional"
 )
 
 _OWN_NAMESPACES = {"aten", "prims", "prim", "c10d"} | _MARKED_COLLECTIVES  # torch's own: tagged if they draw
@@ -143,23 +136,19 @@ _COLLECTIVE_NAMESPACES = (
     | _MARKED_COLLECTIVES
 )
 
-
-def _c10d(names: str) -> frozenset[str]:
-    return frozenset(f"c10d::{name}" for name in names.split())
-
-
 # Communicate and write nothing.
-_SENDS = _c10d("send barrier monitored_barrier_ check_for_nan")
+_SENDS = _names("send barrier monitored_barrier_ check_for_nan", "c10d")
 
 # Write these arguments, which their schema does not say. With `async_op=True` the contents arrive after the
 # op has returned. Nothing may read the argument before the caller has waited, so the op counts as the write.
 _RECEIVES = {
     **dict.fromkeys(
-        _c10d(
+        _names(
             "allreduce_ allreduce_coalesced_ broadcast_ reduce_ allgather_ _allgather_base_ "
             "allgather_coalesced_ allgather_into_tensor_coalesced_ reduce_scatter_ _reduce_scatter_base_ "
             "reduce_scatter_tensor_coalesced_ alltoall_ alltoall_base_ gather_ gather_into_tensor_ "
-            "scatter_ recv_ recv_any_source_"
+            "scatter_ recv_ recv_any_source_",
+            "c10d",
         ),
         (0,),
     ),

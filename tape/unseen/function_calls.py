@@ -79,6 +79,7 @@ class _Kind(NamedTuple):
 
     reason: str  # why they must be saved; "" if they may run again
     written: tuple[int, ...]  # which of the storages of their arguments they write
+    unseen: bool  # kernels that PyTorch does not dispatch write them
 
 
 _known: weakref.WeakKeyDictionary[type, dict[Any, _Kind]] = weakref.WeakKeyDictionary()
@@ -235,8 +236,8 @@ class FunctionRerun:
     def note_difference(self) -> None:
         """Have calls of this kind saved from now on."""
         known = _known[self._cls]
-        written = known[self._kind].written if self._kind in known else ()
-        known[self._kind] = _Kind(DIFFERS, written)
+        kind = known.get(self._kind, _Kind("", (), False))
+        known[self._kind] = kind._replace(reason=DIFFERS)
 
     def _mismatch(self, slot: _Slot, tensor: Tensor | None) -> RuntimeError:
         self.note_difference()
@@ -279,6 +280,7 @@ class FunctionCall:
         reason: why the call must be saved; "" if it may run again. It may be set until autograd packs what
             the call saves or `run` returns, and for the first call of a kind, by `examine`.
         written: the arguments that the call writes, a tensor on each storage. Complete once `run` returns.
+        unseen: True if kernels that PyTorch does not dispatch write some of them.
         small: the arguments on storages of at most `SMALL` bytes, a tensor on each.
         made: the storages that visible ops inside have made, by address.
         rerun: runs the call again; None if it was known beforehand that the call must be saved.
@@ -307,6 +309,8 @@ class FunctionCall:
         self.hiding: Callable[[], AbstractContextManager[None]] = nullcontext
         self._examination: _Examination | None = None
         self.written: list[Tensor] = []
+        self.unseen = known is not None and known.unseen
+        self._writing: list[Tensor] = []  # what the visible op writes that runs
         if known is not None:
             self.reason = self.reason or known.reason
             for i in known.written:
@@ -360,6 +364,10 @@ class FunctionCall:
             for tensor in written_tensors(facts, args, kwargs):
                 if not self.made_storage(tensor):
                     self._note_written(tensor)
+                    if self._examination is not None and has_storage(tensor):
+                        with self.hiding():
+                            self.unseen |= self._examination.is_changed(tensor)
+                        self._writing.append(tensor)
         if facts.random and any(isinstance(arg, torch.Generator) for arg in (*args, *kwargs.values())):
             self.reason = self.reason or OWN_GENERATOR
 
@@ -375,6 +383,9 @@ class FunctionCall:
 
     def note_outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Note the storages that a visible op inside of the call has made."""
+        while self._writing and self._examination is not None:
+            with self.hiding():
+                self._examination.note_contents(self._writing.pop())
         given = {t.untyped_storage()._cdata for t in tensors_in(args, kwargs) if has_storage(t)}
         for tensor in outputs_of(out):
             if has_storage(tensor) and (address := tensor.untyped_storage()._cdata) not in given:
@@ -418,6 +429,7 @@ class FunctionCall:
         with self.hiding():
             written = self._examination.written()
         for tensor in written:
+            self.unseen = True
             self._note_written(tensor)
 
     def examine(self) -> list[Tensor]:
@@ -438,7 +450,7 @@ class FunctionCall:
             self.rerun.has_run = False  # in backward
             if not same:
                 self.reason = DIFFERS
-        _known[self._cls][first.kind] = _Kind(self.reason, first.positions(self.written))
+        _known[self._cls][first.kind] = _Kind(self.reason, first.positions(self.written), self.unseen)
         return first.contents
 
     def finish(self) -> None:
@@ -465,7 +477,7 @@ class _Examination:
         self._storages = storages  # of the arguments: a tensor on each
         self._small = small  # of these: what a call may write and run again
         self._copies: dict[int, torch.UntypedStorage] = {}  # of `small`, from before the call
-        self._before: list[Fingerprint] = []
+        self._expected: dict[int, Fingerprint] = {}  # of storages, as visible ops have left them
         self._weights: KeptWeights | None = None
 
     def begin(self) -> None:
@@ -475,16 +487,23 @@ class _Examination:
             self._copies[tensor.untyped_storage()._cdata] = tensor.untyped_storage().clone()
         del hidden
         self._weights = KeptWeights()
-        self._before = [storage_fingerprint(tensor) for tensor in self._storages]
+        for tensor in self._storages:
+            self.note_contents(tensor)
+
+    def note_contents(self, tensor: Tensor) -> None:
+        """Note the contents of the storage of `tensor`: those before the call, or what a visible op wrote."""
+        self._expected[tensor.untyped_storage()._cdata] = storage_fingerprint(tensor)
+
+    def is_changed(self, tensor: Tensor) -> bool:
+        """Return True if the storage of an argument has contents that were not noted."""
+        expected = self._expected.get(tensor.untyped_storage()._cdata)
+        return expected is not None and not same_contents(expected, storage_fingerprint(tensor))
 
     def written(self) -> list[Tensor]:
-        """Return the arguments that were written since `begin`; [] if this was called before."""
-        before, self._before = self._before, []
-        return [
-            tensor
-            for tensor, value in zip(self._storages if before else (), before, strict=True)
-            if not same_contents(value, storage_fingerprint(tensor))
-        ]
+        """Return the arguments that no visible op has written; [] if this was called before."""
+        written = [tensor for tensor in self._storages if self.is_changed(tensor)]
+        self._expected.clear()
+        return written
 
     def arguments(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return `tensors`, the small ones on copies from before the call, which a second run may write."""

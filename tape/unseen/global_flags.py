@@ -35,16 +35,7 @@ def _cpu_flags() -> Flags:
 
 
 def _cpu_and_gpu_flags() -> Flags:
-    return (
-        _grad(),
-        _dtype(),
-        _deterministic(),
-        _mkldnn(),
-        _mkldnn_deterministic(),
-        _cudnn(),
-        _cudnn_deterministic(),
-        _cudnn_benchmark(),
-    )
+    return (*_cpu_flags(), _cudnn(), _cudnn_deterministic(), _cudnn_benchmark())
 
 
 def _set_deterministic(value: bool) -> None:

@@ -45,10 +45,8 @@ class Broken(Exception):
 
 
 def make() -> nn.Sequential:
-    blocks = [
-        nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16)) for _ in range(3)
-    ]
-    return nn.Sequential(*blocks)
+    blocks = ((nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16)) for _ in range(3))
+    return nn.Sequential(*[nn.Sequential(*block) for block in blocks])
 
 
 def train(model: nn.Module, steps: int = 2) -> list[Tensor]:

@@ -10,11 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
-from autoac.planner import build
-from autoac.planner.plan import plan_of
-from autoac.planner.solver.start.search_problem import SearchProblem
-from autoac.planner.solver.variables import Options
-from autoac.profiler import profile
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.write_guard import ContentsDiffer
 
@@ -42,16 +37,15 @@ def scaled() -> Any:
 class Net(nn.Module):
     """Layers that scale by their number where a step asks for it, and by 1 otherwise."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, run: Any = lambda layer, *args: layer(*args)) -> None:
         super().__init__()
-        self.function = function
         self.layers = nn.ModuleList(Layer(function) for _ in range(3))
-        self.scaling = False
+        self.scaling, self.run = False, run
 
     def forward(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
             SCALE[0] = 1.0 + i if self.scaling else 1.0
-            x = layer(x, self.scaling)
+            x = self.run(layer, x, self.scaling)
         return x.sin().sum()
 
 
@@ -66,45 +60,28 @@ class Layer(nn.Module):
         return self.function.apply(self.linear(x), scaling).sin()  # type: ignore[no-any-return]
 
 
-def in_checkpoints(function: Any) -> nn.Module:
-    class Checkpointed(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            for i, layer in enumerate(self.layers):
-                SCALE[0] = 1.0 + i if self.scaling else 1.0
-                x = ac_client.checkpoint(layer, x, self.scaling)
-            return x.sin().sum()
-
-    return Checkpointed(function)
-
-
-class InRegion(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        with save_recompute_policy("recompute_all"):
-            return super().forward(x)
+def in_region(layer: Layer, x: Tensor, scaling: bool) -> Tensor:
+    with save_recompute_policy("recompute_all"):
+        return layer(x, scaling)  # type: ignore[no-any-return]
 
 
 def planned(function: Any) -> nn.Module:
     """Return a model under a plan that recomputes all that it can."""
     model = Net(function)
-    found = profile(model, batch(0))
-    problem = SearchProblem(build(found), Options(use_groups=False))
-    return ac_client.apply(model, policy=plan_of(problem, found, 1 << 40, frozenset()).policy())
-
-
-def batch(step: int) -> Tensor:
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+    ac_client.pin(model, "must_recompute")
+    return ac_client.apply(model, budget_gb=1.0)
 
 
 def gradients(model: nn.Module, step: int) -> list[Tensor]:
     model.zero_grad()
-    model(batch(step)).backward()
+    model(torch.randn(8, 16, generator=torch.Generator().manual_seed(step))).backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 MODELS: dict[str, Callable[[Any], nn.Module]] = {
     "plan": planned,
-    "checkpoint": in_checkpoints,
-    "region": InRegion,
+    "checkpoint": lambda function: Net(function, ac_client.checkpoint),
+    "region": lambda function: Net(function, in_region),
 }
 
 
