@@ -219,7 +219,7 @@ class OpRecorder:
     def begin(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunningOp:
         """Record an op that is about to run. The caller sets its marks, and calls `end`."""
         index = len(self.record.ops)
-        written = list(written_tensors(facts, args, kwargs))
+        written = written_tensors(facts, args, kwargs)
         unread = (*written, *old_statistics(facts.name, args))
         tensors = list(tensors_in(args, kwargs))
         moves = sum(map(self.moves, tensors))  # notes all of them

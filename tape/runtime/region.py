@@ -325,17 +325,20 @@ class Region(RecordingMode):
         moves = self._moves
         if self._cursor is not None and facts.plain and self._function is None and not streams_seen.several:
             decision = self._cursor.next_decision(facts.name_in_keys)
-            if decision is None or decision == SAVE or self._hooks.set_aside:
+            saved = decision is None or decision == SAVE or self._hooks.set_aside
+            if saved and not facts.mutates:
                 return facts.call(*args, **kwargs) if kwargs else facts.call(*args)
+            if saved or (facts.in_place and not self.storages.writes_a_version(facts, args, kwargs)):
+                return self._run_saved(func, facts, args, kwargs)
             return self._run_recorded(func, facts, args, kwargs)
         if moves is not None and facts.mutates:
-            moves.before_write(written_tensors(facts, args, kwargs or {}))
+            moves.before_write(written_tensors(facts, args, kwargs))
         if self._function is not None:
             return self._run_in_function(self._function, func, facts, args, kwargs)
         if tape is not None and tape.unit_of is not None:
             self.hold(tape.crossing(tensors_in(args, kwargs or {})))
         if self.storages.cuts is not None:
-            written = written_tensors(facts, args, kwargs or {}) if facts.mutates else ()
+            written = written_tensors(facts, args, kwargs) if facts.mutates else ()
             self.storages.cut(tensors_in(args, kwargs or {}), written)
         if self._log is not None:
             self._log.add("compute", facts.name)
@@ -354,7 +357,7 @@ class Region(RecordingMode):
                 out = self._run_saved(func, facts, args, kwargs)
                 if moves is not None and policy.planned is not None:
                     if policy.planned == OFFLOAD and not facts.blank:
-                        stay = list(written_tensors(facts, args, kwargs or {})) if facts.mutates else []
+                        stay = written_tensors(facts, args, kwargs) if facts.mutates else []
                         moves.leave(facts, out, stay, self._stream)
                     moves.mark(out)
                 return out
@@ -460,7 +463,7 @@ class Region(RecordingMode):
         if facts.mutates:
             if facts.opaque and not facts.writes_any:
                 return self._run_opaque(func, args, kwargs or {})
-            written = list(written_tensors(facts, args, kwargs or {}))
+            written = written_tensors(facts, args, kwargs)
             if facts.collective:
                 self.storages.before_silent_write(written)
             else:
@@ -531,7 +534,7 @@ class Region(RecordingMode):
         written: Sequence[Tensor] = ()
         rewritten: Sequence[tuple[NodeVersion, Tensor]] = ()
         if facts.mutates and replayed_args is args:
-            written = list(written_tensors(facts, args, kwargs or {}))
+            written = written_tensors(facts, args, kwargs)
             rewritten = storages.versions_among(written)
             node.writes_sources = len(rewritten) < len(written)
         later_runs: list[tuple[UseGroup, Node, Sequence[tuple[NodeVersion, Tensor]]]] = []
@@ -546,7 +549,7 @@ class Region(RecordingMode):
                 hold_for_current_stream(tensor)
         if facts.mutates and replayed_args is not args:
             # The replay makes no statistics, so the new ones are from outside.
-            storages.before_write(written_tensors(facts, args, kwargs or {}), untrack=True)
+            storages.before_write(written_tensors(facts, args, kwargs), untrack=True)
         elif written:
             storages.before_write(written, untrack=False)
         if self._tape is not None:

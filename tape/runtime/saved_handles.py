@@ -67,13 +67,11 @@ class RecomputedHandle:
         "trigger",
     )
 
-    def __init__(
-        self, version: NodeVersion, recipe: Recipe, graph: RegionGraph, device: torch.device
-    ) -> None:
+    def __init__(self, tensor: Tensor, version: NodeVersion, recipe: Recipe, graph: RegionGraph) -> None:
         self._version = version
         self.recipe = recipe
         self.graph = graph
-        self.device = device
+        self.device = tensor.device
         # Fingerprint of the tensor, where backward compares.
         self.contents: Fingerprint | None = None
         self.trigger: FetchTrigger | None = None
@@ -192,7 +190,7 @@ class RecomputedHandle:
 
 def handle_for(tensor: Tensor, version: NodeVersion, recipe: Recipe, graph: RegionGraph) -> RecomputedHandle:
     """Return a handle for `tensor`, a view of `version`, with a fingerprint where backward compares."""
-    handle = RecomputedHandle(version, recipe, graph, tensor.device)
+    handle = RecomputedHandle(tensor, version, recipe, graph)
     if graph.weights is None:
         return handle
     if can_compare(tensor) and not leaves_bytes_unwritten(version.node.name, tensor.dtype):

@@ -160,10 +160,11 @@ class RegionHooks:
                 if version.later_runs and self.grouping is not None:
                     version = version.serving(self.grouping.position)
                 recipe = version.recipe_if_returned(tensor)
-                if recipe is None and has_storage(tensor):  # nested tensors are strided as well
+                if recipe is None and not tensor.is_nested:  # which are strided as well
                     recipe = recipe_of(tensor)
                 if recipe is not None:
-                    handle = handle_for(tensor, version, recipe, self._graph)
+                    make = RecomputedHandle if self._graph.weights is None else handle_for
+                    handle = make(tensor, version, recipe, self._graph)
         if handle is None:
             if self._outer is not None:
                 return OuterHookHandle(tensor, *self._outer)

@@ -69,6 +69,10 @@ def small_buffers(model: nn.Module) -> frozenset[int]:
     return frozenset(storage._cdata for storage in storages if storage.nbytes() <= MOST_COPIED)
 
 
+# Ops that have made plain tensors of plain arguments: what they make may be sparse or quantized, no more.
+_makes_plain: set[str] = set()
+
+
 def _written_unseen() -> None:
     """Stand in for the origin of a storage that a kernel writes which PyTorch does not dispatch."""
 
@@ -306,8 +310,7 @@ class TrackedStorages:
 
     def writes_a_version(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
         """Return True if this call writes a storage whose contents a recorded op made."""
-        written = [t for t in written_tensors(facts, args, kwargs or {}) if has_storage(t)]
-        return any(type(self.origin(t)) is NodeVersion for t in written)
+        return bool(self.versions_among(written_tensors(facts, args, kwargs)))
 
     def versions_among(self, tensors: Iterable[Tensor]) -> list[tuple[NodeVersion, Tensor]]:
         """Return the distinct versions on which `tensors` are, each with one of the tensors."""
@@ -436,7 +439,7 @@ class TrackedStorages:
                 reads[origin] = None
                 if origin.recipe_if_returned(arg) is not None:
                     stand_ins.append(origin)
-                elif has_storage(arg):
+                elif not arg.is_nested:
                     stand_ins.append(VersionView(origin, recipe_of(arg)))
                 else:
                     raise UnsupportedTensor
@@ -514,8 +517,11 @@ class TrackedStorages:
         self, tensor: Tensor, node: Node, written: Sequence[Tensor]
     ) -> weakref.ref[NodeVersion] | None:
         """Track an output of `node`; return its version, or None if it is not on a new storage."""
-        if not has_storage(tensor):
-            return None
+        known = node.name in _makes_plain and type(tensor) is Tensor and not tensor.is_quantized
+        if not known or tensor.layout is not _STRIDED:
+            if not has_storage(tensor):
+                return None
+            _makes_plain.add(node.name)
         storage = tensor.untyped_storage()
         if self.key in storage.__dict__:
             return None  # the storage of an argument

@@ -137,7 +137,8 @@ def detached_alias(tensor: Tensor) -> Tensor:
     try:
         if kind is not Tensor and is_wrapper(tensor):
             return tensor.detach()  # only the dispatch of the subclass can detach it
-        return private.make_subclass(Tensor if issubclass(kind, Parameter) else kind, tensor)
+        is_base = kind is Tensor or issubclass(kind, Parameter)
+        return private.make_subclass(Tensor if is_base else kind, tensor)
     finally:
         if excluded:
             private.set_dispatch_key_excluded(_COUNTS_VERSIONS, True)

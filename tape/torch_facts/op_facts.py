@@ -7,7 +7,7 @@ or without). The tables of this file list what schemas leave out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,8 +200,8 @@ class OpFacts:
     def __post_init__(self) -> None:
         writes = bool(self.writes or self.writes_named or self.writes_any or self.opaque)
         object.__setattr__(self, "mutates", writes)
-        special = writes or self.never_recomputed or self.must_save not in LIFTABLE or self.fills_packed >= 0
-        object.__setattr__(self, "plain", not special)
+        special = self.opaque or self.writes_any or self.never_recomputed or self.fills_packed >= 0
+        object.__setattr__(self, "plain", not special and self.must_save in LIFTABLE)
 
     def call_again(self) -> Callable[..., Any]:
         """Return a function that calls the op in backward. Call this from the mode that records the op."""
@@ -368,18 +368,18 @@ def unread_argument(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
     return args[0]
 
 
-def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that a call writes."""
+def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:
+    """Return the tensors that a call writes."""
+    if facts.writes == (0,) and args and isinstance(args[0], Tensor) and not facts.writes_named:
+        return [args[0]]  # an op in place
+    kwargs = kwargs or {}
     if facts.writes_any:
-        yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     batch_norm = bool(facts.writes) and facts.name.startswith("aten.") and "batch_norm" in facts.name
     unchanged = _STATISTICS if batch_norm and not _trains(args, kwargs) else ()
-    for i in facts.writes:
-        if i < len(args) and i not in unchanged:
-            yield from tensors_in((args[i],), {})
-    for name in facts.writes_named:
-        if name in kwargs:
-            yield from tensors_in((kwargs[name],), {})
+    positions = [i for i in facts.writes if i < len(args) and i not in unchanged]
+    named = [kwargs[name] for name in facts.writes_named if name in kwargs]
+    return list(tensors_in([*(args[i] for i in positions), *named], {}))
 
 
 def tensor_versions(operands: Any) -> list[tuple[Tensor, int]]:

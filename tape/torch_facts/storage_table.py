@@ -33,12 +33,8 @@ def has_storage(tensor: Tensor) -> bool:
     storages have no address, are windows in a fake step alone (`fakes_have_storages`).
     """
     kind = type(tensor)
-    plain = (
-        kind is Tensor
-        or kind is Parameter
-        or (isinstance(tensor, FakeTensor) and tensor.fake_mode is _fakes.mode)
-    )
-    if not plain and is_wrapper(tensor):
+    wraps = kind is not Tensor and kind is not Parameter and is_wrapper(tensor)
+    if wraps and not (isinstance(tensor, FakeTensor) and tensor.fake_mode is _fakes.mode):
         return False
     return (
         tensor.layout is _STRIDED

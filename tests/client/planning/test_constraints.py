@@ -52,8 +52,7 @@ def test_planned_model_obeys_constraints_with_the_plain_gradients() -> None:
         assert torch.equal(ours, plain)
     policy = ac_client.applied(planned).policy
     assert policy.constraints == rules
-    experts = {d for key, d in policy.decisions.items() if ".experts." in key}
-    assert experts == {"recompute"}
+    assert {d for key, d in policy.decisions.items() if ".experts." in key} == {"recompute"}
     assert {d for key, d in policy.decisions.items() if "topk" in key} == {"save"}
 
 
@@ -75,8 +74,7 @@ def test_deciding_ops_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     found = profile(model(), x)
     rules = Constraints(pin_recompute=(".",))
     policy = plan(found, budget_gb=1.0, constraints=rules).policy()
-    topk = {d for key, d in policy.decisions.items() if "topk" in key}
-    assert topk == {"save"}
+    assert {d for key, d in policy.decisions.items() if "topk" in key} == {"save"}
     net = ac_client.apply(model(), policy=policy)
     log = EventLog()
     monkeypatch.setattr(

@@ -98,8 +98,7 @@ def test_more_in_flight_than_before_are_planned_for(caplog: pytest.LogCaptureFix
     ]
     with ac_client.applied(model).measure():
         step(model, ORDERS["one after the other"], 5)
-    measured = ac_client.applied(model).report().measured_peak_bytes
-    assert measured <= 340_000
+    assert ac_client.applied(model).report().measured_peak_bytes <= 340_000
 
 
 def test_microbatches_of_other_sizes_wait_with_their_bytes() -> None:
@@ -107,8 +106,7 @@ def test_microbatches_of_other_sizes_wait_with_their_bytes() -> None:
     rows = (ROWS, ROWS // 2, ROWS // 2, ROWS // 4)
     for number in range(3):
         step(model, ORDERS["one after the other"], number, rows)
-    policy = ac_client.applied(model).policy
-    assert policy.predicted.microbatches == 3
+    assert ac_client.applied(model).policy.predicted.microbatches == 3
     with ac_client.applied(model).measure():
         step(model, ORDERS["one after the other"], 3, rows)
     report = ac_client.applied(model).report()
