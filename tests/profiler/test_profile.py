@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import Profile, build, plan, simulate
+from autoac.planner import Profile, build, find_minimum_peak, plan, simulate
 from autoac.planner.memory.fragments import loop_log
 from autoac.profiler import NothingToProfile, ProfilerBusy, observe, profile
 from autoac.tape.capture.saved_tensor_recorder import UNPACKED
@@ -64,7 +64,7 @@ def test_blocks_of_a_step_add_up_to_the_peak_of_its_plans(make: type[nn.Module])
     x = torch.randn(64 * SHAPES[make][0], *SHAPES[make][1:])
     found = observe(model, (x,), {}, optimizer=torch.optim.AdamW(model.parameters()))
     loose = plan(found, budget_bytes=1 << 40)
-    tight = plan(found, budget_bytes=loose.floor + (loose.ceiling - loose.floor) // 3)
+    tight = plan(found, budget_bytes=(2 * find_minimum_peak(found).found + loose.ceiling) // 3)
     for made in (loose, tight):
         assert loop_log(found, made.graph, made.save_set).most == made.peak
     assert tight.recompute_us > 0
@@ -178,6 +178,7 @@ def test_ops_shaped_by_an_index_or_mask_may_be_recomputed() -> None:
     assert reasons == {"./aten.gt.Scalar#0": "its values decide"}
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.enabled, reason="oneDNN computes no LSTM")
 def test_lstm_on_a_cpu_may_be_recomputed() -> None:
     found = profile(Recurrent(), torch.randn(2, 5, 8))
     lstms = [op for op, key in enumerate(found.keys()) if "mkldnn_rnn_layer" in key]
