@@ -494,10 +494,8 @@ class Region(RecordingMode):
         """
         reads: dict[NodeVersion, None] = {}
         stand_ins = self.storages.arguments(args, reads, unread)
-        if not kwargs:
-            return stand_ins, _NO_KWARGS, tuple(reads)
-        named = dict(zip(kwargs, self.storages.arguments(kwargs.values(), reads), strict=True))
-        return stand_ins, named, tuple(reads)
+        named = zip(kwargs, self.storages.arguments(kwargs.values(), reads), strict=True) if kwargs else ()
+        return stand_ins, dict(named) if named else _NO_KWARGS, tuple(reads)
 
     def _run_recorded(
         self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None
