@@ -49,9 +49,10 @@ def examine(
 ) -> Iterator[Row]:
     """Yield the rows of a written loop."""
     from benchmarks.loops.runs import Row, Run, judged
+    from benchmarks.loops.written_loops import BEGINS
 
-    of_plain = meter()
-    plain = Run(loop, of_plain, None)
+    of_plain, begins = meter(), BEGINS.get(name, 0)
+    plain = Run(loop, of_plain, None, 5 + begins)
     if plain.error is not None:
         yield Row(name, 0, 0, faults=(f"crash: without a plan: {plain.error!r}",))
         return
@@ -65,7 +66,8 @@ def examine(
         least = found
     for share in shares:
         budget = int(least + share * max(0, most - least))
-        yield judged(f"{name} {share}", budget, plain, Run(loop, meter(), budget))
+        run = Run(loop, meter(), budget, 5 + begins)
+        yield judged(f"{name} {share}", budget, plain, run, begins=begins)
 
 
 def main() -> None:

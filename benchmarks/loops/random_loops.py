@@ -160,8 +160,9 @@ class Training:
             self.averages = [
                 AveragedModel(copy.deepcopy(m), multi_avg_fn=get_ema_multi_avg_fn(0.9)) for m in self.models
             ]
+        others = [*self.averages, *([self.teacher] if self.teacher is not None else [])]
         for model in self.models:
-            env.plan(model, self.optimizer if loop.passed else None)
+            env.plan(model, self.optimizer if loop.passed else None, others)
 
     def step(self, i: int) -> None:
         loop = self.loop

@@ -7,7 +7,7 @@ A loop is a function of an Env. It makes its model, has `env.plan` plan it, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
@@ -27,8 +27,8 @@ class Env(Protocol):
 
     device: str
 
-    def plan(self, model: nn.Module, optimizer: Any = None) -> None:
-        """Have the model planned, if this run is planned."""
+    def plan(self, model: nn.Module, optimizer: Any = None, others: Iterable[nn.Module] = ()) -> None:
+        """Have the model planned, if this run is planned. `others` are on the device, too."""
 
     def step(self) -> AbstractContextManager[None]:
         """Surround one step."""
@@ -48,11 +48,20 @@ LOOPS: dict[str, Loop] = {}
 
 
 LARGE = ("large vocabulary",)  # that run only if they are named
+BEGINS: dict[str, int] = {}  # loops of another form at first: the step from which they repeat
 
 
 def loop(function: Loop) -> Loop:
     LOOPS[function.__name__.replace("_", " ")] = function
     return function
+
+
+def repeats_from(step: int) -> Callable[[Loop], Loop]:
+    def note(function: Loop) -> Loop:
+        BEGINS[function.__name__.replace("_", " ")] = step
+        return loop(function)
+
+    return note
 
 
 # --- models and batches -------------------------------------------------------------------------------------
@@ -223,7 +232,7 @@ def moving_average(env: Env) -> None:
     model = mlp().to(env.device)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = AdamW(model.parameters())
-    env.plan(model)
+    env.plan(model, others=[average])
     env.keep(model, average)
     for i in env.steps():
         with env.step():
@@ -377,7 +386,7 @@ def distillation(env: Env) -> None:
     teacher.to(env.device)
     student.to(env.device)
     optimizer = AdamW(student.parameters())
-    env.plan(student)
+    env.plan(student, others=[teacher])
     env.keep(student)
     for i in env.steps():
         with env.step():
@@ -723,7 +732,7 @@ def loss_of(env: Env, model: nn.Module, seed: int) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-@loop
+@repeats_from(2)
 def forwards_pair_later(env: Env) -> None:
     model = mlp(drop=0.1)
     each_step(
@@ -744,7 +753,7 @@ def pairs_and_single_forwards_take_turns(env: Env) -> None:
     each_step(env, model, train)
 
 
-@loop
+@repeats_from(2)
 def large_loss_later(env: Env) -> None:
     model = mlp(out=WIDTH)
     head = torch.randn(WIDTH, 2048, device=env.device)
@@ -775,12 +784,12 @@ def retained_graph(env: Env) -> None:
     twice(env, 0)
 
 
-@loop
+@repeats_from(2)
 def retained_graph_later(env: Env) -> None:
     twice(env, 2)
 
 
-@loop
+@repeats_from(2)
 def optimizer_steps_later(env: Env) -> None:
     model = mlp()
     optimizer = planned(env, model)
@@ -798,7 +807,7 @@ def gradients_are_never_zeroed(env: Env) -> None:
     each_step(env, model, lambda i: loss_of(env, model, i).backward(), zeroes=False)
 
 
-@loop
+@repeats_from(3)
 def zeroes_between_forward_and_backward_at_first(env: Env) -> None:
     model = mlp()
     optimizer = planned(env, model)
@@ -811,7 +820,7 @@ def zeroes_between_forward_and_backward_at_first(env: Env) -> None:
             optimizer.step()
 
 
-@loop
+@repeats_from(2)
 def another_dtype_later(env: Env) -> None:
     model = mlp()
     optimizer = planned(env, model)
@@ -826,7 +835,7 @@ def another_dtype_later(env: Env) -> None:
             optimizer.zero_grad()
 
 
-@loop
+@repeats_from(2)
 def layers_skipped_at_first(env: Env) -> None:
     class Skipping(nn.Module):
         def __init__(self) -> None:
@@ -847,7 +856,7 @@ def layers_skipped_at_first(env: Env) -> None:
     each_step(env, whole, step)
 
 
-@loop
+@repeats_from(2)
 def outputs_held_later(env: Env) -> None:
     model = LanguageModel()
 
