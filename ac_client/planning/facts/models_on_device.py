@@ -92,7 +92,7 @@ class ModelOnDevice:
         # How many forwards of this model and of each other one wait at moments of its steps.
         self._moments: list[_InFlightNow] = []  # of the last step
         self._running: list[_InFlightNow] = []  # of the step that runs
-        self._waits_at_step: bool | None = None  # a forward of another model; None: no optimizer has stepped
+        self._passing = 1 << 62  # the least bytes of waiting forwards that are gone as an optimizer steps
         _all.add(self)
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class ModelOnDevice:
 
     def note_step(self) -> None:
         """Note whether a forward of another model waits as an optimizer of this one has stepped."""
-        self._waits_at_step = bool(self._waits_at_step) or any(o.in_flight() for o in self._others())
+        self._passing = 0 if any(other.in_flight() for other in self._others()) else self._passing
 
     def forget_peaks(self) -> None:
         """Compare no step that runs on the device: another plan is made in it, or a step is observed."""
@@ -132,8 +132,7 @@ class ModelOnDevice:
 
     def device(self) -> torch.device | None:
         """Return the device on which the model trains; None if the model is gone."""
-        model = self._model()
-        return device_of(model) if model is not None else None
+        return device_of(model) if (model := self._model()) is not None else None
 
     def standing_nbytes(self) -> int:
         """Return the bytes that the model and its optimizers hold now, forwards in flight not counted."""
@@ -247,7 +246,9 @@ class ModelOnDevice:
         Args:
             dropped: bytes of the batch that are gone then, in addition to waiting forwards of the neighbors.
         """
-        passing = self.waiting_nbytes() if self._waits_at_step is False else 0
+        passing = min(self._passing, self.waiting_nbytes())
+        if self._optimizers.steps:
+            self._passing = passing  # from now on it only falls, so plans do not take turns
         return self._optimizers.needs().less(dropped + passing)
 
     def name_others(self, error: Exception) -> None:

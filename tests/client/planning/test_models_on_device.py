@@ -84,6 +84,19 @@ def test_forwards_of_another_model_are_gone_when_the_optimizer_steps() -> None:
     assert at.report().predicted_peak_bytes == pytest.approx(at.report().measured_peak_bytes, abs=4096)
 
 
+def test_needs_of_optimizers_do_not_take_turns_where_a_model_runs_alone_too() -> None:
+    models, found = [part(0), part(1)], []
+    optimizer = torch.optim.Adam([p for model in models for p in model.parameters()])
+    for model in models:
+        ac_client.apply(model, 1.0, optimizer=optimizer)
+    second = ac_client.applied(models[1])._planning.watch.on_device
+    for number in range(7):
+        models[1](batch() if number % 3 else models[0](batch())).square().mean().backward()
+        optimizer.step()
+        found.append(second.optimizers_need(0).workspace)
+    assert found[5] == found[6]
+
+
 def one_after_the_other(parts: list[nn.Module]) -> None:
     """Run the second part while the first one waits."""
     parts[1](parts[0](batch())).square().mean().backward()
