@@ -480,6 +480,8 @@ def run(name: str, backend: str, exact: bool) -> Facts:
         counted = plan.graph.static_bytes - build(plan.profile).static_bytes
         smallest = find_minimum_peak(plan.graph).found + unreduced - counted
         static += plan.profile.static.inputs
+    if dist.get_backend() != "fake" and not exact:
+        smallest += smallest // 20  # the next observed step may find more that gloo frees late
     budget = torch.tensor([int(smallest + SHARE * max(0, plain_peak + static - smallest))])
     if setup.stages == 1:
         dist.all_reduce(budget, dist.ReduceOp.MAX)

@@ -52,6 +52,7 @@ def test_a_planned_step_walks_over_no_modules(neighbor: str | None, calls: int) 
 
     Forward makes at most so many `calls`, of Python or C functions. A loaded machine makes no more.
     """
+    models_on_device._all.clear()  # models of other tests, which the garbage collector may have left
     models = [model() for _ in range(1 if neighbor is None else 2)]
     optimizer = torch.optim.Adam([p for one in models for p in one.parameters()])
     for one in models:

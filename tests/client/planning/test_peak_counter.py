@@ -141,9 +141,9 @@ def test_corrections_are_bounded_and_then_warned_of_once(
         for _ in range(12):
             step(model, sgd, fake)
     at = ac_client.applied(model)
-    assert at.report().corrections <= MOST_CORRECTIONS
+    assert at.report().corrections <= 2 * MOST_CORRECTIONS, "of the first profile, and of one more"
     assert at.plan.peak <= bounds[0] * 1.05, "no plan is tight enough, so the tightest is taken"
-    assert len(caplog.messages) <= MOST_CORRECTIONS + 1
+    assert len(caplog.messages) <= 2 * MOST_CORRECTIONS + 1
 
 
 def test_evaluation_is_not_part_of_a_step(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
