@@ -226,10 +226,10 @@ def train(model: nn.Module, budget: int | None = None, *, measured: bool = True)
 @pytest.mark.parametrize(
     ("make", "share"),
     [
-        (ForcesAfterDropout, 0.85),
-        (SeveralBackwards, 0.8),
+        (ForcesAfterDropout, 0.87),
+        (SeveralBackwards, 0.82),
         (InPlaceWrites, 0.9),
-        (ForcesUnderAutocast, 0.9),
+        (ForcesUnderAutocast, 0.95),
         (ForcesThroughFunctions, 0.85),
         (Equilibrium, 0.8),
         (EquilibriumAsOutput, 0.8),
