@@ -156,12 +156,12 @@ ARROWS = arrows_of_table()
 # Lines of code (`code_lines`) that a folder may have: what goes in, something goes out for.
 # The second figure holds until the step is the unit of planning.
 BUDGETS = {
-    "planner": (8_232, 0),  # goal: 8,200
+    "planner": (8_226, 0),  # goal: 8,200
     "tape": (7_755, 0),  # goal: 7,300, and 200 until the step is the unit
     "profiler": (3_900, 245),
     "api": (4_200, 0),
     "ac_client": (7_000, 900),
-    "tests": (33_825, 0),  # goal: 33,000
+    "tests": (33_824, 0),  # goal: 33,000
 }
 
 MOST_FILES = 16  # in one folder

@@ -24,7 +24,7 @@ from autoac.planner.problem.microbatch import with_gradients
 from autoac.planner.units import format_bytes
 from autoac.profiler.static_memory import OptimizerBytes
 
-WATCHED_STEPS = 3  # after each planning: the optimizer's state and gradients that stay come with the second
+WATCHED_STEPS = 3  # of each plan, before which all tensors on the device are measured
 MOST_CORRECTIONS = 2  # of one policy
 LAST_MARGIN = 0.02  # of the limit: the error differed from plan to plan, and no correction follows
 SEGMENT = 20 << 20  # bytes: the allocator reserves so many at once, and the last of them are rarely full

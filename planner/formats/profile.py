@@ -417,14 +417,6 @@ class Profile(FrozenModel):
         rows = self.temporaries.changes.rows()[len(self.ops) :]
         return [[block for block in row if times[block] == 1] for row in rows]
 
-    def output_nbytes(self, positions: Collection[int]) -> int:
-        """Return the bytes of the storages of the outputs at `positions`."""
-        rows = zip(self.outputs.position, self.outputs.storage, strict=True)
-        sizes = self.storages.block_nbytes()
-        return sum(
-            sizes[storage] for storage in {storage for position, storage in rows if position in positions}
-        )
-
     @property
     def digest(self) -> str:
         """Return the SHA-256 of the JSON with sorted keys. Equal profiles have equal digests."""

@@ -703,7 +703,6 @@ def test_peaks_of_dropped_outputs_follow_from_one_profile(loss: Any) -> None:
     held = observe(Head(), batches(), {}, loss=loss, loop=loop())
     dropped = observe(Head(), batches(), {}, loss=loss, loop=loop(1))
     assert held.droppable_outputs == {1}
-    assert held.output_nbytes({1}) == 4 * ROWS * 1024
     assert held.with_dropped_outputs({1}).storages == dropped.storages != held.storages
     assert dropped.with_dropped_outputs(()).storages == held.storages
 
@@ -739,7 +738,7 @@ def test_outputs_that_autograd_saves_too_do_not_count_as_held(
 
     whole = observe(make(), (), batch)
     held = find_minimum_peak(whole, time_limit_s=5).proven
-    budget = held - whole.output_nbytes({0}) // 4
+    budget = held - ROWS * 64  # a quarter of the output
     if make is cached:
         dropping = whole.with_dropped_outputs(whole.droppable_outputs)
         budget = (find_minimum_peak(dropping, time_limit_s=5).found + held) // 2
