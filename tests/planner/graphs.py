@@ -20,6 +20,7 @@ from autoac.planner.formats.profile import (
     Temporaries,
     Values,
 )
+from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import (
     BackwardStep,
     Graph,
@@ -34,6 +35,7 @@ from autoac.planner.problem.graph import (
     StorageVersion,
     VersionId,
 )
+from autoac.planner.solver.bounds import bounds
 
 MIB = 1 << 20
 
@@ -255,11 +257,10 @@ def gpt2(
     def ew_us(nbytes: int, cost: float = 1.0) -> float:
         return cost * nbytes / 4e3 + 5  # 4 GB/s
 
-    backward: list[
-        tuple[str, list[int], float, int, int]
-    ] = []  # name, handles, us, size of grad, weight grad
+    # name, handles, us, size of grad, weight grad
+    backward: list[tuple[str, list[int], float, int, int]] = []
 
-    def dropout(module: str, v: int, size: int, *, keep: bool) -> tuple[int, int]:
+    def dropout(module: str, v: int, size: int) -> int:
         (m0,) = tape.op("aten.empty_like.default", [v], size, us=2, module=module)
         (m1,) = tape.op(
             "aten.bernoulli_.float", [], us=ew_us(size, 8), module=module, into=m0, flags=int(OpFlag.RANDOM)
@@ -267,7 +268,7 @@ def gpt2(
         (m2,) = tape.op("aten.div_.Scalar", [], us=ew_us(size), module=module, into=m1)
         (out,) = tape.op("aten.mul.Tensor", [v, m2], size, us=ew_us(size), module=module)
         backward.append(("MulBackward0", [tape.save(m2)], ew_us(size), size, 0))
-        return out, m2
+        return out
 
     def linear(module: str, v: int, k: int, n: int) -> int:
         nonlocal weights
@@ -281,14 +282,9 @@ def gpt2(
     def norm(module: str, v: int) -> int:
         nonlocal weights
         weights += 2 * width * word
+        sizes = h, tokens * word, tokens * word
         out, mean, rstd = tape.op(
-            "aten.native_layer_norm.default",
-            [v],
-            h,
-            tokens * word,
-            tokens * word,
-            us=ew_us(h, 2),
-            module=module,
+            "aten.native_layer_norm.default", [v], *sizes, us=ew_us(h, 2), module=module
         )
         saved = [tape.save(v), tape.save(mean), tape.save(rstd)]
         backward.append(("NativeLayerNormBackward0", saved, ew_us(h, 3), h, 2 * width * word))
@@ -298,7 +294,7 @@ def gpt2(
         def ew(name: str, reads: list[int], cost: float = 1.0) -> int:
             return tape.op(name, reads, size, us=ew_us(size, cost), module=module)[0]
 
-        (half,) = [ew("aten.mul.Tensor", [v])]
+        half = ew("aten.mul.Tensor", [v])
         cube = ew("aten.pow.Tensor_Scalar", [v], 3)
         saved_cube = tape.save(v)
         small = ew("aten.mul.Tensor", [cube])
@@ -320,7 +316,7 @@ def gpt2(
     (tok,) = tape.op("aten.embedding.default", [], h, us=ew_us(h), module="transformer.wte")
     (pos,) = tape.op("aten.embedding.default", [], length * width * word, us=5, module="transformer.wpe")
     (x,) = tape.op("aten.add.Tensor", [tok, pos], h, us=ew_us(h), module="transformer")
-    x, _ = dropout("transformer.drop", x, h, keep=True)
+    x = dropout("transformer.drop", x, h)
     for i in range(layers):
         block = f"transformer.h.{i}"
         y = norm(f"{block}.ln_1", x)
@@ -335,20 +331,20 @@ def gpt2(
         (masked,) = tape.op("aten.where.self", [scaled], a, us=ew_us(a), module=attn)
         (soft,) = tape.op("aten._softmax.default", [masked], a, us=ew_us(a, 3), module=attn)
         backward.append(("SoftmaxBackward0", [tape.save(soft)], ew_us(a, 2), a, 0))
-        dropped, _ = dropout(f"{attn}.attn_dropout", soft, a, keep=True)
+        dropped = dropout(f"{attn}.attn_dropout", soft, a)
         (v,) = tape.op("aten.clone.default", [qkv], h, us=ew_us(h), module=attn)
         (mixed,) = tape.op("aten.bmm.default", [dropped, v], h, us=mm_us(tokens, length, width), module=attn)
         saved_av = [tape.save(dropped), tape.save(v)]
         backward.append(("BmmBackward0 av", saved_av, 2 * mm_us(tokens, length, width), a + h, 0))
         (merged,) = tape.op("aten.clone.default", [mixed], h, us=ew_us(h), module=attn)
         y = linear(f"{attn}.c_proj", merged, width, width)
-        y, _ = dropout(f"{attn}.resid_dropout", y, h, keep=False)
+        y = dropout(f"{attn}.resid_dropout", y, h)
         (x,) = tape.op("aten.add.Tensor", [y, x], h, us=ew_us(h), module=block)
         y = norm(f"{block}.ln_2", x)
         y = linear(f"{block}.mlp.c_fc", y, width, 4 * width)
         y = gelu(f"{block}.mlp.act", y, 4 * h)
         y = linear(f"{block}.mlp.c_proj", y, 4 * width, width)
-        y, _ = dropout(f"{block}.mlp.dropout", y, h, keep=False)
+        y = dropout(f"{block}.mlp.dropout", y, h)
         (x,) = tape.op("aten.add.Tensor", [x, y], h, us=ew_us(h), module=block)
     y = norm("transformer.ln_f", x)
     (out,) = tape.op("aten.mm.default", [y], logits, us=mm_us(tokens, width, vocabulary), module="lm_head")
@@ -367,19 +363,14 @@ def gpt2(
     accumulated, flowing = 0, 0
     residual = h
     for name, handles, us, size, weight in reversed(backward):
-        tape.step(
-            name,
-            handles,
-            us,
-            accumulated + flowing + residual,
-            accumulated + flowing + residual + size + weight,
-        )
+        other = accumulated + flowing + residual
+        tape.step(name, handles, us, other, other + size + weight)
         accumulated += weight
         flowing = size
     return tape.profile()
 
 
-def random_profile(rng: random.Random, most_ops: int = 8, *, overwritten: bool = True) -> Profile:
+def random_profile(rng: random.Random, most_ops: int = 8) -> Profile:
     """Return a small step that exercises every rule of the schedule.
 
     Ops with several inputs and outputs, writes in place (over values that others still read, too), values
@@ -390,7 +381,6 @@ def random_profile(rng: random.Random, most_ops: int = 8, *, overwritten: bool =
     Args:
         rng: what is drawn from.
         most_ops: how many ops there are at most.
-        overwritten: also versions that are written over have saved tensors.
     """
     tape = Tape(static=rng.randrange(3))
     n = rng.randint(2, most_ops)
@@ -420,7 +410,7 @@ def random_profile(rng: random.Random, most_ops: int = 8, *, overwritten: bool =
             values = [v for v in values if newest[tape.value_storage[v]] == v]
     handles = []
     for v in range(len(tape.value_storage)):
-        for _ in range(rng.choice((0, 1, 1, 2)) if overwritten or newest[tape.value_storage[v]] == v else 0):
+        for _ in range(rng.choice((0, 1, 1, 2))):
             handles.append(tape.save(v))
     order = sorted(handles, key=lambda h: -tape.handles[h][0] + rng.choice((0, 0, 0, 1.5, -1.5, 4)))
     steps: list[list[int]] = [[]]
@@ -539,6 +529,12 @@ def recurrent(steps: int) -> Profile:
         tape.step("cell", of_cell, us=4, other=3)
         tape.step("mm", of_mm, us=24, other=4)
     return tape.profile()
+
+
+def between(found: Profile | Graph, share: float = 0.5) -> int:
+    """Return the budget at `share` of the way from the bound below all peaks to saving everything."""
+    known = bounds(build(found) if isinstance(found, Profile) else found)
+    return int(known.floor + share * (known.ceiling - known.floor))
 
 
 def chain(*nbytes: int, runtime_us: Sequence[float] | None = None, static_bytes: int = 0) -> Graph:

@@ -10,8 +10,6 @@ from autoac.planner import (
     OtherProfile,
     Policy,
     as_planned,
-    bounds,
-    build,
     carried,
     plan,
     simulate,
@@ -21,8 +19,7 @@ from autoac.planner import (
 @pytest.mark.parametrize("waiting", [0, 2])
 def test_policy_and_its_profile_rebuild_the_plan(waiting: int) -> None:
     profile = graphs.gpt2(2, vocabulary=1024).model_copy(update={"waiting_microbatches": waiting})
-    known = bounds(build(profile))
-    made = plan(profile, budget_bytes=(known.floor + known.ceiling) // 2)
+    made = plan(profile, budget_bytes=graphs.between(profile))
     assert made.policy().predicted.microbatches == waiting + 1
     again = as_planned(Policy.from_json(made.policy().to_json()), profile)
     assert (again.peak, again.peak_at, again.recompute_us) == (made.peak, made.peak_at, made.recompute_us)
@@ -34,8 +31,7 @@ def test_policy_and_its_profile_rebuild_the_plan(waiting: int) -> None:
 
 def test_policy_on_a_grown_model_saves_unknown_ops() -> None:
     small, large = graphs.gpt2(2), graphs.gpt2(3)
-    known = bounds(build(small))
-    made = plan(small, budget_bytes=(known.floor + known.ceiling) // 2)
+    made = plan(small, budget_bytes=graphs.between(small))
     policy = made.policy()
     found = carried(policy, large)
     again = {found.graph.ops[op].name for op in found.recompute_set}

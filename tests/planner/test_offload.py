@@ -18,7 +18,6 @@ from autoac.planner import (
     Constraints,
     Graph,
     InfeasibleBudget,
-    MalformedPolicy,
     Plan,
     Policy,
     Profile,
@@ -194,23 +193,6 @@ def test_policy_with_moves_is_the_plan_again(forwards: int) -> None:
     unmoved = plan(profile, budget_bytes=budget)
     rows = diff_rows(unmoved, planned)
     assert sum(len(row.modules) for row in rows if row.after == "moved") == len(planned.moves)
-
-
-def test_policy_names_points_that_exist() -> None:
-    profile = moving_profile()
-    graph = build(profile)
-    budget = peak_bytes(graph, graph.everything) * 6 // 10
-    policy = plan_offload(profile, budget_bytes=budget, link=FAST).policy()
-    key, points = next(iter(policy.moves.items()))
-    for moves in (
-        {},
-        policy.moves | {"m/other": points},
-        policy.moves | {key: points.model_copy(update={"free": key})},
-        policy.moves | {key: points.model_copy(update={"fetch": "m/other"})},
-    ):
-        text = policy.model_copy(update={"moves": moves}).to_json()
-        with pytest.raises(MalformedPolicy):
-            Policy.from_json(text)
 
 
 def test_what_the_user_pins_stays_on_the_device() -> None:

@@ -41,13 +41,14 @@ from autoac.planner.errors import (
 from autoac.planner.formats import policy
 from autoac.planner.formats.base import VERSION
 from autoac.planner.formats.policy_set import Bucket
+from autoac.planner.plan import plan_of
+from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.units import bytes_from_gb, exact_bytes
 
 
 def recomputing_policy() -> Policy:
     profile = graphs.gpt2(1)
-    known = bounds(build(profile))
-    return plan(profile, budget_bytes=(known.floor + known.ceiling) // 2).policy()
+    return plan(profile, budget_bytes=graphs.between(profile)).policy()
 
 
 def policy_set() -> PolicySet:
@@ -93,7 +94,7 @@ def test_figures_of_many_ops_and_microbatches_that_no_device_has_are_written() -
     tape.op("loss", [], 0)
     tape.step("step", saved)
     profile = tape.profile().model_copy(update={"waiting_microbatches": 2**52})
-    predicted = plan(profile, budget_bytes=100).policy().predicted
+    predicted = plan_of(SearchProblem(build(profile)), profile, 100, frozenset()).policy().predicted
     assert (predicted.save_all_peak_bytes, predicted.recompute_us) == (2**53, 2e15)
 
 
@@ -175,9 +176,12 @@ def test_op_that_writes_over_a_version_without_reading_it_is_rejected() -> None:
         Profile.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize(("file", "error"), [(Profile, MalformedProfile), (Policy, MalformedPolicy)])
-def test_text_that_is_not_a_file_of_ours_is_rejected(file: Any, error: type[PlannerError]) -> None:
-    wrong = '{"decisions": {"a": "maybe"}}'
+@pytest.mark.parametrize(
+    ("file", "error"),
+    [(Profile, MalformedProfile), (Policy, MalformedPolicy), (PolicySet, (MalformedPolicy, UnknownVersion))],
+)
+def test_text_that_is_not_a_file_of_ours_is_rejected(file: Any, error: Any) -> None:
+    wrong = '{"format": "autoac.policy", "version": 7, "buckets": [], "decisions": {"a": "maybe"}}'
     for text in ("", "{", "[]", "null", "3", '"x"', "[" * 100_000, b"\xff\xfe", wrong):
         with pytest.raises(error):
             file.from_json(text)
@@ -233,8 +237,7 @@ def differentiating_profile() -> Profile:
 def test_policy_says_until_when_forward_holds_what_a_backward_inside_of_it_unpacks() -> None:
     profile = differentiating_profile()
     assert Profile.from_json(profile.to_json()) == profile
-    known = bounds(build(profile))
-    made = plan(profile, budget_bytes=(known.floor + known.ceiling) // 2).policy()
+    made = plan(profile, budget_bytes=graphs.between(profile)).policy()
     assert Policy.from_json(made.to_json()) == made
     keys = profile.keys()
     saved = {keys[profile.values.op[v]] for v in profile.saved.value}
@@ -255,7 +258,7 @@ def moved(free: str, fetch: str) -> Callable[[dict[str, str]], dict[str, Any]]:
         (lambda op: {"needed_until": {op["save"]: op["last"]}}, "must have ops that are recomputed or moved"),
         (lambda op: {"needed_until": {op["recompute"]: op["first"]}}, "must be needed until a later op"),
         (lambda op: moved("last", "last")(op) | {"decisions": {}}, "must have exactly the ops"),
-        (moved("first", "last"), "must be freed before a later op"),
+        (moved("save", "last"), "must be freed before a later op"),
         (
             moved(policy.THE_END, "./aten.other.default#0"),
             "must be fetched where an op of the policy is unpacked",

@@ -8,15 +8,14 @@ from itertools import pairwise
 import graphs
 import pytest
 
-from autoac.planner import Plan, Policy, bounds, build, diff_as_table, diff_rows, plan
+from autoac.planner import Plan, Policy, diff_as_table, diff_rows, plan
 from autoac.planner.report.by_module import Decision, op_decisions
 from autoac.planner.report.policy_diff import DiffRow
 
 
 def at(share: float, layers: int = 3) -> Plan:
     profile = graphs.gpt2(layers)
-    known = bounds(build(profile))
-    return plan(profile, budget_bytes=int(known.floor + share * (known.ceiling - known.floor)))
+    return plan(profile, budget_bytes=graphs.between(profile, share))
 
 
 def test_plan_does_not_differ_from_itself() -> None:

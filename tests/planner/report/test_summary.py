@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoac.planner import Stopped, bounds, build, explain, plan
+from autoac.planner import Stopped, build, explain, plan
 from autoac.planner.memory.schedule import Compute, Free, schedule
 from autoac.planner.problem.graph import OpId
 from autoac.planner.report import summary
@@ -113,8 +113,7 @@ def test_kept_bytes_are_held_when_backward_begins(seed: int) -> None:
 
 def test_explanation_of_equal_layers_has_fewer_lines_than_modules() -> None:
     profile = graphs.gpt2(6)
-    known = bounds(build(profile))
-    made = plan(profile, budget_bytes=(known.floor + known.ceiling) // 2)
+    made = plan(profile, budget_bytes=graphs.between(profile))
     text = explain(made)
     assert "(6 modules)\n  each " in text
     assert len(text.splitlines()) < len(profile.modules)
@@ -123,8 +122,8 @@ def test_explanation_of_equal_layers_has_fewer_lines_than_modules() -> None:
 
 def test_recompute_time_has_the_range_of_measured_run_times() -> None:
     profile = graphs.gpt2(2)
-    times, known = profile.ops.runtime_us, bounds(build(profile))
-    made = plan(profile, budget_bytes=(known.floor + known.ceiling) // 2)
+    times = profile.ops.runtime_us
+    made = plan(profile, budget_bytes=graphs.between(profile))
     assert "by the spread" not in explain(made)
     spread = profile.ops.model_copy(update={"spread_us": tuple(us / 10 for us in times)})
     measured = replace(made, profile=profile.model_copy(update={"ops": spread}))

@@ -50,39 +50,35 @@ def groups_at_random(graph: Graph, rng: random.Random) -> dict[OpId, tuple[OpId,
     return groups
 
 
+def assert_relaxes(windows: Windows, moments: list[ConstrainedMoment], options: Options) -> None:
+    """Assert that the rows allow each save set with its peak, so that bounds hold for every plan."""
+    built = build_program(as_arrays(windows), None, moments, options=options)
+    assert built.peak_column is not None
+    for save_set in oracles.every_save_set(windows.graph):
+        values, rows = assignment(windows, built, save_set), built.program.rows
+        assert (rows.activity(values) <= rows.upper + 1e-9).all()
+        assert values[built.peak_column] * built.cost_scale <= peak_bytes(windows.graph, save_set) + 1e-6
+
+
 @pytest.mark.parametrize("options", [Options(), Options(False, True, False)], ids=["default", "switched"])
 @pytest.mark.parametrize("everywhere", [False, True], ids=["few moments", "all moments"])
 def test_every_save_set_satisfies_every_row_with_at_most_its_peak(options: Options, everywhere: bool) -> None:
-    # This is what makes the solver's bound a bound on every plan.
     for seed in range(60):
-        graph = small(seed)
-        windows = find_windows(graph, merge_followers=options.merge_followers)
+        windows = find_windows(small(seed), merge_followers=options.merge_followers)
         moments = every_moment(windows)
         if not everywhere:
             moments = random.Random(seed).sample(moments, min(3, len(moments)))
-        built = build_program(as_arrays(windows), None, moments, options=options)
-        assert built.peak_column is not None
-        for save_set in oracles.every_save_set(graph):
-            values, rows = assignment(windows, built, save_set), built.program.rows
-            assert (rows.activity(values) <= rows.upper + 1e-9).all()
-            assert values[built.peak_column] * built.cost_scale <= peak_bytes(graph, save_set) + 1e-6
+        assert_relaxes(windows, moments, options)
 
 
 def test_every_save_set_with_use_groups_satisfies_every_row() -> None:
     # Of an op with several runs, outputs may be kept from any run to any later one.
     count = 0
     for seed in range(110):
-        graph = small(seed, with_groups=True)
-        windows = find_windows(graph)
-        if not graph.runs or any(windows.role[run] is Role.UNUSED for row in graph.runs for run in row):
-            continue
-        built = build_program(as_arrays(windows), None, every_moment(windows))
-        assert built.peak_column is not None
-        count += 1
-        for save_set in oracles.every_save_set(graph):
-            values, rows = assignment(windows, built, save_set), built.program.rows
-            assert (rows.activity(values) <= rows.upper + 1e-9).all()
-            assert values[built.peak_column] * built.cost_scale <= peak_bytes(graph, save_set) + 1e-6
+        windows = find_windows(graph := small(seed, with_groups=True))
+        if graph.runs and not any(windows.role[run] is Role.UNUSED for row in graph.runs for run in row):
+            count += 1
+            assert_relaxes(windows, every_moment(windows), Options())
     assert count > 10
 
 

@@ -49,11 +49,6 @@ def search_of(graph: Graph, budget: int, gap: float, **options: Any) -> Search:
     return Search(SearchProblem(graph), budget, goal=Goal(gap), allowance=allowance, **options)
 
 
-def budget_of(graph: Graph, share: float) -> int:
-    bounds = SearchProblem(graph).bounds
-    return int(bounds.floor + share * (bounds.ceiling - bounds.floor))
-
-
 def only(monkeypatch: pytest.MonkeyPatch, *chosen: Effort) -> None:
     monkeypatch.setattr(search, "efforts", lambda _: list(chosen))
 
@@ -82,7 +77,7 @@ def test_the_full_program_alone_finds_and_proves_the_optimum_of_brute_force(
 def test_best_plan_ends_a_search_without_a_gap(share: float) -> None:
     """Take costs for equal that differ by rounding: rule out no plan that fits, and prove no more than it."""
     graph = build(graphs.gpt2(2))
-    found = search_of(graph, budget_of(graph, share), 0.0)
+    found = search_of(graph, graphs.between(graph, share), 0.0)
     assert found.run() is Stopped.OPTIMAL
     assert found.excluded == []
     assert not found.options.lazy_rows
@@ -94,7 +89,7 @@ def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
 ) -> None:
     """Plans within the gap of the best one are of no use, so the full program has none of them."""
     graph = build(graphs.gpt2(2))
-    budget = budget_of(graph, 0.25)
+    budget = graphs.between(graph, 0.25)
     known = search_of(graph, budget, 0.0)
     known.run()
     asked, scales = list[float](), list[float]()
@@ -120,7 +115,7 @@ def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
 
 def recurrent_search() -> Search:
     graph = build(graphs.recurrent(32))
-    return search_of(graph, budget_of(graph, 0.5), 0.01)
+    return search_of(graph, graphs.between(graph, 0.5), 0.01)
 
 
 def recurrent_round() -> Round:
