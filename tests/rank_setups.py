@@ -17,8 +17,6 @@ worst of the ranks with the longest batch:
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib.util
 import json
 import tempfile
 import time
@@ -34,7 +32,7 @@ import torch.nn.functional as F
 from ranks import outputs_of_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
@@ -250,52 +248,19 @@ class Summed(torch.autograd.Function):
         return grad
 
 
-def by_hand(*, typed: bool = False, also_sharded: bool = False) -> Wrap:
-    """Cut the weights, and communicate by Functions: ours, or with `typed` those of spmd_types."""
-
-    def wrap(model: Words) -> nn.Module:
-        copied = lambda x: Copied.apply(x)  # noqa: E731
-        summed = lambda x: Summed.apply(x)  # noqa: E731
-        if typed:
-            import spmd_types as spmd
-
-            group = dist.group.WORLD
-            copied = lambda x: spmd.convert(x, group, src=spmd.I, dst=spmd.R)  # noqa: E731
-            summed = lambda x: spmd.all_reduce(x, group, src=spmd.P, dst=spmd.I)  # noqa: E731
-        for block in model.blocks:
-            for part, first, last in (
-                (block.attn, (block.attn.q, block.attn.k, block.attn.v), block.attn.o),
-                (block.feed, (block.feed.up,), block.feed.down),
-            ):
-                for linear, dim in *((one, 0) for one in first), (last, 1):
-                    own = linear.weight.detach().chunk(2, dim)[dist.get_rank() % 2].clone()
-                    linear.weight = nn.Parameter(own)
-                part.register_forward_pre_hook(lambda _, args: copied(args[0]))
-                part.register_forward_hook(lambda _, args, out: summed(out))
-        return model
-
-    return wrap
-
-
-@functools.cache
-def data_mesh() -> DeviceMesh:
-    """Return one mesh for all models: spmd_types finds a mesh by its ranks."""
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
-
-
-def typed_shards(model: Words) -> nn.Module:
-    """Shard a model whose parameters have spmd_types: plain tensors where it computes."""
-    import spmd_types as spmd
-    from torch.distributed.fsdp import DataParallelMeshDims
-
-    mesh = data_mesh()
-    with spmd.set_current_mesh(mesh):
-        for parameter in model.parameters():
-            spmd.assert_type(parameter, {spmd.MeshAxis.of(mesh.get_group("data")): spmd.R})
-    settings = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="data")}
+def by_hand(model: Words) -> nn.Module:
+    """Cut the weights, and communicate by Functions of our own."""
     for block in model.blocks:
-        fully_shard(block, **settings)
-    return fully_shard(model, **settings)
+        for part, first, last in (
+            (block.attn, (block.attn.q, block.attn.k, block.attn.v), block.attn.o),
+            (block.feed, (block.feed.up,), block.feed.down),
+        ):
+            for linear, dim in *((one, 0) for one in first), (last, 1):
+                own = linear.weight.detach().chunk(2, dim)[dist.get_rank() % 2].clone()
+                linear.weight = nn.Parameter(own)
+            part.register_forward_pre_hook(lambda _, args: Copied.apply(args[0]))
+            part.register_forward_hook(lambda _, args, out: Summed.apply(out))
+    return model
 
 
 def staged(model: Words) -> nn.Module:
@@ -344,15 +309,10 @@ SETUPS: dict[str, Setup] = {
     "FSDP2 over TP 2x2, collectives again": Setup(
         tensor_parallel(sequence=True, also_sharded=True), world=4, split=2, **AGAIN
     ),
-    "TP, functions": Setup(by_hand(), split=2),
+    "TP, functions": Setup(by_hand, split=2),
     "experts": Setup(ddp(), lambda: Words(experts=True)),
     "FSDP2, 1F1B": Setup(staged, world=4, microbatches=4, stages=2),
 }
-if importlib.util.find_spec("spmd_types") is not None:
-    SETUPS |= {
-        "TP, spmd types": Setup(by_hand(typed=True), split=2),
-        "FSDP2, spmd types": Setup(typed_shards),
-    }
 
 
 class Collectives(TorchDispatchMode):
@@ -511,7 +471,7 @@ def _static_of(model: nn.Module) -> int:
     return sum(local(p).nbytes for p in model.parameters())
 
 
-HEAD = (
+HEAD = [
     "setup",
     "ranks",
     "equal",
@@ -522,7 +482,7 @@ HEAD = (
     "off",
     "recomputed",
     "said",
-)
+]
 SCRIPT = """
 import json
 from rank_setups import run

@@ -19,6 +19,9 @@ from typing import Any
 
 import anyio
 
+sys.path.append(str(Path(__file__).parents[1] / "planner"))
+import graphs
+
 from autoac.api.policy_report import REPORTS
 from autoac.api.requests import Kind, ParsedRequest, answer, parse_request
 from autoac.api.solving import child_main as child
@@ -26,19 +29,7 @@ from autoac.api.solving.child_process import OnJobProgress, SpawnedSolver
 from autoac.planner.errors import Holding, InfeasibleBudget, SolverOutOfTime
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy, Predicted, decisions, tool_versions
-from autoac.planner.formats.profile import (
-    BackwardSteps,
-    Environment,
-    Ops,
-    Outputs,
-    Profile,
-    Ragged,
-    SavedTensors,
-    StaticBytes,
-    Storages,
-    Temporaries,
-    Values,
-)
+from autoac.planner.formats.profile import Profile
 from autoac.planner.solver.highs import OnProgress, Progress
 from autoac.planner.solver.time_limit import Clock
 from autoac.planner.units import bytes_from_gb
@@ -51,70 +42,17 @@ def chain_profile(*sizes: int, model: str = "Chain") -> Profile:
 
     benchmarks/service.py uses it too.
     """
-    sizes = sizes or (4 * MIB, 8 * MIB, 2 * MIB)
-    n = len(sizes)
-    return Profile(
-        model=model,
-        inputs=("float32[4, 8]",),
-        environment=Environment(
-            torch="2.13.0",
-            device_type="cpu",
-            device_name="two cores",
-            dtype="float32",
-            autocast="off",
-            allocator_rounding=64,
-            threads=2,
-            cudnn=0,
-            ranks="1",
-        ),
-        static=StaticBytes(
-            parameters=MIB, buffers=0, gradients=0, optimizer_state=0, inputs=1024, workspaces=0
-        ),
-        gradient_nbytes=MIB,
-        kept_nbytes=0,
-        link=None,
-        notes=(),
-        forward_ends=(),
-        pass_ends=(),
-        waiting_microbatches=0,
-        loss_begins=None,
-        outputs=Outputs(position=(), storage=(), released=()),
-        temporaries=Temporaries(nbytes=(), changes=Ragged.of([()] * (2 * n))),
-        optimizer_workspace_nbytes=0,
-        modules=("chain",),
-        overloads=("aten.mm.default",),
-        nodes=("MmBackward0",),
-        reasons=(),
-        storages=Storages(
-            nbytes=sizes, slack_nbytes=(0,) * n, released=tuple(min(i + 2, n) for i in range(n))
-        ),
-        values=Values(storage=tuple(range(n)), op=tuple(range(n)), previous=(-1,) * n),
-        ops=Ops(
-            module=(0,) * n,
-            overload=(0,) * n,
-            reads=Ragged.of([[i - 1] if i else [] for i in range(n)]),
-            runtime_us=(10.0,) * n,
-            spread_us=(0.5,) * n,
-            flops=(0,) * n,
-            workspace_nbytes=(0,) * n,
-            other_nbytes=(0,) * n,
-            flags=(0,) * n,
-            must_save=(-1,) * n,
-        ),
-        saved=SavedTensors(
-            value=tuple(range(n)),
-            packed=tuple(range(1, n + 1)),
-            dropped=tuple(2 * n - i for i in range(n)),
-            needed_until=(0,) * n,
-        ),
-        backward=BackwardSteps(
-            name=(0,) * n,
-            unpacks=Ragged.of([[n - 1 - j] for j in range(n)]),
-            runtime_us=(20.0,) * n,
-            other_nbytes=(0,) * n,
-            peak_nbytes=(64,) * n,
-        ),
-    )
+    tape, values, saved = graphs.Tape(model, static=MIB, gradients=MIB), [], []
+    for size in sizes or (4 * MIB, 8 * MIB, 2 * MIB):
+        values += tape.op("aten.mm.default", values[-1:], size, us=10.0, module="chain")
+        saved.append(tape.save(values[-1]))
+    for handle in reversed(saved):
+        tape.step("MmBackward0", [handle], us=20.0, peak=64)
+    tape.released = [min(v + 2, len(values)) for v in values]
+    made = tape.profile()
+    cpu = {"device_type": "cpu", "device_name": "two cores"}
+    environment = made.environment.model_copy(update=cpu)
+    return made.model_copy(update={"environment": environment, "inputs": ("float32[4, 8]",)})
 
 
 def request(profile: Profile | dict[str, Any] | None, **options: Any) -> bytes:
