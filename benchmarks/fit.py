@@ -8,7 +8,11 @@ Real steps are planned from a profile of their own, and measured by the allocato
 - the size of `fit`, and the largest whose real step has a plan and stays within the budget. The size of `fit`
   must not be larger, and at most one smaller;
 - the same with nothing recomputed;
-- how many of ten sizes have the measured peak to the byte, and the worst error.
+- how many of ten sizes have the measured peak to the byte, and the worst error;
+- for loops with an optimizer, the fastest size of `fit` and of a scan: planned real steps, with the
+  optimizer's, of the sizes that `fit` planned and of a dozen up to its largest; how much longer a sample
+  takes at the size of `fit`; and the errors of predicted times. The scan counts CPU time of this thread, the
+  least of `TURNS` turns. `fit` takes times from a clock, so this column needs an idle machine.
 
 `fit` runs steps of a few sizes on this machine. By the datasheet of another device it makes fake steps, which
 do not see the workspaces of kernels (docs/profiling.md, "Where fake and real steps differ").
@@ -20,9 +24,11 @@ all ten peaks to the byte.
 from __future__ import annotations
 
 import importlib
+import math
 import operator
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,10 +45,11 @@ from benchmarks.models import tiny, unfamiliar
 from benchmarks.models.batches import Batch, ModelAndBatch
 from benchmarks.models.modules import MessagePassing
 from benchmarks.results import bench_parser, chosen, markdown_table, shown, write_result
-from benchmarks.steps import loss_of
+from benchmarks.steps import loss_of, rotated
 
 SIZE_OF_BUDGET = 4
 MOST = 32  # samples; the largest size to consider
+TURNS, SCANNED = 25, 12  # of the scan
 TEN = (4, 6, 7, 8, 9, 10, 11, 12, 13, 14)  # sizes between knots
 WORST_PEAK, EXACT_MODELS = 0.003, 0.9
 BY_PAIRS = ("ResNet",)  # whose batch norms need two samples, which count as one size
@@ -204,6 +211,64 @@ def planned_fits(name: str, size: int, budget: int) -> bool:
     return real_peak(name, size, policy) <= budget
 
 
+class Steps:
+    """Planned training steps of one size, and the least CPU time that one took in this thread."""
+
+    def __init__(self, name: str, size: int, policy: Policy) -> None:
+        self._loop, setup = LOOPS[name], build(name, size)
+        self._model, self._batch, self._optimizer = setup["model"], setup["kwargs"], setup["optimizer"]
+        ac_client.apply(self._model, policy=policy, strict=True)
+        self._samples = size * self._loop.micro_batches
+        self.least_us = math.inf  # by sample
+
+    def run(self) -> None:
+        assert self._optimizer is not None
+        began = time.thread_time()
+        for _ in range(self._loop.micro_batches):
+            with torch.autocast("cpu", self._loop.autocast, enabled=self._loop.autocast is not None):
+                out = self._model(**self._batch)
+            loss_of(out).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.least_us = min(self.least_us, (time.thread_time() - began) * 1e6 / self._samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """Microseconds by sample of sizes, predicted and of real steps."""
+
+    predicted_us: dict[int, float]
+    real_us: dict[int, float]
+
+    @property
+    def fastest(self) -> int:
+        return min(self.real_us, key=self.real_us.__getitem__)
+
+    def longer(self, size: int) -> float:
+        """Return how much longer a sample takes at `size` than at the fastest one, as a share."""
+        return self.real_us[size] / self.real_us[self.fastest] - 1
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        return tuple(self.predicted_us[size] / us - 1 for size, us in self.real_us.items())
+
+
+def scan(name: str, found: Fit) -> Scan:
+    """Return the times of sizes up to the largest, planned by their profiles, the steps taken in turns."""
+    plans = {row.size: row.plan for row in found.rows}
+    constraints, budget = found.row(found.largest).plan.constraints, found.budget_bytes
+    for size in {max(1, found.largest * share // SCANNED) for share in range(1, SCANNED + 1)} - set(plans):
+        profile = found.profile_of(size)
+        with suppress(InfeasibleBudget, SolverOutOfTime):
+            plans[size] = plan(profile, budget_bytes=budget, constraints=constraints, work_limit=1.0)
+    steps = {size: Steps(name, size, planned.policy()) for size, planned in sorted(plans.items())}
+    for turn in range(TURNS):
+        for size in rotated(list(steps), turn):
+            steps[size].run()
+    predicted = {n: (p.step_us + p.extra_us + found.optimizer_us) / n for n, p in plans.items()}
+    return Scan(predicted, {size: one.least_us for size, one in steps.items()})
+
+
 def last(fits: Callable[[int], bool], guess: int) -> int:
     """Return the last size that fits, searched from `guess`."""
     if guess and not fits(guess):
@@ -224,6 +289,7 @@ class Row:
     exact: int  # peaks to the byte
     errors: tuple[float, ...]  # of peaks
     cpu_s: float  # of `fit`
+    scan: Scan | None  # of loops with an optimizer
 
     @property
     def is_right(self) -> bool:
@@ -251,6 +317,7 @@ def measure(name: str) -> Row:
         sum(map(operator.eq, peaks, real)),
         tuple(peak / measured - 1 for peak, measured in zip(peaks, real, strict=True)),
         cpu_s,
+        scan(name, found) if LOOPS[name].optimizer else None,
     )
 
 
@@ -264,13 +331,22 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row.exact} of {len(TEN)}",
         f"{row.worst:.3%}",
         f"{row.cpu_s:.1f}",
+        *_scanned(row),
         "" if row.is_right else "wrong",
     )
 
 
+def _scanned(row: Row) -> tuple[str, ...]:
+    if (times := row.scan) is None:
+        return "", "", ""
+    fastest = row.found.fastest
+    errors = f"{min(times.errors):+.0%} to {max(times.errors):+.0%}"
+    return f"{fastest} / {times.fastest}", f"{times.longer(fastest):.1%}", errors
+
+
 HEAD = (
     *("model", "largest: fit / real", "all saved: fit / real", "exact peaks", "worst peak"),
-    *("CPU seconds of fit", ""),
+    *("CPU seconds of fit", "fastest: fit / scan", "a sample takes longer by", "predicted times", ""),
 )
 
 
