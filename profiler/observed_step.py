@@ -118,8 +118,8 @@ class ObservedStep:
             next step begins.
         groups: in the collectives of the latest forward.
         needs_checkpoints: the model does, and some ran as plain calls: the step has no profile.
-        holds_gradients: gradients of the step before exist as backward begins.
-        dropped_nbytes: of the first batch, which the loop no longer holds after backward.
+        dropped_nbytes: of the first batch and its gradients, and of gradients of the step before, which the
+            loop no longer held after backward, or as `note_dropped` was called.
     """
 
     def __init__(
@@ -141,16 +141,15 @@ class ObservedStep:
         self.thread = threading.get_ident()
         self.recording = False
         self.needs_checkpoints = False
-        self.holds_gradients = False
-        self.dropped_nbytes = 0
+        self.dropped_nbytes = self._of_batch = 0  # bytes of the batch and its gradients, at most
         self._batch = [weakref.ref(tensor) for tensor in batch_tensors((*args, *kwargs.values()))]
         self.groups: Any = None
         static = static_bytes(model, args, kwargs, 0, device, accumulates=self._accumulates)
         # Shards that a forward before, as of an evaluation, has left gathered. Other steps gather them again.
         gathered = static.parameters + gathered_nbytes(model)
         self._static = static.model_copy(update={"parameters": gathered})
-        # Of gradients that exist before the step. Those in buckets are not freed.
-        self._gradient_nbytes = max(0, static.gradients - buckets.nbytes)
+        # Of gradients that exist before the step and not in backward. Those in buckets are not freed.
+        self._freed_gradients = max(0, static.gradients - buckets.nbytes)
         self._device = device
         self._environment = environment_of_device(model, device)
         self._inputs = [describe_leaf(leaf) for leaf in private.tree_leaves((tuple(args), dict(kwargs)))]
@@ -220,9 +219,8 @@ class ObservedStep:
     def peak_nbytes(self) -> int:
         """Return the most bytes in use until the end of backward, with those of the model and the batch."""
         self._allocations.read()
-        freed = 0 if self.holds_gradients else self._gradient_nbytes  # by the loop, after forward
         until, since = peaks_nbytes(self._allocations, self._begin)
-        return self._static.total + max(until, since - freed)
+        return self._static.total + max(until, since - self._freed_gradients)
 
     def begin_forward(self, *, recorded: bool = True) -> None:
         """Begin a forward of the step.
@@ -348,10 +346,9 @@ class ObservedStep:
         if self.has_backward:
             return
         self._begin, self._missed = self._pass, self._tape.saved.first_task >= 0
-        model = self.model() if self._gradient_nbytes else None
-        self.holds_gradients = model is not None and any(
-            gradient_of(parameter) is not None for parameter in parameters_of(model)
-        )
+        model = self.model() if self._freed_gradients else None
+        if model is not None and any(gradient_of(p) is not None for p in parameters_of(model)):
+            self._freed_gradients = 0
         if self._shards is not None:
             self._shards.gather(self._tape.kept_units)
 
@@ -367,12 +364,18 @@ class ObservedStep:
         self._pass = -1
         self._end = self._allocations.mark()
         self._pass_ends.append(self._end)
-        batch = [tensor for ref in self._batch if (tensor := ref()) is not None]
-        held = memory_nbytes(batch, self._device.type, self._environment.allocator_rounding)
-        self.dropped_nbytes = max(0, self._static.inputs - held)
+        self.note_dropped()
         leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         self._held = self._addresses(leaves), self._addresses(gradients)
+
+    def note_dropped(self) -> None:
+        """Note what the loop has dropped of the first batch and its gradients, and of earlier gradients."""
+        batch = [tensor for ref in self._batch if (tensor := ref()) is not None]
+        both = [*batch, *map(gradient_of, batch)]
+        held = memory_nbytes(both, self._device.type, self._environment.allocator_rounding)
+        self._of_batch = max(self._of_batch, self._static.inputs, held)
+        self.dropped_nbytes = self._of_batch - held + self._freed_gradients
 
     def end(self) -> None:
         """End the record, if it has not ended: the step is over, or a backward has freed its graph."""

@@ -245,6 +245,7 @@ class ModelPlanning:
         observation = self.planner.observation
         if observation is not None and observation.step.has_backward and not observation.runs_elsewhere:
             observation.step.end()
+            observation.step.note_dropped()
 
     def end_step(self) -> None:
         """Compare the step that is over with its prediction."""

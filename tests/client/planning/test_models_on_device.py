@@ -84,6 +84,28 @@ def test_forwards_of_another_model_are_gone_when_the_optimizer_steps() -> None:
     assert at.report().predicted_peak_bytes == pytest.approx(at.report().measured_peak_bytes, abs=4096)
 
 
+def test_input_its_gradient_and_freed_gradients_are_gone_when_the_optimizer_steps() -> None:
+    """Train the second part of a pipeline, and zero gradients after its forward, from an observed step on."""
+    model = nn.Sequential(nn.Linear(WIDTH, 2048), nn.GELU(), nn.Linear(2048, WIDTH))
+    optimizer = torch.optim.Adam(model.parameters())
+    keep_on_host(optimizer)  # so the peak is where it steps
+    model(torch.randn(1, WIDTH)).sum().backward()
+    at = ac_client.applied(ac_client.apply(model, 1.0, optimizer=optimizer))
+
+    def backward() -> None:
+        received = torch.randn(ROWS // 4, WIDTH, requires_grad=True)
+        loss = model(received).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        assert received.grad is not None
+
+    for number in range(4):
+        with at.measure() if number == 3 else nullcontext():
+            backward()
+            optimizer.step()
+    assert at.report().predicted_peak_bytes == pytest.approx(at.report().measured_peak_bytes, abs=4096)
+
+
 def test_needs_of_optimizers_do_not_take_turns_where_a_model_runs_alone_too() -> None:
     models, found = [part(0), part(1)], []
     optimizer = torch.optim.Adam([p for model in models for p in model.parameters()])
