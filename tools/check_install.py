@@ -103,7 +103,7 @@ def main(torch: str, folder: Path) -> None:
         printed = run(autoac, *command, folder=folder).stdout
         check(f"`autoac {' '.join(command)}` prints JSON and nothing else", is_json(printed), printed)
     message = run(autoac, "demo", folder=folder, code=1).stderr
-    check("`autoac demo` names its extra", "autoac[demo]" in message, message)
+    check("`autoac demo` names its extra", "its extra `demo`" in message, message)
 
 
 if __name__ == "__main__":

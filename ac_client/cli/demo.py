@@ -31,7 +31,7 @@ def demo(
     from ac_client.errors import CommandError
 
     if find_spec("transformers") is None:
-        raise CommandError("the demo needs transformers; run `pip install 'autoac[demo]'`")
+        raise CommandError("the demo needs transformers; install autoac with its extra `demo`")
     check_writable(page)
     # Before torch and numpy are loaded: no messages, and one thread. A fork would lose others, and where the
     # machine is busy, they wait for each other and count the wait as CPU time.

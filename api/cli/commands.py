@@ -91,7 +91,7 @@ def missing_package(error: ModuleNotFoundError) -> str | None:
     name = (error.name or "").partition(".")[0]
     if name not in SERVICE_PACKAGES:
         return None
-    return f"the planning service needs {name}; run `pip install 'autoac[service]'`"
+    return f"the planning service needs {name}; install autoac with its extra `service`"
 
 
 def _say(text: str, file: TextIO | None = None) -> None:
@@ -155,7 +155,9 @@ def worker(context: typer.Context) -> None:
         try:
             from autoac.api.solving.worker import run_worker
         except ModuleNotFoundError as error:
-            raise InvalidSettings(f"workers need {error.name}; install autoac[postgres]") from None
+            raise InvalidSettings(
+                f"workers need {error.name}; install autoac with its extra `postgres`"
+            ) from None
         configure()
         run_worker(settings, context.obj)
 

@@ -362,5 +362,5 @@ def _postgresql(url: URL) -> Engine:
         return create_engine(url, pool_pre_ping=True, pool_size=POOL, max_overflow=POOL)
     except (ModuleNotFoundError, NoSuchModuleError):
         raise InvalidSettings(
-            "AUTOAC_DATABASE_URL: PostgreSQL needs psycopg; install autoac[postgres]"
+            "AUTOAC_DATABASE_URL: PostgreSQL needs psycopg; install autoac with its extra `postgres`"
         ) from None

@@ -99,4 +99,4 @@ def test_commands_of_the_service_name_their_extra(module: str, tmp_path: Path) -
     assert said[1::2] == ["exit 1"] * 5
     for line in said[::2]:
         assert line.startswith("autoac: the planning service needs ")
-        assert line.endswith("; run `pip install 'autoac[service]'`")
+        assert line.endswith("; install autoac with its extra `service`")

@@ -343,7 +343,7 @@ def test_demo_names_its_extra(folder, capsys, monkeypatch):
     monkeypatch.setattr("ac_client.cli.demo.find_spec", lambda name: None)
     code, _, err = run(capsys, "demo")
     assert code == ERROR
-    assert "autoac[demo]" in err
+    assert "install autoac with its extra `demo`" in err
 
 
 def test_json_option_prints_errors_as_json(profiled, capsys):
