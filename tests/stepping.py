@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,26 @@ def trained(
         if optimizer is not None:
             optimizer.step()
     return found
+
+
+def measured(model: nn.Module, step: Callable[[nn.Module], Any]) -> ac_client.Report:
+    """Return the report on a planned model after a measured step; no gradients are freed before."""
+    at = ac_client.applied(model)
+    with at.measure():
+        step(model)
+    return at.report()
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return all warnings but that a step without a plan went over the budget, as it does in small models."""
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [message for message in said if "was observed, without a plan" not in message]
+
+
+def same_gradients(model: nn.Module, other: nn.Module) -> bool:
+    """Return True if the parameters of two models have equal gradients, bit for bit."""
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return all(a.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
 def allocated_peak(run: Callable[[], Any]) -> int:

@@ -49,23 +49,23 @@ selective = functools.partial(
 
 
 class Layer(nn.Module):
-    """One of several short functions of a [batch, length, width] tensor."""
+    """One of several short functions of a [batch, length, width] tensor; most take two dimensions, too."""
 
     KINDS = 12
 
-    def __init__(self, kind: int) -> None:
+    def __init__(self, kind: int, width: int = WIDTH) -> None:
         super().__init__()
         self.kind = kind
         match kind:
             case 0:
                 self.block = Block(WIDTH, 4, dropout=0.1)
             case 1 | 5 | 8:
-                self.wide, self.narrow = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
-                self.norm = nn.LayerNorm(WIDTH)
+                self.wide, self.narrow = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+                self.norm = nn.LayerNorm(width)
             case 6:
                 self.conv, self.batch_norm = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH)
             case _:
-                self.linear = nn.Linear(WIDTH, WIDTH)
+                self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Any:
         match self.kind:
@@ -80,12 +80,12 @@ class Layer(nn.Module):
             case 4:
                 return x.sin().exp().tanh()
             case 5:
-                return (self.wide(x).unflatten(-1, (3, WIDTH)).softmax(-2) * x.unsqueeze(-2)).sum(-2)
+                return (self.wide(x).unflatten(-1, (3, -1)).softmax(-2) * x.unsqueeze(-2)).sum(-2)
             case 6:
                 return F.relu(self.batch_norm(self.conv(x.transpose(1, 2))), inplace=True).transpose(1, 2)
             case 7:
                 filled = torch.zeros_like(x)
-                filled[:, ::2].copy_(self.linear(x[:, ::2]))
+                filled[..., ::2, :].copy_(self.linear(x[..., ::2, :]))
                 return filled * x
             case 8:
                 a, b = self.norm(x).chunk(2, dim=-1)
@@ -97,7 +97,7 @@ class Layer(nn.Module):
                 y += x
                 return F.silu(y)
             case _:
-                return x.cumsum(1).mul(0.1).add_(x).clamp(-2.0, 2.0)
+                return x.cumsum(-2).mul(0.1).add_(x).clamp(-2.0, 2.0)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from unseen_kernels.layers import KINDS, WIDTH, Unseen
 from unseen_kernels.steps import Run, equal, in_a_region, in_checkpoints, loss_of, plainly, steps
@@ -30,6 +29,7 @@ from ac_client.planning import plan_batch
 from autoac.planner import PlannerError, find_minimum_peak, plan
 from autoac.profiler import ProfilerError, profile
 from autoac.tape.runtime.replay import EventLog
+from fuzzers.nested_checkpoints import Layer
 from fuzzers.random_programs import run_programs
 
 CHANCE_UNSEEN = 0.45
@@ -43,56 +43,7 @@ OURS = (
     ac_client.PolicyConflict,
     ac_client.StaleError,
 )
-VISIBLE = (
-    "linear gelu",
-    "linear relu_",
-    "layer norm",
-    "dropout",
-    "residual",
-    "views",
-    "written window",
-    "softmax",
-    "buffer",
-)
-
-
-class Visible(nn.Module):
-    """A layer of which PyTorch dispatches everything."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-
-    def extra_repr(self) -> str:
-        return self.kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        match self.kind:
-            case "linear gelu":
-                x = F.gelu(self.linear(x))
-            case "linear relu_":
-                x = F.relu_(self.linear(x))
-            case "layer norm":
-                x = self.norm(x)
-            case "dropout":
-                x = F.dropout(self.linear(x), 0.3)
-            case "residual":
-                x = x + torch.tanh(self.linear(x))
-            case "views":
-                a, b = self.linear(x).chunk(2, -1)
-                x = torch.cat([b * a.sigmoid(), a], -1)
-            case "written window":
-                h = self.linear(x).sin()
-                h[1:].mul_(0.5)
-                x = h * h
-            case "softmax":
-                x = self.linear(x).softmax(-1) * x
-            case _:
-                buffer = torch.zeros_like(x)
-                buffer[::2].copy_(self.linear(x[::2]))
-                x = buffer * x
-        return x
+VISIBLE = (1, 2, 3, 4, 5, 7, 8, 9, 10, 11)  # the kinds of `Layer` that take two dimensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +52,7 @@ class Network:
 
     seed: int
     rows: int
-    blocks: tuple[tuple[str, ...], ...]  # kinds of layers
+    blocks: tuple[tuple[str | int, ...], ...]  # kinds of layers, unseen ones and visible ones
     compiled: frozenset[int]  # numbers of compiled blocks
     double: bool
 
@@ -109,7 +60,7 @@ class Network:
         torch.default_generator.manual_seed(self.seed)
         made = nn.Sequential(
             *(
-                nn.Sequential(*(Unseen(k) if k in KINDS else Visible(k) for k in kinds))
+                nn.Sequential(*(Unseen(k) if k in KINDS else Layer(k, WIDTH) for k in kinds))
                 for kinds in self.blocks
             )
         )
@@ -127,7 +78,7 @@ class Network:
 
     def __str__(self) -> str:
         described = (
-            f"[{', '.join(kinds)}]{' compiled' if i in self.compiled else ''}"
+            f"[{', '.join(map(str, kinds))}]{' compiled' if i in self.compiled else ''}"
             for i, kinds in enumerate(self.blocks)
         )
         return f"seed {self.seed}, {self.rows} rows{', double' * self.double}: {' '.join(described)}"

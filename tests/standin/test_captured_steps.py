@@ -19,9 +19,7 @@ from autoac.planner.formats.profile import LinkRates
 from autoac.planner.units import GIB
 from autoac.profiler import observe
 from autoac.tape.errors import CannotCapture
-from autoac.tape.runtime import region, replay, saved_handles
 from autoac.tape.torch_facts.libraries import pool_nbytes
-from autoac.tape.torch_facts.streams import is_capturing
 from standin.tasks import LanguageModel, ids, of_zoo
 from standin.training import Task
 
@@ -176,36 +174,6 @@ def test_optimizer_may_step_outside_of_the_graph(gpu: ModuleType) -> None:
         loop.optimizer.step()
         run.losses.append(loss.cpu())
     assert loop.finish(run).same_numbers(eager("dropout"))
-
-
-def read_what_is_recomputed(patch: pytest.MonkeyPatch, _: Loop) -> None:
-    """Put in a host read: NaN is looked for in each recomputed tensor."""
-    original = replay.recompute
-
-    def recompute(*args: Any) -> Tensor:
-        tensor = original(*args)
-        assert not tensor.isnan().any()
-        return tensor
-
-    patch.setattr(saved_handles, "recompute", recompute)
-
-
-def test_capture_finds_a_host_that_waits(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = planned("dropout", budget_of("dropout"))
-    loop.warm_up(WARM_UP, Run())
-    read_what_is_recomputed(monkeypatch, loop)
-    with pytest.raises(RuntimeError) as raised:
-        loop.capture()
-    assert "aten::_local_scalar_dense waits for the device" in f"{raised.value} {raised.value.__context__}"
-
-
-def test_replays_find_an_old_state_that_is_set(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state from before the capture has the right seed, and an offset that no replay has."""
-    original = region.capture_generator
-    monkeypatch.setattr(region, "capture_generator", lambda one: old if is_capturing() else original(one))
-    torch.manual_seed(5)
-    old = original(torch.cuda.default_generators[0])
-    assert not replayed(gpu, "dropout", budget_of("dropout")).same_numbers(eager("dropout"))
 
 
 def test_replays_find_an_input_that_was_freed(gpu: ModuleType) -> None:

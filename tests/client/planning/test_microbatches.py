@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from blocks import WithLoss
+from stepping import measured, same_gradients
 from torch import Tensor, nn
 
 import ac_client
@@ -40,10 +41,6 @@ def step(model: nn.Module, order: str, number: int, rows: tuple[int, ...] = ()) 
             losses.pop(i).backward()
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
 def planned(order: str, budget_gb: float) -> nn.Module:
     model = ac_client.apply(WithLoss(), budget_gb)
     for number in range(3):
@@ -69,10 +66,8 @@ def test_what_waits_is_planned_like_the_microbatch_at_work(name: str) -> None:
         for number in range(3):
             step(plain, order, number)
             step(model, order, number)
-            assert all(map(torch.equal, gradients(model), gradients(plain)))
-        with ac_client.applied(model).measure():
-            step(model, order, 3)
-        policy, report = ac_client.applied(model).policy, ac_client.applied(model).report()
+            assert same_gradients(model, plain)
+        report, policy = measured(model, lambda one: step(one, order, 3)), ac_client.applied(model).policy
         assert policy.predicted.microbatches == in_flight
         assert len(policy.forwards) == 1
         # Where no forward follows the first backward, all wait before there are gradients, or after.
@@ -89,16 +84,15 @@ def test_more_in_flight_than_before_are_planned_for(caplog: pytest.LogCaptureFix
     for number, order in enumerate(["F0 F1 B0 B1"] * 2 + [ORDERS["one after the other"]] * 3):
         step(model, order, number)
         step(plain, order, number)
-        assert all(map(torch.equal, gradients(model), gradients(plain)))
+        assert same_gradients(model, plain)
         policy = ac_client.applied(model).policy
         found.append(policy.predicted.microbatches)
     assert found == [2, 2, 4, 4, 4]
     assert [record.getMessage().partition(": this")[0] for record in caplog.records] == [
         "WithLoss: 3 forwards wait for one backward, and the plan is for 2"
     ]
-    with ac_client.applied(model).measure():
-        step(model, ORDERS["one after the other"], 5)
-    assert ac_client.applied(model).report().measured_peak_bytes <= 340_000
+    report = measured(model, lambda one: step(one, ORDERS["one after the other"], 5))
+    assert report.measured_peak_bytes <= 340_000
 
 
 def test_microbatches_of_other_sizes_wait_with_their_bytes() -> None:
@@ -107,28 +101,9 @@ def test_microbatches_of_other_sizes_wait_with_their_bytes() -> None:
     for number in range(3):
         step(model, ORDERS["one after the other"], number, rows)
     assert ac_client.applied(model).policy.predicted.microbatches == 3
-    with ac_client.applied(model).measure():
-        step(model, ORDERS["one after the other"], 3, rows)
-    report = ac_client.applied(model).report()
+    report = measured(model, lambda one: step(one, ORDERS["one after the other"], 3, rows))
     assert report.recomputed
     assert report.measured_peak_bytes <= report.predicted_peak_bytes
-
-
-def test_forwards_with_one_backward_are_planned_together() -> None:
-    model, generator = ac_client.apply(WithLoss(), 340_000 / GIB), torch.Generator()
-
-    def pair() -> None:
-        model.zero_grad()
-        torch.stack([model(torch.randn(ROWS, WIDTH, generator=generator)) for _ in range(2)]).sum().backward()
-
-    for _ in range(3):
-        pair()
-    policy = ac_client.applied(model).policy
-    assert (len(policy.forwards), policy.predicted.microbatches) == (2, 1)
-    with ac_client.applied(model).measure():
-        pair()
-    report = ac_client.applied(model).report()
-    assert report.measured_peak_bytes == report.predicted_peak_bytes
 
 
 def test_forwards_that_wait_for_a_backward_of_others_are_saved() -> None:
@@ -145,7 +120,7 @@ def test_forwards_that_wait_for_a_backward_of_others_are_saved() -> None:
     for number in range(3):
         pairs(model, number)
         pairs(plain, number)
-        assert all(map(torch.equal, gradients(model), gradients(plain)))
+        assert same_gradients(model, plain)
     policy = ac_client.applied(model).policy
     first, second, third, fourth = (set(decisions.values()) for decisions in policy.forwards)
     assert first | second == {"save", "recompute"}

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from blocks import Layers, WithLoss
+from stepping import measured as measured_again
+from stepping import same_gradients, warnings
 from torch import Tensor, nn
 
 import ac_client
@@ -86,26 +88,11 @@ def measured(model: nn.Module, step: Step) -> Report:
     return measured_again(model, step)
 
 
-def measured_again(model: nn.Module, step: Step) -> Report:
-    """Measure a step that finds the gradients of the step before."""
-    at = ac_client.applied(model)
-    with at.measure():
-        step(model)
-    return at.report()
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return all warnings but that a step without a plan went over the budget, as it does in small models."""
-    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    return [message for message in said if "was observed, without a plan" not in message]
-
-
 def assert_gradients_of_the_plain_model(model: nn.Module, plain: nn.Module, step: Step) -> None:
     for one in (model, plain):
         one.zero_grad()
         step(one)
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    assert same_gradients(model, plain)
 
 
 def test_steps_of_two_forms_that_take_turns_are_each_observed_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -124,8 +111,7 @@ def test_steps_of_two_forms_that_take_turns_are_each_observed_once(caplog: pytes
     assert observed[2:] == observed[-1:] * 4
     assert sum("some steps have another form" in said for said in warnings(caplog)) <= 1
     turns(plain)
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    assert same_gradients(model, plain)
 
 
 def test_forwards_one_after_the_other_are_not_in_flight(caplog: pytest.LogCaptureFixture) -> None:
@@ -173,9 +159,7 @@ def test_graph_that_the_name_of_the_loss_keeps_is_counted(caplog: pytest.LogCapt
     assert not warnings(caplog)
     torch.manual_seed(2)
     plain(x).backward()
-    assert all(
-        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
-    )
+    assert same_gradients(model, plain)
 
 
 def with_cross_entropy(model: nn.Module) -> None:
@@ -638,9 +622,7 @@ def test_layers_that_the_first_batch_skipped_are_decided_like_their_siblings() -
     plain = layers(every)
     plain.load_state_dict(model.state_dict())
     several(1)(plain)
-    assert all(
-        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
-    )
+    assert same_gradients(model, plain)
 
 
 def drops(model: nn.Module) -> None:

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from awkward_modules import ConvNet, InPlace, Views
 from checkpoints import THEIRS, chain, graded, leaf, replayed, same
-from stepping import scalar
 from torch import Tensor, nn
 from torch.utils import checkpoint as torchs
 from torch.utils.checkpoint import (
@@ -25,9 +23,7 @@ from torch.utils.checkpoint import (
 
 import ac_client
 from ac_client import checkpoint, checkpoint_sequential, save_recompute_policy
-from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.tape.runtime.policy_context import active
-from benchmarks.models.modules import Recurrent, Routed, Transformer
 
 # Signatures
 
@@ -65,35 +61,6 @@ def test_backward_recomputes_what_it_needs_and_gives_the_plain_gradients(x: Tens
     got, counts = graded(loss, (x, w), "exp", "sin", "mm", "tanh")
     assert same(got, want)
     assert counts == [1, 1, 3, 1]  # two of the three mm are derivatives of the first
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "transformer": (lambda: Transformer(layers=2, width=64), (4, 64, 64)),
-    "convolutions": (ConvNet, (16, 3, 8, 8)),
-    "recurrent": (Recurrent, (16, 20, 8)),
-    "routed": (Routed, (12, 16)),
-    "in place": (lambda: InPlace(rows=512), (512, 16)),
-    "views": (Views, (64, 8)),
-}
-
-
-def stepped(how: Callable[..., Any], model: str) -> tuple[list[Tensor], int]:
-    """Return the gradients of one step with `how(module, batch)`, and the allocator's peak since forward."""
-    make, shape = MODELS[model]
-    torch.manual_seed(0)
-    module, batch = make(), torch.randn(shape, requires_grad=True)
-    with AllocatorTimeline() as timeline:
-        scalar(how(module, batch)).backward()
-    return [t.grad for t in (batch, *module.parameters()) if t.grad is not None], timeline.peak_bytes
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_gradients_are_plain_and_the_peak_is_at_most_that_of_torch(model: str) -> None:
-    want, _ = stepped(lambda module, batch: module(batch), model)
-    got, peak = stepped(checkpoint, model)
-    _, theirs = stepped(THEIRS, model)
-    assert same(got, want)
-    assert peak <= theirs
 
 
 def test_ops_whose_results_decide_are_saved_unless_a_policy_insists(x: Tensor) -> None:
