@@ -353,12 +353,6 @@ def test_json_option_prints_errors_as_json(profiled, capsys):
     assert err.splitlines()[-1].startswith("autoac: no plan fits in")
 
 
-def test_budget_suggested_by_an_infeasible_one_is_feasible(profiled, capsys):
-    _, _, err = run(capsys, "plan", "profile.json", "--budget-gb", "0.00001")
-    budget = err.split()[-2]
-    assert run(capsys, "plan", "profile.json", "--budget-gb", budget)[0] == OK
-
-
 def test_traceback_option_prints_the_traceback(folder, capsys):
     code, _, err = run(capsys, "--traceback", "profile", "small:broken")
     assert code == ERROR

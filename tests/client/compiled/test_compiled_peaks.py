@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from blocks import Block
+from blocks import BlockNet
 from stepping import allocated_peak
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -22,25 +22,6 @@ from autoac.profiler.joint_graph.joint_graph import JointGraph, simplify
 from benchmarks.models.gpt2 import gpt2
 
 BACKEND = "aot_eager"
-
-
-class Net(nn.Module):
-    """Blocks with dropout, a batch norm, and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.statistics = nn.BatchNorm1d(32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.statistics(x).square().mean()
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return Net()
 
 
 def language_model() -> nn.Module:
@@ -57,6 +38,7 @@ def tokens() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+net = partial(BlockNet, 3)
 MODELS = {"MLP": (net, rows), "GPT-2": (language_model, tokens)}
 
 
@@ -246,18 +228,12 @@ def test_removed_plan_leaves_the_compiled_model_as_it_was() -> None:
     assert all(map(torch.equal, outcome(model, compiled, batch), want))
 
 
-class Checkpointed(Net):
-    """The same blocks, each in torch's checkpoint."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.statistics(x).square().mean()
-
-
 def checkpointed() -> nn.Module:
-    torch.manual_seed(0)
-    return Checkpointed()
+    """Return the same model with each block in torch's checkpoint."""
+    model = net()
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model
 
 
 def test_plan_decides_for_torchs_checkpoints_in_compiled_code() -> None:

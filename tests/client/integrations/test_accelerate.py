@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ac_client.measure.memory_timeline import AllocatorTimeline
 from benchmarks.models.modules import Transformer
 
 BUDGET_GB = 0.0026
+State = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -71,33 +72,54 @@ def state(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
 
 
-def test_weights_equal_those_of_an_unplanned_training(tmp_path: Path, calls_of: Any) -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
-    calls_of(Transformer, "forward")
-    model, optimizer, loader = prepared(accelerator)
-    plain_peak = train(accelerator, model, optimizer, loader)
-    plain, plain_calls = state(accelerator, model), calls_of()
+def compare(
+    accelerator: Accelerator,
+    rows: int,
+    share: float,
+    calls: Callable[[], Any] = dict,
+    inside: Callable[[], object] = int,
+) -> tuple[nn.Module, State]:
+    """Train plainly and under a plan, and compare weights and calls; return the model and its weights.
 
+    Args:
+        share: of the plain peak, which is more than the planned one.
+        calls: return the calls since its last call.
+        inside: called once the planned model is trained.
+    """
+    model, optimizer, loader = prepared(accelerator, rows)
+    plain_peak = train(accelerator, model, optimizer, loader)
+    plain, plain_calls = state(accelerator, model), calls()
     accelerator.free_memory()
-    model, optimizer, loader = prepared(accelerator)
+
+    model, optimizer, loader = prepared(accelerator, rows)
     with planned(accelerator, model, BUDGET_GB, optimizer=optimizer) as at:
         peak = train(accelerator, model, optimizer, loader)
-        assert calls_of() == plain_calls
-        accelerator.save_state(str(tmp_path))
-        ours = state(accelerator, model)
-    assert ours.keys() == plain.keys()
-    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+        assert calls() == plain_calls
+        inside()
+        assert_same(state(accelerator, model), plain)
     report = at.report()
     assert report.predicted_peak_bytes < report.save_all_peak_bytes
     assert not report.off_path
-    assert 0 < peak < 0.9 * plain_peak
+    assert 0 < peak < share * plain_peak
+    return model, plain
+
+
+def assert_same(ours: State, plain: State) -> None:
+    assert ours.keys() == plain.keys()
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+
+
+def test_weights_equal_those_of_an_unplanned_training(tmp_path: Path, calls_of: Any) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
+    calls_of(Transformer, "forward")
+    model, plain = compare(accelerator, 14, 0.9, calls_of, lambda: accelerator.save_state(str(tmp_path)))
     assert not any(module._forward_pre_hooks for module in model.modules())
     for path in tmp_path.iterdir():
         assert b"ac_client" not in path.read_bytes()
     for parameter in model.parameters():
         parameter.data.zero_()
     accelerator.load_state(str(tmp_path))
-    assert all(torch.equal(tensor, plain[name]) for name, tensor in state(accelerator, model).items())
+    assert_same(state(accelerator, model), plain)
 
 
 def test_prepared_optimizer_keeps_its_parameters_and_is_counted() -> None:
@@ -121,21 +143,7 @@ def test_prepared_optimizer_keeps_its_parameters_and_is_counted() -> None:
 def test_model_that_accelerate_compiles_is_planned(regional: bool) -> None:
     torch.compiler.reset()
     plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
-    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
-    model, optimizer, loader = prepared(accelerator, 12)
-    plain_peak = train(accelerator, model, optimizer, loader)
-    plain = state(accelerator, model)
-    accelerator.free_memory()
-    model, optimizer, loader = prepared(accelerator, 12)
-    with planned(accelerator, model, BUDGET_GB, optimizer=optimizer) as at:
-        peak = train(accelerator, model, optimizer, loader)
-        ours = state(accelerator, model)
-    assert ours.keys() == plain.keys()
-    assert all(torch.equal(ours[name], plain[name]) for name in plain)
-    report = at.report()
-    assert report.predicted_peak_bytes < report.save_all_peak_bytes
-    assert not report.off_path
-    assert peak < plain_peak
+    compare(Accelerator(cpu=True, dynamo_plugin=plugin), 12, 1.0)
     torch.compiler.reset()
 
 

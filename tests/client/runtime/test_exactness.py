@@ -32,23 +32,9 @@ from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.module_paths import watch_modules
 from benchmarks.models.modules import Transformer
+from tests.client.observing.test_inner_backwards import Equilibrium, ForcesAfterDropout
 
 Make = Callable[[], nn.Module]
-
-
-class Penalised(nn.Module):
-    """Differentiate in forward, with a graph that backward differentiates again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-        self.inner = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.before(x)
-        y = self.inner(x)
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return y + slope.sin().square().sum(1, keepdim=True)
 
 
 class Forces(nn.Module):
@@ -65,30 +51,6 @@ class Forces(nn.Module):
         y = self.inner(self.energy(-distances)).square().sum()
         (force,) = torch.autograd.grad(y, x, create_graph=True)
         return force.square()
-
-
-class Implicit(nn.Module):
-    """Solve for the gradient of a fixed point in a hook, as deep equilibrium models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-        self.inner = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.before(x)
-        z = torch.tanh(self.inner(x) + x)
-        point = z.detach().clone().requires_grad_()
-        again = torch.tanh(self.inner(point) + x)
-
-        def solve(gradient: torch.Tensor) -> torch.Tensor:
-            solution = gradient
-            for _ in range(3):
-                solution = torch.autograd.grad(again, point, solution, retain_graph=True)[0] + gradient
-            return solution
-
-        z.register_hook(solve)
-        return z.sin()
 
 
 class Differentiated(torch.autograd.Function):
@@ -125,10 +87,10 @@ CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
     "in place": (lambda: InPlace(rows=512), (512, 16)),
     "views": (Views, (64, 8)),
     "chunks in place": (Gates, (64, 16)),
-    "backward in forward": (Penalised, (64, 16)),
+    "backward in forward": (lambda: nn.Sequential(nn.Linear(16, 16), ForcesAfterDropout()), (64, 16)),
     "forces, exp": (lambda: Forces(torch.exp, copies=True), (500, 3)),
     "forces, tanh": (lambda: Forces(torch.tanh, copies=False), (500, 3)),
-    "hook that differentiates": (Implicit, (64, 16)),
+    "hook that differentiates": (Equilibrium, (64, 16)),
     "saved tensors as gradients": (FusedLoss, (2, 16)),
 }
 
