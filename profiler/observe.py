@@ -132,24 +132,18 @@ def observe(
         times = Times.of_environment()
     elif not isinstance(times, Times):
         times = Times(times)
-    if on is not None:
-        with nullcontext() if take_over_checkpoints else checkpoints_left_alone():
+    with nullcontext() if take_over_checkpoints else checkpoints_left_alone(needed=on is None):
+        if on is not None:
             return _fake_profile(subject, on, times, autocast, optimizer)
-    device = device_of_step(model, args, kwargs)
-    with autocast_to(device.type, autocast):
-        step = _observed(subject, device, leave_checkpoints=not take_over_checkpoints)
-        if step.needs_checkpoints:
-            step = _observed(subject, device, needs_checkpoints=True)
+        device = device_of_step(model, args, kwargs)
+        with autocast_to(device.type, autocast):
+            step = _observed(subject, device, needs_checkpoints=False)
+            if step.needs_checkpoints:
+                step = _observed(subject, device, needs_checkpoints=True)
     return step.profile(model, optimizer, times).with_dropped_outputs(loop.drops)
 
 
-def _observed(
-    subject: TrainingStep,
-    device: torch.device,
-    *,
-    leave_checkpoints: bool = False,
-    needs_checkpoints: bool = False,
-) -> ObservedStep:
+def _observed(subject: TrainingStep, device: torch.device, *, needs_checkpoints: bool) -> ObservedStep:
     """Run a step of `subject`, and put gradients, buffers and generators back."""
     model, args, kwargs = subject.compiled, subject.args, subject.kwargs
     build_replicating(model)
@@ -165,14 +159,7 @@ def _observed(
             missing=bool(subject.accumulates) and not in_buckets,
         ) as note_leaves,
     ):
-        step = ObservedStep(
-            model,
-            args,
-            kwargs,
-            device,
-            leave_checkpoints=leave_checkpoints,
-            needs_checkpoints=needs_checkpoints,
-        )
+        step = ObservedStep(model, args, kwargs, device, needs_checkpoints=needs_checkpoints)
         step.run(subject, note_leaves)
     return step
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoac.profiler.gpu_dispatch.gpu_kernels import aten_op
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.private import DispatchKey, tree_leaves, tree_map_only
 
@@ -142,13 +143,8 @@ def _kernels(casts: dict[int, tuple[Tensor, Tensor]]) -> dict[str, Callable[...,
             run = _widest
         elif name in _NORMS:
             run = _norm
-        kernels[name] = partial(_if_enabled, _op(name), run)
+        kernels[name] = partial(_if_enabled, aten_op(name), run)
     return kernels
-
-
-def _op(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _if_enabled(op: Any, run: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:

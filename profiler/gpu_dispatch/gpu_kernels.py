@@ -37,6 +37,13 @@ from autoac.tape.torch_facts.private import (
 
 _aten = torch.ops.aten
 
+
+def aten_op(name: str) -> Any:
+    """Return the op of a name such as "softmax.int", or "dropout" for its overload "default"."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(_aten, packet), overload or "default")
+
+
 # Sizes of the first dimension up to which cuDNN normalizes a batch, and dimensions for MIOpen.
 _LARGEST_BATCH = 65535
 _LARGEST_TRAINED_BATCH = 880801
@@ -74,9 +81,7 @@ def gpu_kernels(device: Device) -> Iterator[None]:
 def _forget_kernels(names: Iterable[str]) -> None:
     """Have torch.compile look up the kernels of ops again: it remembers those of earlier traces."""
     for name in names:
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(_aten, packet), overload or "default")
-        op._uncache_dispatch(DispatchKey.AutogradCPU)
+        aten_op(name)._uncache_dispatch(DispatchKey.AutogradCPU)
 
 
 def _is_fake(value: Any) -> bool:
@@ -93,8 +98,7 @@ _RECURRENT = [
 
 def _refusal(name: str) -> Callable[..., Any]:
     """Return a kernel that refuses fake tensors: on a GPU the op is cuDNN's, which has no fake kernel."""
-    overload, _, kind = name.partition(".")
-    op = getattr(getattr(_aten, overload), kind)
+    op = aten_op(name)
 
     def kernel(*args: Any) -> Any:
         if any(_is_fake(leaf) for leaf in tree_leaves(args)):

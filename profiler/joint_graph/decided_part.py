@@ -75,21 +75,18 @@ def compile_decided(
     def partition(
         module: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        names: list[str] = []
+        own: set[str] = set()
+
         def is_saved(joint: JointGraph) -> dict[fx.Node, bool]:
+            names.extend(node.name for node in joint.ops)
+            own.update(node.name for node in joint.backward)
             mutated = [info.mutates_data for info in part.metadata.input_info]
             forced = never_again(module.graph, joint, mutated)
             assert len(joint.ops) == len(saved), "the backend's passes gave another joint graph"
             return {node: save or node.name in forced for node, save in zip(joint.ops, saved, strict=True)}
 
-        names: list[str] = []
-        own: set[str] = set()
-
-        def noted(joint: JointGraph) -> dict[fx.Node, bool]:
-            names.extend(node.name for node in joint.ops)
-            own.update(node.name for node in joint.backward)
-            return is_saved(joint)
-
-        forward, backward = cut(module, num_fwd_outputs, noted)
+        forward, backward = cut(module, num_fwd_outputs, is_saved)
         if moves:
             insert(forward, backward, names, own, moves, num_fwd_outputs)
         restore_states(forward, backward)

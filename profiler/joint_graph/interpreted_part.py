@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,58 +57,33 @@ class InterpretedParts:
         self._tape = tape
 
     def callable_of(self, part: CompiledPart) -> BoxedCall:
-        with self._tape.hiding():
-            interpreted = _interpreted(part)
-        return _as_call(interpreted, _Run(self._tape))
-
-
-def _interpreted(part: CompiledPart) -> BoxedCall:
-    """Return the function that runs `part` node by node."""
-    if (found := part.compiled.get(_INTERPRETED)) is None:
-        halves = _Halves(part)
+        halves, call = _Halves(part), _Run(self._tape)
         compilers = halves.compiled_forward, halves.compiled_backward
-        found = part.compile(_INTERPRETED, halves.partition, compilers)
-    return found
+        with self._tape.hiding():
+            interpreted = part.compile(_INTERPRETED, halves.partition, compilers)
 
+        def run(args: list[Any]) -> Any:
+            before, _running.call = _running.call, call
+            try:
+                with private_compiler.without_analysis_of_first_call():
+                    return interpreted(args)
+            finally:
+                _running.call = before
 
-def _as_call(interpreted: BoxedCall, call: _Run) -> BoxedCall:
-    def run(args: list[Any]) -> Any:
-        before, _running.call = _running.call, call
-        try:
-            with private_compiler.without_analysis_of_first_call():
-                return interpreted(args)
-        finally:
-            _running.call = before
-
-    return run
+        return run
 
 
 class _Run:
     """One call of a compiled graph."""
 
-    __slots__ = (
-        "_channels_last",
-        "_devices",
-        "_events",
-        "_handles",
-        "_numbers",
-        "_tape",
-        "recorder",
-        "saved",
-    )
-
     def __init__(self, tape: StepTape) -> None:
         self.recorder, self.saved = tape.recorder, tape.saved
-        self._tape = tape
+        self.tape = tape
         self._handles: dict[tuple[str, str], Any] = {}  # by reader and storage
         self._numbers: dict[tuple[str, str], int] = {}  # of saved tensors
         self._channels_last: set[str] = set()  # storages of this layout in compiled code
         self._devices: dict[str, torch.device] = {}  # by storage
         self._events: list[SavedEvent] = []  # of the node that runs
-
-    def run(self, func: Any, args: Any, kwargs: Any, must_save: str) -> Any:
-        """Run an op of forward, and record it."""
-        return self._tape.run_compiled(func, args, kwargs, must_save)
 
     def save(
         self, name: str, tensor: Tensor, readers: Sequence[str], *, made: bool, channels_last: bool
@@ -127,7 +101,7 @@ class _Run:
         if channels_last:
             self._channels_last.add(name)
         for reader in readers:
-            self._handles[reader, name] = self._tape.handle_of(tensor)
+            self._handles[reader, name] = self.tape.handle_of(tensor)
             if version is not None:
                 self._numbers[reader, name] = version
 
@@ -136,7 +110,7 @@ class _Run:
         for read in reads:
             if (version := self._numbers.get(read)) is not None:
                 self._numbers[read] = self.saved.add(version)
-        self._tape.end_graph()
+        self.tape.end_graph()
 
     def device_of(self, name: str) -> torch.device | None:
         """Return the device of the tensor of this name; None if `save` has not noted it."""
@@ -154,14 +128,14 @@ class _Run:
 
         if number is None:
             return unpack()
-        tensor, event = self._tape.unpack_compiled(number, unpack, label)
+        tensor, event = self.tape.unpack_compiled(number, unpack, label)
         if event is not None:
             self._events.append(event)
         return tensor
 
     def drop(self, reader: str, storages: Sequence[str]) -> None:
         """Note that the node `reader` has run, and frees what it unpacked."""
-        self._tape.end_node(self._events)
+        self.tape.end_node(self._events)
         self._events.clear()
         if current_graph_task_keeps_graph():
             return
@@ -236,7 +210,7 @@ class _Halves:
         names = [getattr(node, "name", "") for node in outputs]
         inductor = InductorNodes.of_forward(module) if self._part.fuses else InductorNodes()
         saved_from = self._first_saved(module)
-        steps = _Frees.of(module.graph, saved_from)
+        steps = _with_frees(module.graph, saved_from)
 
         def run(args: list[Any]) -> tuple[Any, ...]:
             call = _running.call
@@ -252,7 +226,7 @@ class _Halves:
             for node in env:
                 if node not in copies:
                     save(node, made=False)
-            for node, frees in steps.order:
+            for node, frees in steps:
                 with _kernel_of(call, node, inductor):
                     env[node] = self._run_op(module, node, env, call)
                 save(node, made=True, channels_last=node.name in inductor.channels_last)
@@ -287,7 +261,7 @@ class _Halves:
         recorder.module = joined(outer, module_path(node))
         try:
             plain = _plain(args), _plain(without_state(kwargs))
-            out = call.run(node.target, *plain, self._never_again.get(node.name, ""))
+            out = call.tape.run_compiled(node.target, *plain, self._never_again.get(node.name, ""))
         finally:
             recorder.module = outer
         op = recorder.record.ops[-1]
@@ -304,7 +278,7 @@ class _Halves:
     def compiled_backward(self, module: fx.GraphModule, _inputs: Any) -> BoxedCall:
         """Return the function that runs backward."""
         inductor = InductorNodes.of_backward(module) if self._part.fuses else InductorNodes()
-        steps = _Frees.of(module.graph)
+        steps = _with_frees(module.graph)
 
         def run(args: list[Any]) -> tuple[Any, ...]:
             found = (getattr(arg, STAND_IN, None) for arg in args)
@@ -314,7 +288,7 @@ class _Halves:
             lazy = dict.fromkeys(node for node in env if call and call.device_of(node.name) is not None)
             for node in lazy:
                 del env[node]
-            for node, frees in steps.order:
+            for node, frees in steps:
                 if is_view(node) and any(arg in lazy for arg in node.all_input_nodes):
                     lazy[node] = None
                 else:
@@ -392,32 +366,28 @@ def _placed(module: fx.GraphModule, args: Sequence[Any]) -> dict[fx.Node, Any]:
     return dict(zip(module.graph.find_nodes(op="placeholder"), args, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class _Frees:
-    """The nodes of a graph in order, each with the nodes that nothing reads after it.
+def _with_frees(graph: fx.Graph, n_outputs: int | None = None) -> list[tuple[fx.Node, list[fx.Node]]]:
+    """Return the nodes of `graph` in order, each with the nodes that nothing reads after it.
 
     Generated code frees these right after the node (`delete_unused_values` in torch/fx/graph.py).
+
+    Args:
+        n_outputs: the order is as if the graph had only its first `n_outputs` outputs, and its inputs.
     """
-
-    order: list[tuple[fx.Node, tuple[fx.Node, ...]]]
-
-    @classmethod
-    def of(cls, graph: fx.Graph, n_outputs: int | None = None) -> _Frees:
-        """Return the order of `graph`, as if it had only its first `n_outputs` outputs, and its inputs."""
-        outputs = results_of(graph)
-        returned = {node for node in outputs[:n_outputs] if isinstance(node, fx.Node)}
-        returned |= {node for node in outputs if isinstance(node, fx.Node) and node.op == "placeholder"}
-        last: dict[fx.Node, list[fx.Node]] = {}
-        sizes = filter(private_compiler.is_size_node, graph.nodes)  # no memory, and views read them late
-        seen = returned | set(sizes)
-        for node in reversed(list(graph.nodes)):
-            if node.op == "output":
-                continue
-            if node.op == "call_function" and node not in seen:
-                last.setdefault(node, []).append(node)
-            for arg in node.all_input_nodes:
-                if arg not in seen:
-                    seen.add(arg)
-                    last.setdefault(node, []).append(arg)
-        run = (node for node in graph.nodes if node.op not in ("placeholder", "output"))
-        return cls([(node, tuple(last.get(node, ()))) for node in run])
+    outputs = results_of(graph)
+    returned = {node for node in outputs[:n_outputs] if isinstance(node, fx.Node)}
+    returned |= {node for node in outputs if isinstance(node, fx.Node) and node.op == "placeholder"}
+    last: dict[fx.Node, list[fx.Node]] = {}
+    sizes = filter(private_compiler.is_size_node, graph.nodes)  # no memory, and views read them late
+    seen = returned | set(sizes)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "output":
+            continue
+        if node.op == "call_function" and node not in seen:
+            last.setdefault(node, []).append(node)
+        for arg in node.all_input_nodes:
+            if arg not in seen:
+                seen.add(arg)
+                last.setdefault(node, []).append(arg)
+    run = (node for node in graph.nodes if node.op not in ("placeholder", "output"))
+    return [(node, last.get(node, [])) for node in run]

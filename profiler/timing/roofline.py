@@ -31,10 +31,6 @@ from autoac.tape.torch_facts.op_signature import flops_of, outputs_of, tensors_i
 
 # Read rows of a table: these move what they return, and not the table.
 _GATHERS = {f"aten.{name}" for name in ("embedding", "index_select", "gather", "index", "take")}
-# Allocate memory and launch nothing.
-_ALLOCATES = {
-    f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-}
 # Copies that lack torch's tag for pointwise ops.
 _COPIES = {
     f"aten.{name}" for name in ("copy_", "_to_copy", "cat", "stack", "fill_", "native_dropout", "bernoulli_")
@@ -96,8 +92,8 @@ class Device:
     ) -> float:
         """Return the estimated run time of one call in microseconds, 0 for a view."""
         name = facts.name.rpartition(".")[0]
-        if facts.view or name in _ALLOCATES:
-            return 0.0
+        if facts.view or facts.blank:
+            return 0.0  # launches nothing
         flops: float = flops_of(func, args, kwargs, out)
         if "scaled_dot_product" in name and _argument(func, "is_causal", args, kwargs):
             flops /= 2  # torch counts the masked half, which kernels skip
