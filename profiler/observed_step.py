@@ -60,6 +60,7 @@ from autoac.tape.errors import NothingToProfile
 from autoac.tape.runtime.cuts import Cuts
 from autoac.tape.runtime.policy_context import active, save_recompute_policy
 from autoac.tape.runtime.tracked_storages import note_moving_buffers, small_buffers
+from autoac.tape.runtime.write_guard import version_counter
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.batch_contents import batch_tensors
 from autoac.tape.torch_facts.gradients import (
@@ -310,8 +311,8 @@ class ObservedStep:
         forward, self._forward = self._forward, None
         assert forward is not None
         forward.close()
-        for guard in self._tape.copied:
-            guard.renew()  # writes of forward itself come from the model
+        # Writes of forward itself come from the model.
+        self._tape.copied = [(tensor, version_counter(tensor)) for tensor, _ in self._tape.copied]
         self._tape.saved.forward_over = True
         self.needs_checkpoints = self._tape.recorder.needs_checkpoints
         if self.needs_checkpoints or not self.recording:

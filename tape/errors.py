@@ -39,9 +39,6 @@ class ProfilerBusy(ProfilerError):
 class NothingToProfile(ProfilerError):
     """The step has no gradient to compute."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-
 
 class CannotProfile(ProfilerError):
     """The model cannot run a step that leaves it unchanged."""

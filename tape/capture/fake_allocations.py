@@ -19,10 +19,9 @@ from autoac.tape.errors import CannotFake
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.op_facts import OpFacts, facts_of
 from autoac.tape.torch_facts.op_signature import outputs_of, tensors_in
-from autoac.tape.torch_facts.private import (
-    FakeTensorMode,
-)
+from autoac.tape.torch_facts.private import FakeTensorMode
 from autoac.tape.torch_facts.storage_table import StorageTable, has_storage, watching_resizes
+from autoac.tape.torch_facts.view_recipes import make_view, recipe_of
 
 # Autograd writes these sums into a new or unshared gradient, but for tensor subclasses into a new tensor:
 # `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp, and `index_backward` and
@@ -74,11 +73,9 @@ class FakeAllocations(KnownValues):
     def new_memory(self, tensor: Tensor) -> Tensor:
         """Return a tensor like `tensor` on memory outside of the record, with values that are known."""
         hidden = private.DisableTorchDispatch()  # in force until it is deleted
-        size, stride = tensor.size(), tensor.stride()
         if is_real(tensor) and is_integral(tensor):
-            copy = tensor.untyped_storage().clone()
-            return torch.empty(0, dtype=tensor.dtype).set_(copy, tensor.storage_offset(), size, stride)
-        form = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+            return make_view(tensor.untyped_storage().clone(), recipe_of(tensor))
+        form = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
         memory: Tensor = private.FakeTensor(self._fakes, form, torch.device("cpu"))
         del hidden
         memory = private.neg_view(memory) if tensor.is_neg() else memory

@@ -43,13 +43,9 @@ from autoac.tape.torch_facts.op_facts import (
 )
 from autoac.tape.torch_facts.op_signature import flops_of, outputs_of, signature_of, tensors_in
 from autoac.tape.torch_facts.rng import UsedGenerators
-from autoac.tape.torch_facts.storage_table import (
-    StorageTable,
-    Window,
-    has_storage,
-    window_of,
-)
+from autoac.tape.torch_facts.storage_table import StorageTable, has_storage
 from autoac.tape.torch_facts.streams import has_streams
+from autoac.tape.torch_facts.view_recipes import Recipe, recipe_of
 from autoac.tape.unseen.function_calls import SMALL, FunctionCall
 from autoac.tape.unseen.moving_weights import (
     MOVES,
@@ -102,10 +98,8 @@ class RunningOp:
     """An op from `OpRecorder.begin` to `end`."""
 
     op: RecordedOp
-    index: int
     written: list[Tensor]
     operands: list[tuple[Tensor, int]]  # of a higher-order op, each with its version counter
-    pinned: bool
 
 
 @dataclass(slots=True)
@@ -116,7 +110,7 @@ class RecordedVersion:
     storage: int
     previous: int  # the version it overwrote; -1: the storage is new
     next: int = -1  # the version that overwrote it; -1: none
-    window: Window | None = None  # where it differs from `previous`; None: anywhere
+    window: Recipe | None = None  # where it differs from `previous`; None: anywhere
     blank: bool = False  # nobody has written it, as far as is seen
 
 
@@ -234,7 +228,7 @@ class OpRecorder:
             reason = "reads a tensor without a storage of its own"
         op = self._add_op(facts, args, kwargs, reads, reason, draws=draws)
         operands = tensor_versions((args, kwargs)) if facts.opaque else []
-        return RunningOp(op, index, written, operands, pinned=self.module in self.pins)
+        return RunningOp(op, written, operands)
 
     def _add_op(
         self,
@@ -278,9 +272,9 @@ class OpRecorder:
         self, running: RunningOp, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> None:
         """Record what the op of `begin` has returned and written."""
-        op, index, written = running.op, running.index, running.written
+        op, index, written = running.op, len(self.record.ops) - 1, running.written
         op.flops = flops_of(func, args, kwargs, out)
-        if not (running.pinned or op.must_save or op.random) and decides(op.facts, args, kwargs, out):
+        if not (op.module in self.pins or op.must_save or op.random) and decides(op.facts, args, kwargs, out):
             op.must_save = DECIDES
         written += [tensor for tensor, version in running.operands if tensor._version != version]
         only_write = op.facts.in_place and len(written) == 1
@@ -467,7 +461,7 @@ class OpRecorder:
             recorded.reads += (previous,)
         self._add_version(tensor, op, self.record.versions[previous].storage, previous)
         if only_write:
-            self.record.versions[-1].window = window_of(tensor)
+            self.record.versions[-1].window = recipe_of(tensor)
 
     def _new_output(self, tensor: Tensor, op: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if not has_storage(tensor):

@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,16 +36,6 @@ def host_clock(device: torch.device) -> Callable[[], int]:
     """
     single_thread = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time_ns if single_thread else time.perf_counter_ns
-
-
-class Clock(Protocol):
-    """Measure when each mark of a step is reached. The clock is stopped while a mark is placed."""
-
-    def stop(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def times_ns(self) -> list[int]: ...
 
 
 class HostClock:
@@ -101,6 +91,10 @@ class DeviceClock:
         steps_ms = (begin.elapsed_time(end) for begin, end in spans)
         times_ms = itertools.accumulate(itertools.accumulate(steps_ms, initial=0.0), max)
         return [round(ms * 1e6) for ms in times_ms][: len(self._stops)]
+
+
+Clock = HostClock | DeviceClock
+"""Measures when each mark of a step is reached. The clock is stopped while a mark is placed."""
 
 
 def clock_of(device: torch.device) -> Clock:

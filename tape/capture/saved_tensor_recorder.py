@@ -10,11 +10,10 @@ from torch import Tensor
 
 from autoac.tape.capture.op_recorder import OpRecorder, RecordedStorage
 from autoac.tape.torch_facts import private
-from autoac.tape.torch_facts.storage_table import Window, disjoint, has_storage, window_of
+from autoac.tape.torch_facts.storage_table import has_storage
+from autoac.tape.torch_facts.view_recipes import Recipe, disjoint, recipe_of
 
 UNPACKED = "a backward inside forward reads it"
-
-_WHOLE = Window(0, 1, (1,), (0,))  # compiled code writes no part of a storage, so any window will do
 
 
 @dataclass(slots=True)
@@ -52,7 +51,7 @@ class SavedTensorRecorder:
     def __init__(self, recorder: OpRecorder, mark: Callable[[], int]) -> None:
         self._recorder = recorder
         self._mark = mark
-        self._windows: list[Window] = []  # by saved tensor
+        self._windows: list[Recipe | None] = []  # by saved tensor; None: the whole storage
         self.versions: list[int] = []
         self.packed: list[int] = []
         self.events: list[SavedEvent] = []
@@ -84,16 +83,16 @@ class SavedTensorRecorder:
         assert version is not None
         recorder.note_stream(version)
         recorder.note_contents(version)
-        self.versions.append(version)
-        self.packed.append(len(recorder.record.ops))
-        self._windows.append(window_of(tensor))
-        return len(self.versions) - 1
+        return self.add(version, recipe_of(tensor))
 
-    def add(self, version: int) -> int:
-        """Record that compiled code saves all of `version`, and return the number of the saved tensor."""
+    def add(self, version: int, window: Recipe | None = None) -> int:
+        """Record that `window` of `version` is saved, and return the number of the saved tensor.
+
+        Compiled code saves, and writes, whole storages.
+        """
         self.versions.append(version)
         self.packed.append(len(self._recorder.record.ops))
-        self._windows.append(_WHOLE)
+        self._windows.append(window)
         return len(self.versions) - 1
 
     def hide(self, tensor: Tensor) -> None:
@@ -146,13 +145,13 @@ class SavedTensorRecorder:
         Functions: they advance no version counter, and backward gets what they wrote. Only writes before op
         `until_op` count: there autograd dropped the saved tensor.
         """
-        version = self.versions[saved]
+        version, window = self.versions[saved], self._windows[saved]
         record = self._recorder.record
         while (following := record.versions[version].next) >= 0:
-            window, writer = record.versions[following].window, record.versions[following].op
+            written, writer = record.versions[following].window, record.versions[following].op
             facts = record.ops[writer].facts
             if not (facts.collective or facts.function) and (
-                window is None or not disjoint(window, self._windows[saved])
+                written is None or window is None or not disjoint(written, window)
             ):
                 break
             if writer >= until_op:

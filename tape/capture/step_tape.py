@@ -75,7 +75,7 @@ class StepTape:
         region: that runs the forward, for its compiled graphs.
         replaced: in a fake step, returns new memory of the form of a saved tensor.
         small_buffers: addresses of small storages of the model, which its loop may write before backward.
-        copied: write guards of those that the region has copied.
+        copied: tensors on those that the region has copied, with their version counters.
     """
 
     def __init__(self, allocations: Allocations, replays: OpSpans) -> None:
@@ -92,7 +92,7 @@ class StepTape:
         self.region: Any = None
         self.replaced: Callable[[Tensor], Tensor] | None = None
         self.small_buffers: Set[int] = frozenset()
-        self.copied: list[Any] = []
+        self.copied: list[tuple[Tensor, int]] = []
         self._mark = mark
         self._op: RecordedOp | None = None  # whose kernel has not run yet
         self._outside = -1  # mark at which the model's last forward ended

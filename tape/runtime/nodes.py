@@ -38,39 +38,36 @@ from torch import Tensor
 
 from autoac.tape.runtime.cursor import UseGroup
 from autoac.tape.runtime.moves.copies import HostCopy
-from autoac.tape.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
-from autoac.tape.runtime.write_guard import StaleError, WriteGuard, version_counter, without_history
-from autoac.tape.torch_facts import private
+from autoac.tape.runtime.write_guard import StaleError, check_counter, held_alias, version_counter
 from autoac.tape.torch_facts.rng import GeneratorState
-from autoac.tape.torch_facts.storage_table import disjoint, window_of
 from autoac.tape.torch_facts.streams import event_on, streams_seen, wait_for
+from autoac.tape.torch_facts.view_recipes import Recipe, disjoint, make_view, matches_recipe, recipe_of
 from autoac.tape.unseen.fingerprints import Fingerprint
 from autoac.tape.unseen.global_flags import current_flags
-from autoac.tape.unseen.held_storages import recorded
 
 
 class Source:
     """One version of a storage from outside the recorded ops: a parameter, an input, a saved tensor.
 
-    Invariant: while `guard` is None, `tensors` are on a private copy that nothing else can write.
+    Invariant: while `counter` is None, `tensors` are on a private copy that nothing else can write.
     """
 
-    __slots__ = ("__weakref__", "_copied", "_first", "_recipe", "guard", "nbytes", "tensors")
+    __slots__ = ("__weakref__", "_copied", "_first", "_recipe", "counter", "nbytes", "tensors")
 
     def __init__(self, tensor: Tensor) -> None:
         self._first = weakref.ref(tensor)  # the tensor that tensors[0] was made from
         self._recipe: Recipe | None = None  # of tensors[0], computed when first needed
         self._copied: torch.Event | None = None  # end of the private copy, if streams must wait for it
         self.nbytes = tensor.untyped_storage().nbytes()
-        self.guard: WriteGuard | None = WriteGuard(without_history(tensor))
-        self.tensors = [_without_counter(tensor)]  # as nodes read them: on the storage, without history
-        if self.guard.counter < 0:
+        self.tensors = [held_alias(tensor)]  # as nodes read them: on the storage, without history
+        self.counter: int | None = version_counter(self.tensors[0])  # after all writes that the region saw
+        if tensor.is_inference():
             self.keep_copy()  # a later write could not be detected
 
     def argument_for(self, tensor: Tensor) -> SourceView:
         """Return the stand-in among the arguments of a node for `tensor`, which is not the first one read."""
-        copy = self.tensors[0].untyped_storage() if self.guard is None else None
-        view = _without_counter(tensor) if copy is None else make_view(copy, recipe_of(tensor))
+        copy = self.tensors[0].untyped_storage() if self.counter is None else None
+        view = held_alias(tensor) if copy is None else make_view(copy, recipe_of(tensor))
         self.tensors.append(view)
         return SourceView(self, len(self.tensors) - 1)
 
@@ -84,8 +81,8 @@ class Source:
 
     def reads_only_beside(self, written: Tensor) -> bool:
         """Return True if nothing is read of what `written` shows, and the storage was not written so far."""
-        unwritten = self.guard is not None and not self.guard.is_written
-        return unwritten and all(disjoint(window_of(written), window_of(tensor)) for tensor in self.tensors)
+        unwritten = self.counter == version_counter(self.tensors[0])
+        return unwritten and all(disjoint(recipe_of(written), recipe_of(tensor)) for tensor in self.tensors)
 
     def keep_copy(self, copy: torch.UntypedStorage | None = None) -> None:
         """Replace the storage by a private copy, because the original is about to be written.
@@ -95,7 +92,7 @@ class Source:
         """
         storage = self.tensors[0].untyped_storage().clone() if copy is None else copy
         self.tensors = [make_view(storage, recipe_of(tensor)) for tensor in self.tensors]
-        self.guard = None
+        self.counter = None
         if streams_seen.several:
             self._copied = event_on(self.tensors[0])
 
@@ -106,8 +103,8 @@ class Source:
             StaleError: the storage was written, freed or resized after it was recorded.
         """
         tensor = self.tensors[position]
-        if self.guard is not None:
-            self.guard.check(reader)
+        if self.counter is not None:
+            check_counter(self.tensors[0], self.counter, reader)
             nbytes = tensor.untyped_storage().nbytes()
             if nbytes != self.nbytes:
                 raise StaleError(
@@ -118,16 +115,6 @@ class Source:
         elif self._copied is not None:
             wait_for(self._copied, tensor)
         return tensor
-
-
-def _without_counter(tensor: Tensor) -> Tensor:
-    """Return a tensor on the memory of `tensor`, without history and with a version counter of its own."""
-    unseen = private.DisableTorchDispatch()  # out of sight of modes around the region
-    data = tensor.data
-    del unseen
-    if recorded.held is not None:
-        recorded.held.note(data)
-    return data
 
 
 _serials = itertools.count()

@@ -28,9 +28,9 @@ from autoac.tape.runtime.nodes import (
 from autoac.tape.runtime.replay import RegionGraph
 from autoac.tape.runtime.saved_handles import SavedHandle, handle_for
 from autoac.tape.runtime.tracked_storages import TrackedStorages
-from autoac.tape.runtime.view_recipes import recipe_of
 from autoac.tape.runtime.write_guard import version_counter
 from autoac.tape.torch_facts.op_facts import OpFacts
+from autoac.tape.torch_facts.view_recipes import recipe_of
 from autoac.tape.unseen.function_calls import FunctionCall
 
 
@@ -147,7 +147,7 @@ class RecordedFunction:
             if type(source) is Source and small and address in copies:
                 source.keep_copy(copies[address])
                 self._storages.drop(tensor)
-            if address in written and (type(source) is not Source or source.guard is not None):
+            if address in written and (type(source) is not Source or source.counter is not None):
                 return False
         for node in (self._node, *(node for _, node in self._later_runs)):
             node.writes_sources = True

@@ -89,12 +89,14 @@ from autoac.tape.torch_facts.op_facts import (
 )
 from autoac.tape.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.tape.torch_facts.rng import capture_generator, generator_of
-from autoac.tape.torch_facts.storage_table import has_storage, window_of
+from autoac.tape.torch_facts.storage_table import has_storage
 from autoac.tape.torch_facts.streams import has_streams, hold_for_current_stream, streams_seen
+from autoac.tape.torch_facts.view_recipes import recipe_of
 from autoac.tape.unseen.function_calls import Apply, FunctionCall, watch_functions
 from autoac.tape.unseen.held_storages import recorded
 
 _NO_KWARGS: dict[str, Any] = {}
+_ONE_RUN = (UseGroup(math.inf),)
 TRANSFORMED = "a transform of torch.func runs it, and allows no hooks"
 _COMPILED_CODE = "higher_order.inductor_compiled_code"  # of `wrap_inductor_compiled_regions`
 
@@ -484,19 +486,6 @@ class Region(RecordingMode):
                 self.storages.after_opaque_write(tensor)
         return out
 
-    def _stand_ins(
-        self, args: Sequence[Any], kwargs: dict[str, Any] | None, unread: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[NodeVersion, ...]]:
-        """Return the arguments of a node with the stand-ins of their tensors, and the versions among them.
-
-        Raises:
-            UnsupportedTensor: a tensor is not described by its storage and recipe.
-        """
-        reads: dict[NodeVersion, None] = {}
-        stand_ins = self.storages.arguments(args, reads, unread)
-        named = zip(kwargs, self.storages.arguments(kwargs.values(), reads), strict=True) if kwargs else ()
-        return stand_ins, dict(named) if named else _NO_KWARGS, tuple(reads)
-
     def _run_recorded(
         self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None
     ) -> Any:
@@ -513,35 +502,40 @@ class Region(RecordingMode):
             # Replay without running statistics, so that they are updated once (pytorch#96136). Statistics
             # that a recorded op made are written again like any other version.
             replayed_args = [None if i in facts.statistics else arg for i, arg in enumerate(args)]
-        groups: tuple[UseGroup, ...] = ()
-        if self._grouping is not None:
-            groups = self._grouping.use_groups
-            storages.position = groups[0].latest if groups else self._grouping.position
         unread = unread_argument(facts, args, kwargs) if facts.may_skip_first else None
-        try:
-            stand_ins, named, reads = self._stand_ins(replayed_args, kwargs, unread)
-        except UnsupportedTensor:
-            return self._run_saved(func, facts, args, kwargs)
         rng_state = None
         if facts.random and facts.draws(args, kwargs or {}):
             rng_state = capture_generator(generator_of(args, kwargs or {}))
         call = facts.call_again() if facts.nested or facts.collective else facts.call
-        node = Node(next_order(), facts.name, call, stand_ins, named, reads, rng_state, self._stream)
-        if self.graph.weights is not None and self.module is not None:
-            self.graph.modules[node.order] = self.module()
         written: Sequence[Tensor] = ()
-        rewritten: Sequence[tuple[NodeVersion, Tensor]] = ()
         if facts.mutates and replayed_args is args:
             written = written_tensors(facts, args, kwargs)
-            rewritten = storages.versions_among(written)
-            node.writes_sources = len(rewritten) < len(written)
-        later_runs: list[tuple[UseGroup, Node, Sequence[tuple[NodeVersion, Tensor]]]] = []
-        for group in groups[1:]:
-            storages.position = group.latest
-            parts = self._stand_ins(replayed_args, kwargs, unread)
-            run = Node(next_order(), facts.name, call, *parts, rng_state, self._stream)
-            run.writes_sources = node.writes_sources
-            later_runs.append((group, run, storages.versions_among(written)))
+        rewritten: Sequence[tuple[NodeVersion, Tensor]] = ()
+        # The runs of the op, each with its use group and the versions that it writes over.
+        runs: list[tuple[UseGroup, Node, Sequence[tuple[NodeVersion, Tensor]]]] = []
+        grouping = self._grouping
+        groups = grouping.use_groups if grouping is not None else ()
+        for group in groups or _ONE_RUN:
+            if grouping is not None:
+                storages.position = group.latest if groups else grouping.position
+            reads: dict[NodeVersion, None] = {}
+            named = _NO_KWARGS
+            try:
+                stand_ins = storages.arguments(replayed_args, reads, unread)
+                if kwargs:
+                    named = dict(zip(kwargs, storages.arguments(kwargs.values(), reads), strict=True))
+            except UnsupportedTensor:
+                return self._run_saved(func, facts, args, kwargs)
+            node = Node(
+                next_order(), facts.name, call, stand_ins, named, tuple(reads), rng_state, self._stream
+            )
+            if written:
+                rewritten = storages.versions_among(written)
+                node.writes_sources = len(rewritten) < len(written)
+            runs.append((group, node, rewritten))
+        (_, node, rewritten), *later_runs = runs
+        if self.graph.weights is not None and self.module is not None:
+            self.graph.modules[node.order] = self.module()
         if streams_seen.several:
             for tensor in tensors_in(args, kwargs or {}):
                 hold_for_current_stream(tensor)
@@ -556,7 +550,7 @@ class Region(RecordingMode):
         else:
             out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
         if facts.shaped_by_argument:
-            for run in (node, *(run for _, run, _ in later_runs)):
+            for _, run, _ in runs:
                 run.func = FixedShapeOp(facts.call, facts.name, out.shape)
         if self._policy.needs_output and (
             self._policy.saves(func, facts, args, kwargs, out) or (facts.in_place and not rewritten)
@@ -568,9 +562,13 @@ class Region(RecordingMode):
         made = storages.rewrite(rewritten, node) if rewritten else []
         if made and facts.in_place and len(written) == 1 and not later_runs:
             ((old, tensor),) = rewritten
-            move_handles(old, made[0], window_of(tensor))
-        outs = (out,) if type(out) is Tensor else tuple(outputs_of(out))
-        node.outs = tuple([storages.output(tensor, node, written) for tensor in outs])
+            move_handles(old, made[0], recipe_of(tensor))
+        if type(out) is Tensor:
+            outs: tuple[Tensor, ...] = (out,)
+            node.outs = (storages.output(out, node, written),)
+        else:
+            outs = tuple(outputs_of(out))
+            node.outs = tuple([storages.output(tensor, node, written) for tensor in outs])
         if facts.blank:
             storages.note_blank(outs[0])
         for group, run, rewrites in later_runs:

@@ -32,11 +32,11 @@ from autoac.tape.runtime.nodes import (
     pin_version,
 )
 from autoac.tape.runtime.split_backward import Split, current_split, is_nested_backward
-from autoac.tape.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of, restrided
 from autoac.tape.runtime.write_guard import StaleError
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.nested_ops import AUTOCAST
 from autoac.tape.torch_facts.op_signature import outputs_of
+from autoac.tape.torch_facts.view_recipes import Recipe, make_view, matches_recipe, recipe_of, restrided
 from autoac.tape.unseen.checked_code import CheckedCode
 from autoac.tape.unseen.fingerprints import (
     Comparison,
@@ -573,7 +573,7 @@ def _buffers_to_write(node: Node, running: Pass) -> dict[int, torch.UntypedStora
         buffers[id(old)] = storage
     if node.writes_sources:
         for source in _sources((*node.args, *node.kwargs.values())):
-            if source.guard is None and id(source) not in buffers:
+            if source.counter is None and id(source) not in buffers:
                 buffers[id(source)] = source.tensors[0].untyped_storage().clone()
     return buffers
 

@@ -22,18 +22,18 @@ from autoac.tape.runtime.replay import (
     view_of,
 )
 from autoac.tape.runtime.split_backward import leaves_gradients
-from autoac.tape.runtime.view_recipes import Recipe, make_view, recipe_of
 from autoac.tape.runtime.write_guard import (
     ContentsDiffer,
     StaleError,
-    WriteGuard,
     check_counter,
     detached_alias,
-    without_history,
+    held_alias,
+    version_counter,
 )
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.op_facts import leaves_bytes_unwritten
 from autoac.tape.torch_facts.storage_table import has_storage
+from autoac.tape.torch_facts.view_recipes import Recipe, make_view, recipe_of
 from autoac.tape.unseen.fingerprints import (
     Fingerprint,
     KeptWeights,
@@ -44,6 +44,7 @@ from autoac.tape.unseen.fingerprints import (
     shows_whole_storage,
     storage_fingerprint,
 )
+from autoac.tape.unseen.held_storages import recorded
 from autoac.tape.unseen.moving_weights import note_unpack
 
 
@@ -201,16 +202,23 @@ def handle_for(tensor: Tensor, version: NodeVersion, recipe: Recipe, graph: Regi
     return handle
 
 
-class SavedHandle(WriteGuard):
+class SavedHandle:
     """A handle in place of a tensor that stays saved."""
 
-    __slots__ = ("__weakref__", "contents", "trigger")
+    __slots__ = ("__weakref__", "contents", "counter", "tensor", "trigger")
 
     def __init__(self, tensor: Tensor, graph: RegionGraph) -> None:
-        WriteGuard.__init__(self, without_history(tensor, saved=True))
+        follows = recorded.held is not None and not isinstance(tensor, Parameter)
+        if follows or not tensor.is_leaf or tensor._is_view():
+            tensor = held_alias(tensor, saved=True)
+        self.hold(tensor)
         self.trigger: FetchTrigger | None = None
         self.contents: Fingerprint | None = None
         graph.registry.append(weakref.ref(self))
+
+    def hold(self, tensor: Tensor) -> None:
+        """Hold `tensor`, which has no history that would keep the graph of this handle alive."""
+        self.tensor, self.counter = tensor, version_counter(tensor)
 
     def note_contents(self, weights: KeptWeights) -> None:
         """Have `unpack` compare the contents: NOTE [ Needed checkpoints ] in own_checkpoints.py."""
@@ -226,7 +234,7 @@ class SavedHandle(WriteGuard):
         """
         if self.trigger is not None:
             self.trigger.unpacked()
-        self.check("backward")
+        check_counter(self.tensor, self.counter, "backward")
         if self.contents is not None and not same_contents(fingerprint(self.tensor), self.contents):
             node = private.current_autograd_node()
             if node is None or "BatchNorm" not in node.name():  # its statistics are saved, and not read

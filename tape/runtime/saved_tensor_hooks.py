@@ -28,12 +28,12 @@ from autoac.tape.runtime.saved_handles import (
     unpack,
 )
 from autoac.tape.runtime.tracked_storages import TrackedStorages
-from autoac.tape.runtime.view_recipes import recipe_of
 from autoac.tape.runtime.write_guard import detached_alias, note_wrappers, version_counter
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.inductor import keep_dynamo_out
 from autoac.tape.torch_facts.storage_table import has_storage
 from autoac.tape.torch_facts.streams import streams_seen
+from autoac.tape.torch_facts.view_recipes import recipe_of
 from autoac.tape.unseen.moving_weights import is_refilled, moving_base, moving_weights
 
 _STRIDED = torch.strided

@@ -29,10 +29,11 @@ from autoac.tape.runtime.nodes import (
     pin_version,
 )
 from autoac.tape.runtime.replay import HeldElsewhere, RegionGraph, bytes_of
-from autoac.tape.runtime.view_recipes import make_view, recipe_of, window_of_recipe
-from autoac.tape.runtime.write_guard import WriteGuard, detached_alias
+from autoac.tape.runtime.write_guard import detached_alias, held_alias, version_counter
+from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.op_facts import OpFacts, written_tensors
-from autoac.tape.torch_facts.storage_table import StorageTable, Window, disjoint, has_storage
+from autoac.tape.torch_facts.storage_table import StorageTable, has_storage
+from autoac.tape.torch_facts.view_recipes import Recipe, disjoint, make_view, recipe_of
 from autoac.tape.unseen.fingerprints import (
     Fingerprint,
     can_compare,
@@ -40,7 +41,6 @@ from autoac.tape.unseen.fingerprints import (
     same_contents,
     storage_fingerprint,
 )
-from autoac.tape.unseen.last_look import LastLook
 
 Origin = NodeVersion | Callable[[], Source | None]
 """Where the contents of a storage are from: a recorded op, or outside."""
@@ -49,15 +49,17 @@ _STRIDED = torch.strided
 
 MOST_COPIED = 64 << 10  # bytes of a buffer
 
+_OURS = 2  # references to a storage that only `look_last` holds: an alias, and the storage's Python object
+
 _moving: StorageTable[bool] = StorageTable()
 """Small buffers that a loop has written between forward and backward, as an observed step has shown."""
 
 
 def note_moving_buffers(tape: StepTape) -> None:
     """Have buffers copied from now on whenever recorded ops read them, if they were written since forward."""
-    for guard in tape.copied:
-        if guard.is_written:
-            _moving.set(guard.tensor, True)
+    for tensor, counter in tape.copied:
+        if version_counter(tensor) != counter:
+            _moving.set(tensor, True)
     tape.copied.clear()
 
 
@@ -102,17 +104,20 @@ class TrackedStorages:
         self.compares_reads = False
         self.watches_code = False
         self.cuts: Cuts | None = None
-        self._saved: StorageTable[list[weakref.ref[WriteGuard]]] = StorageTable()
+        self._saved: StorageTable[list[weakref.ref[Any]]] = StorageTable()
         self._read_unseen: StorageTable[Fingerprint] = StorageTable()  # contents that ops have read
         self.hold: Callable[[Tensor], None] | None = None
-        self._last_look = LastLook[NodeVersion]()
+        self._watched: dict[int, tuple[Tensor, NodeVersion]] = {}  # by address: see `look_last`
         self._copied: dict[int, Source] = {}  # small buffers among the arguments of one node, by address
         self._copied_for: dict[NodeVersion, None] | None = None  # what that node reads
         self._since_pause: list[weakref.ref[torch.UntypedStorage]] = []  # entered since the last pause
 
     def origin(self, tensor: Tensor) -> Origin | None:
         """Return the origin of `tensor`'s storage; drop it first if the storage was written unseen."""
-        origin = self._table.get(tensor)
+        try:
+            origin = self._table.get(tensor)
+        except NotImplementedError:  # it has no storage: it is sparse, or of a transform of torch.func
+            return None
         if type(origin) is NodeVersion and origin.counter is not None and origin.written_in_pause(tensor):
             self._table.drop(tensor)
             return None
@@ -131,7 +136,7 @@ class TrackedStorages:
         self._table.drop(tensor)
 
     def close(self) -> None:
-        """Forget all origins. From here on the write guards of the sources watch for writes."""
+        """Forget all origins. From here on the counters of the sources show writes."""
         self.look_last(everything=True)
         if self.cuts is not None:
             self._graph.elsewhere = {version.serial: held for version, held in self._held_elsewhere()}
@@ -165,8 +170,8 @@ class TrackedStorages:
             origin: Origin | None = storage.__dict__.get(self.key) if storage is not None else None
             if type(origin) is NodeVersion:
                 versions.append((ref, origin))
-            elif origin is not None and (source := origin()) is not None and source.guard is not None:
-                source.guard.renew()
+            elif origin is not None and (source := origin()) is not None and source.counter is not None:
+                source.counter = version_counter(source.tensors[0])
         return versions
 
     def note_counters(self) -> bool:
@@ -179,7 +184,7 @@ class TrackedStorages:
 
     def pin(self, tensor: Tensor) -> None:
         """Hold the contents of `tensor`'s storage from here on, so that backward need not recompute them."""
-        origin = self.origin(tensor) if has_storage(tensor) else None
+        origin = self.origin(tensor)
         if type(origin) is NodeVersion:
             with self._graph.lock:
                 for version in origin.runs:
@@ -209,21 +214,21 @@ class TrackedStorages:
         cuts.cut()
         rewritten = {tensor.untyped_storage()._cdata for tensor in written if has_storage(tensor)}
         for tensor in read:
-            origin = self.origin(tensor) if has_storage(tensor) else None
+            origin = self.origin(tensor)
             if type(origin) is NodeVersion and tensor.untyped_storage()._cdata not in rewritten:
                 for version in origin.runs:
                     if cuts.note_read(version.serial):
                         with self._graph.lock:
                             pin_version(version, tensor, next_order())
 
-    def note_saved(self, handle: WriteGuard) -> None:
+    def note_saved(self, handle: Any) -> None:
         """Have the tensor of `handle` copied before it is written: NOTE [ Needed checkpoints ]."""
         handles = self._saved.get(handle.tensor)
         if handles is None:
             self._saved.put(handle.tensor.untyped_storage(), handles := [])
         handles.append(weakref.ref(handle))
 
-    def forget_saved(self, handle: WriteGuard) -> None:
+    def forget_saved(self, handle: Any) -> None:
         """Have the tensor of `handle` copied no more: the write that comes is by the op that saved it."""
         handles = self._saved.get(handle.tensor) or []
         handles[:] = [ref for ref in handles if ref() is not handle]
@@ -236,7 +241,7 @@ class TrackedStorages:
             return None
         copy: torch.UntypedStorage = tensor.untyped_storage().clone()
         for handle in handles:
-            WriteGuard.__init__(handle, make_view(copy, recipe_of(handle.tensor)))
+            handle.hold(make_view(copy, recipe_of(handle.tensor)))
         return copy
 
     def before_write(self, tensors: Iterable[Tensor], *, untrack: bool, in_function: bool = False) -> None:
@@ -249,9 +254,7 @@ class TrackedStorages:
                 solvers fill one storage part by part. Elsewhere, plans count a copy.
         """
         for tensor in tensors:
-            if not has_storage(tensor):
-                continue
-            copy = self._copy_saved(tensor) if self._saved.refs else None
+            copy = self._copy_saved(tensor) if self._saved.refs and has_storage(tensor) else None
             origin = self.origin(tensor)
             if origin is None:
                 continue
@@ -278,7 +281,7 @@ class TrackedStorages:
         autograd saved before. Ops that read the old contents run again on the old contents.
         """
         for tensor in tensors:
-            origin = self.origin(tensor) if has_storage(tensor) else None
+            origin = self.origin(tensor)
             if type(origin) is NodeVersion:
                 for version in origin.runs:
                     move_handles(version, held_version(tensor), None)
@@ -297,16 +300,13 @@ class TrackedStorages:
         self.before_silent_write([tensor])
 
     def after_opaque_write(self, tensor: Tensor) -> None:
-        """Drop the origin of a storage that an op wrote without announcing it."""
-        origin = self.origin(tensor)
-        if origin is None:
-            return
-        self.writes += 1
-        if type(origin) is not NodeVersion:
-            source = origin()
-            if source is not None and source.guard is not None:
-                source.guard.reject_writes()  # ops that read it before cannot be replayed
-        self._table.drop(tensor)
+        """Drop the origin of a storage that an op wrote without announcing it.
+
+        Ops that read it before cannot be replayed: nothing renews the guard of a source without an entry.
+        """
+        if self.origin(tensor) is not None:
+            self.writes += 1
+            self._table.drop(tensor)
 
     def writes_a_version(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
         """Return True if this call writes a storage whose contents a recorded op made."""
@@ -316,7 +316,7 @@ class TrackedStorages:
         """Return the distinct versions on which `tensors` are, each with one of the tensors."""
         found: list[tuple[NodeVersion, Tensor]] = []
         for tensor in tensors:
-            origin = self.origin(tensor) if has_storage(tensor) else None
+            origin = self.origin(tensor)
             if type(origin) is NodeVersion:
                 origin = origin.serving(self.position)
                 if all(origin is not version for version, _ in found):
@@ -329,14 +329,18 @@ class TrackedStorages:
         if self.compares_reads and weights is not None and can_compare(tensor):
             version.suspect = True
             version.contents = weights.keep(storage_fingerprint(tensor))
-            self._last_look.hold(tensor, version)
+            self._watched[tensor.untyped_storage()._cdata] = held_alias(tensor), version
 
     def look_last(self, *, everything: bool = False) -> None:
         """Compare storages that the model has let go of, or all, with what recorded ops have written.
 
         An unseen kernel may have written to a storage that no op reads any more, but that backward unpacks.
+        Plain autograd then gives backward the later contents. So each storage is held a little longer than
+        the model holds it: until the next op.
         """
-        for tensor, version in self._last_look.released(everything=everything):
+        watched, use_count = self._watched, private.storage_use_count
+        for address in [address for address in watched if everything or use_count(address) <= _OURS]:
+            tensor, version = watched.pop(address)
             unpacked = any(handle() is not None for run in version.runs for handle in run.handles)
             if unpacked and self._table.get(tensor) is version and version.contents is not None:
                 self.as_written(version, tensor)
@@ -377,7 +381,7 @@ class TrackedStorages:
         """Return copies of the storages of `tensors` that recorded ops have read from outside, by address."""
         copies = {}
         for tensor in tensors:
-            origin = self.origin(tensor) if has_storage(tensor) else None
+            origin = self.origin(tensor)
             if origin is not None and type(origin) is not NodeVersion and origin() is not None:
                 storage = tensor.untyped_storage()
                 copies[storage._cdata] = storage.clone()
@@ -392,7 +396,7 @@ class TrackedStorages:
             shown: ops have announced all writes, so what was read of other parts needs no copy.
         """
         for tensor in tensors:
-            origin = self.origin(tensor) if has_storage(tensor) else None
+            origin = self.origin(tensor)
             if type(origin) is NodeVersion:
                 self._written_by_others(origin, tensor)
             elif origin is not None and ((source := origin()) is None or not shown):
@@ -490,8 +494,8 @@ class TrackedStorages:
         """
         tape = self._graph.tape
         if tape is not None and tensor.untyped_storage()._cdata in tape.small_buffers:
-            if source.guard is not None:
-                tape.copied.append(source.guard)
+            if source.counter is not None:
+                tape.copied.append((source.tensors[0], source.counter))
             return True
         return _moving.get(tensor) is not None
 
@@ -555,12 +559,12 @@ class TrackedStorages:
         return made
 
 
-def move_handles(old: NodeVersion, new: NodeVersion, written: Window | None) -> None:
+def move_handles(old: NodeVersion, new: NodeVersion, written: Recipe | None) -> None:
     """Move the handles on `old` that view nothing of what was `written` to `new`; with None, all handles."""
     staying = []
     for ref in old.handles:
         handle = ref()
-        if handle is not None and (written is None or disjoint(written, window_of_recipe(handle.recipe))):
+        if handle is not None and (written is None or disjoint(written, handle.recipe)):
             handle.move_to(new)
             if written is None:
                 handle.contents = None  # the contents changed

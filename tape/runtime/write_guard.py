@@ -112,21 +112,6 @@ def version_counter(tensor: Tensor) -> int:
     return counter
 
 
-def without_history(tensor: Tensor, *, saved: bool = False) -> Tensor:
-    """Return `tensor`, or its `detached_alias` if it has autograd history, which keeps a graph alive.
-
-    Args:
-        saved: it is held in place of autograd.
-    """
-    held = recorded.held
-    if held is not None and not isinstance(tensor, Parameter):
-        alias = detached_alias(tensor)
-        held.note(alias, saved=saved)
-        return alias
-    # `grad_fn` and `_base` would answer the same, but each creates a Python object.
-    return tensor if tensor.is_leaf and not tensor._is_view() else detached_alias(tensor)
-
-
 def detached_alias(tensor: Tensor) -> Tensor:
     """Detach `tensor` out of sight of dispatch modes; the result shares its version counter."""
     kind = type(tensor)
@@ -147,37 +132,16 @@ def detached_alias(tensor: Tensor) -> Tensor:
 _COUNTS_VERSIONS = private.DispatchKey.ADInplaceOrView
 
 
-class WriteGuard:
-    """Hold a tensor and detect in-place writes to it that no region recorded.
+def held_alias(tensor: Tensor, *, saved: bool = False) -> Tensor:
+    """Return the `detached_alias` of `tensor` by which a region holds its storage.
 
-    The tensor must have no autograd history, or else it would keep alive the graph that owns this guard. An
-    inference tensor has no version counter, so nothing can detect a write to it (`counter` is -1).
+    Args:
+        saved: the region holds the storage in place of autograd.
     """
-
-    __slots__ = ("_failed", "counter", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self._failed = False
-        self.counter = version_counter(tensor)
-
-    @property
-    def is_written(self) -> bool:
-        """Return True if the tensor was written since the last `renew`."""
-        return self.counter >= 0 and version_counter(self.tensor) != self.counter
-
-    def renew(self) -> None:
-        """Accept the version counter as it is now, because the region saw every write so far."""
-        if self.counter >= 0 and not self._failed:
-            self.counter = version_counter(self.tensor)
-
-    def reject_writes(self) -> None:
-        """Make every later `check` fail if the tensor was written since the last `renew`."""
-        self._failed = 0 <= self.counter != version_counter(self.tensor)
-
-    def check(self, reader: str) -> None:
-        """Check that the tensor was not written since the last `renew`; see `check_counter`."""
-        check_counter(self.tensor, self.counter, reader)
+    alias = detached_alias(tensor)
+    if recorded.held is not None:
+        recorded.held.note(alias, saved=saved)
+    return alias
 
 
 def check_counter(tensor: Tensor, expected: int, reader: str) -> None:

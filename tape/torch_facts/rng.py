@@ -110,6 +110,14 @@ class UsedGenerators:
     def __init__(self) -> None:
         self._states: dict[int, GeneratorState] = {}
 
+    @classmethod
+    def of_defaults(cls, device: torch.device) -> UsedGenerators:
+        """Return the default generators for the CPU and for `device`."""
+        used = cls()
+        used.keep(torch.default_generator)
+        used.keep(default_generator(device))
+        return used
+
     def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note the generator that an op with these arguments is about to draw from."""
         self.keep(generator_of(args, kwargs))
@@ -128,14 +136,11 @@ class UsedGenerators:
 @contextmanager
 def generators_restored(device: torch.device) -> Iterator[None]:
     """Put the default generators of torch, for the CPU and `device`, of Python and numpy back at the end."""
-    states = [capture_generator(torch.default_generator)]
-    if device.type not in ("cpu", "meta"):
-        states.append(capture_generator(default_generator(device)))
+    of_torch = UsedGenerators.of_defaults(device)
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
     try:
         yield
     finally:
-        for state in states:
-            state.restore()
+        of_torch.restore()
         random.setstate(of_python)
         numpy.random.set_state(of_numpy)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -71,56 +71,6 @@ def fakes_have_storages(mode: FakeTensorMode) -> Iterator[None]:
 def is_wrapper(tensor: Tensor) -> bool:
     """Return True if `tensor` is of a subclass with its own dispatch."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-class Window(NamedTuple):
-    """The bytes of its storage that a tensor views."""
-
-    offset: int  # of the first element, in bytes
-    itemsize: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]  # in elements
-
-
-def window_of(tensor: Tensor) -> Window:
-    """Return which bytes of its storage `tensor` shows: offset, size and stride."""
-    itemsize = tensor.itemsize
-    return Window(tensor.storage_offset() * itemsize, itemsize, tuple(tensor.size()), tuple(tensor.stride()))  # type: ignore[arg-type]
-
-
-def disjoint(a: Window, b: Window) -> bool:
-    """Return True if it is certain that no byte is in both windows of one storage.
-
-    Chunks of a tensor along any dimension are disjoint: modulo the stride of the next outer dimension, each
-    covers an interval, and the intervals do not meet. Try the stride of each dimension, and no stride.
-
-    >>> left, right = Window(0, 4, (8, 2), (4, 1)), Window(8, 4, (8, 2), (4, 1))
-    >>> disjoint(left, right), disjoint(left, left)
-    (True, False)
-    """
-    if 0 in a.size or 0 in b.size:
-        return True
-    return any(_apart(a, b, period) for period in {0, *_steps(a), *_steps(b)})
-
-
-def _steps(window: Window) -> Iterable[int]:
-    return (s * window.itemsize for n, s in zip(window.size, window.stride, strict=True) if n > 1)
-
-
-def _apart(a: Window, b: Window, period: int) -> bool:
-    """Return True if the windows do not meet modulo `period`; 0 stands for no modulus."""
-    first, second = _interval(a, period), _interval(b, period)
-    if not period:
-        return first[1] <= second[0] or second[1] <= first[0]
-    distance = (second[0] - first[0]) % period  # from the start of `first` to the start of `second`
-    return first[1] - first[0] <= distance and distance + second[1] - second[0] <= period
-
-
-def _interval(window: Window, period: int) -> tuple[int, int]:
-    """Return the bytes from the first to the last, without dimensions that repeat after `period`."""
-    dimensions = zip(window.size, window.stride, strict=True)
-    steps = [(n, s * window.itemsize) for n, s in dimensions if not period or s * window.itemsize % period]
-    return window.offset, window.offset + sum((n - 1) * s for n, s in steps) + window.itemsize
 
 
 _numbers = itertools.count()

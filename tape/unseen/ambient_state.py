@@ -14,7 +14,7 @@ import torch
 
 from autoac.tape.checkpoints.own_checkpoints import checkpoints_are_plain, plain_checkpoints
 from autoac.tape.torch_facts import private
-from autoac.tape.torch_facts.rng import UsedGenerators, capture_generator, default_generator
+from autoac.tape.torch_facts.rng import UsedGenerators
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -31,12 +31,11 @@ _SETTINGS: tuple[_Setting, ...] = (
 class AmbientState:
     """The state around a call that decides, with its arguments and attributes, what the call computes."""
 
-    __slots__ = ("_autocast", "_generators", "_plain", "_settings")
+    __slots__ = ("_autocast", "_device", "_generators", "_plain", "_settings")
 
     def __init__(self, device: torch.device) -> None:
-        self._generators = [capture_generator(torch.default_generator)]
-        if device.type != "cpu":
-            self._generators.append(capture_generator(default_generator(device)))
+        self._device = device
+        self._generators = UsedGenerators.of_defaults(device)
         cached = torch.is_autocast_cache_enabled()
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
@@ -49,11 +48,8 @@ class AmbientState:
     def restored(self) -> Iterator[None]:
         """Put the state in force while the body runs; then restore the present state."""
         with ExitStack() as stack:
-            drawn = UsedGenerators()
-            stack.callback(drawn.restore)
-            for state in self._generators:
-                drawn.keep(state.generator)
-                state.restore()
+            stack.callback(UsedGenerators.of_defaults(self._device).restore)
+            self._generators.restore()
             for kind, enabled, dtype, cached in self._autocast:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(

@@ -56,6 +56,7 @@ from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.op_facts import OpFacts, written_tensors
 from autoac.tape.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.tape.torch_facts.storage_table import has_storage
+from autoac.tape.torch_facts.view_recipes import make_view, recipe_of
 from autoac.tape.unseen.ambient_state import AmbientState
 from autoac.tape.unseen.call_arguments import CallArguments, Placeholder
 from autoac.tape.unseen.fingerprints import (
@@ -107,27 +108,22 @@ def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     plain = super(private.SingleLevelFunction, cls).apply
     run = _recording(cls)
     if run is None:
-        _note_wrappers(args)  # such as that of DTensor.to_local, which runs no op on the DTensor
+        if (note_wrappers := _innermost("note_wrappers")) is not None:
+            # Such as that of DTensor.to_local, which runs no op on the DTensor.
+            note_wrappers([arg for arg in args if isinstance(arg, Tensor)])
         return plain(*args, **kwargs)
     return run(cls, args, kwargs, partial(_seen, cls, plain))
 
 
-def _note_wrappers(args: Sequence[Any]) -> None:
-    if private.len_dispatch_stack():
-        for mode in reversed(private.get_current_dispatch_mode_stack()):
-            if (note := getattr(mode, "note_wrappers", None)) is not None:
-                note([arg for arg in args if isinstance(arg, Tensor)])
-                return
+def _innermost(method: str) -> Any:
+    """Return a method of the innermost recording mode; None if nothing records."""
+    modes = private.get_current_dispatch_mode_stack() if private.len_dispatch_stack() else ()
+    return next((getattr(mode, method) for mode in reversed(modes) if hasattr(mode, method)), None)
 
 
 def _recording(cls: type) -> Any:
     """Return what the innermost recording mode does with a call of a Function; None if nothing records it."""
-    if private.len_dispatch_stack() and not _is_known(cls):
-        for mode in reversed(private.get_current_dispatch_mode_stack()):
-            run = getattr(mode, "run_function", None)
-            if run is not None:
-                return run
-    return None
+    return None if _is_known(cls) else _innermost("run_function")
 
 
 class _Calls(threading.local):
@@ -169,12 +165,7 @@ def facts_of_function(cls: type) -> OpFacts:
     facts = _facts.get(cls)
     if facts is None:
         name = "".join(c if c.isalnum() or c == "_" else "_" for c in cls.__name__)
-        facts = _facts[cls] = OpFacts(
-            name=name,
-            name_in_keys=name,
-            call=cls,
-            function=True,
-        )
+        facts = _facts[cls] = OpFacts(name=name, name_in_keys=name, call=cls, function=True)
     return facts
 
 
@@ -219,7 +210,7 @@ class FunctionRerun:
         contents = []
         for slot in self.slots:
             made = found[slot.is_saved]
-            tensor = made[slot.index] if slot.index < len(made) else None
+            tensor = made[slot.position] if slot.position < len(made) else None
             if tensor is None or _layout(tensor) != slot.layout:
                 raise self._mismatch(slot, tensor)
             contents.append(tensor.detach())
@@ -241,7 +232,7 @@ class FunctionRerun:
 
     def _mismatch(self, slot: _Slot, tensor: Tensor | None) -> RuntimeError:
         self.note_difference()
-        what = f"{'saved tensor' if slot.is_saved else 'output'} {slot.index}"
+        what = f"{'saved tensor' if slot.is_saved else 'output'} {slot.position}"
         return RuntimeError(
             f"{self._cls.__name__}.forward must make in backward what it made in forward, got for {what}: "
             f"{_layout(tensor) if tensor is not None else 'nothing'}; expected {slot.layout}. It depends on "
@@ -250,25 +241,16 @@ class FunctionRerun:
         )
 
 
-class _Slot:
+class _Slot(NamedTuple):
     """A storage that a call made: where to find it when the call runs again, and how large it is."""
 
-    __slots__ = ("index", "is_saved", "layout")
-
-    def __init__(self, tensor: Tensor, index: int, *, is_saved: bool) -> None:
-        self.is_saved = is_saved  # True: found among what save_for_backward got, False: in what was returned
-        self.index = index
-        self.layout = _layout(tensor)
+    position: int
+    is_saved: bool  # True: found among what save_for_backward got, False: in what was returned
+    layout: tuple[Any, ...]
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return (
-        tensor.dtype,
-        list(tensor.shape),
-        list(tensor.stride()),
-        tensor.storage_offset(),
-        tensor.untyped_storage().nbytes(),
-    )
+    return *recipe_of(tensor), tensor.untyped_storage().nbytes()
 
 
 class FunctionCall:
@@ -418,7 +400,7 @@ class FunctionCall:
         if slot is None:
             slot = self._slots[address] = len(self._slots)
             if self.rerun is not None:
-                self.rerun.slots.append(_Slot(tensor, index, is_saved=is_saved))
+                self.rerun.slots.append(_Slot(index, is_saved, _layout(tensor)))
             if self._examination is not None:
                 self._examination.contents.append(tensor.detach())
         return slot
@@ -507,13 +489,9 @@ class _Examination:
 
     def arguments(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return `tensors`, the small ones on copies from before the call, which a second run may write."""
-        found = []
-        for tensor in tensors:
-            if (copy := self._copies.get(tensor.untyped_storage()._cdata)) is not None:
-                offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
-                tensor = tensor.data.set_(copy, offset, size, stride)
-            found.append(tensor)
-        return found
+        copies = [self._copies.get(tensor.untyped_storage()._cdata) for tensor in tensors]
+        pairs = zip(tensors, copies, strict=True)
+        return [tensor if copy is None else make_view(copy, recipe_of(tensor)) for tensor, copy in pairs]
 
     def positions(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """Return the positions of `tensors` among the storages of the arguments."""

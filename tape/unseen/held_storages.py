@@ -94,9 +94,3 @@ class _Recorded(threading.local):
 
 
 recorded = _Recorded()
-
-
-def note_held(tensor: Tensor) -> None:
-    """Count `tensor`, which a region has made to hold a storage, if the step is recorded."""
-    if recorded.held is not None:
-        recorded.held.note(tensor)

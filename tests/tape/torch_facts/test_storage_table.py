@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from autoac.tape.torch_facts.storage_table import PRUNED_AT, StorageTable, disjoint, window_of
+from autoac.tape.torch_facts.storage_table import PRUNED_AT, StorageTable
+from autoac.tape.torch_facts.view_recipes import disjoint, recipe_of
 
 
 class Known:
@@ -141,8 +142,7 @@ def shown(tensor: Tensor) -> set[int]:
 
 
 def test_disjoint_windows_share_no_byte() -> None:
-    windows = slices()
-    called = [(a, b) for a in windows for b in windows if disjoint(window_of(a), window_of(b))]
+    called = [(a, b) for a in slices() for b in slices() if disjoint(recipe_of(a), recipe_of(b))]
     assert called
     for a, b in called:
         assert not shown(a) & shown(b)

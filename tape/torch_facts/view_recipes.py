@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from autoac.tape.torch_facts import private
-from autoac.tape.torch_facts.storage_table import Window
 
 Recipe = tuple[torch.dtype, torch.Size, tuple[int, ...], int, bool, bool]
 """A view of a storage: dtype, size, stride, offset, conjugate bit, negative bit."""
@@ -59,7 +58,40 @@ def restrided(tensor: Tensor, recipe: Recipe) -> Tensor:
     return make_view(tensor.untyped_storage(), recipe)
 
 
-def window_of_recipe(recipe: Recipe) -> Window:
-    """Return the bytes of its storage that a tensor with `recipe` covers."""
-    dtype, size, stride, offset, _, _ = recipe
-    return Window(offset * dtype.itemsize, dtype.itemsize, tuple(size), stride)
+def disjoint(a: Recipe, b: Recipe) -> bool:
+    """Return True if it is certain that no byte is in both of two views of one storage.
+
+    Chunks of a tensor along any dimension are disjoint: modulo the stride of the next outer dimension, each
+    covers an interval, and the intervals do not meet. Try the stride of each dimension, and no stride.
+
+    >>> left, right = map(recipe_of, torch.zeros(8, 4).chunk(2, dim=1))
+    >>> disjoint(left, right), disjoint(left, left)
+    (True, False)
+    """
+    if 0 in a[1] or 0 in b[1]:
+        return True
+    strides = {stride for recipe in (a, b) for size, stride in _dimensions(recipe) if size > 1}
+    return any(_apart(a, b, period) for period in {0, *strides})
+
+
+def _dimensions(recipe: Recipe) -> list[tuple[int, int]]:
+    """Return the size of each dimension, and its stride in bytes."""
+    dtype, size, stride = recipe[:3]
+    return [(n, s * dtype.itemsize) for n, s in zip(size, stride, strict=True)]
+
+
+def _apart(a: Recipe, b: Recipe, period: int) -> bool:
+    """Return True if the views do not meet modulo `period`; 0 stands for no modulus."""
+    first, second = _interval(a, period), _interval(b, period)
+    if not period:
+        return first[1] <= second[0] or second[1] <= first[0]
+    distance = (second[0] - first[0]) % period  # from the start of `first` to the start of `second`
+    return first[1] - first[0] <= distance and distance + second[1] - second[0] <= period
+
+
+def _interval(recipe: Recipe, period: int) -> tuple[int, int]:
+    """Return the bytes from the first to the last, without dimensions that repeat after `period`."""
+    dtype, _, _, offset = recipe[:4]
+    begin = offset * dtype.itemsize
+    spans = ((n - 1) * s for n, s in _dimensions(recipe) if not period or s % period)
+    return begin, begin + sum(spans) + dtype.itemsize
