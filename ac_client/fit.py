@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -36,6 +36,7 @@ from autoac.planner import (
     SolverOutOfTime,
     bounds,
     build,
+    carried,
     plan_with_host,
 )
 from autoac.planner.budget import amount_in_bytes, budget_in_bytes
@@ -53,7 +54,7 @@ FOURTH_KNOT = 8  # where three show a square, or nothing exact
 MOST_MULTIPLES = 1 << 20
 MOST_PLANS = 12  # for the table
 MOST_MICRO_BATCHES = 8
-WORK_LIMIT = 5.0  # of one plan
+WORK_LIMIT = 5.0  # of one plan; as in `plan`, up to six times as much where no start fits
 FIND_WORK = 0.2  # to find any plan of a size
 LAST_WORK = 2.0  # to prove that there is none, or to find any plan of the size after the largest ...
 WORTH_WORK = 0.04  # ... if it is larger by this share
@@ -230,7 +231,8 @@ class SizeSearch:
         self._most = MOST_MULTIPLES if most is None else most // multiple
         self._rows: dict[int, FitRow] = {}
         self._found: dict[int, tuple[object, bool | None]] = {}  # bytes of sizes, and if they have plans
-        self._given_up = set[int]()
+        self._unprovable = 0.0  # more work proves nothing of sizes whose `_least` is up to this
+        self._latest: Plan | None = None
         self._proven: int | None = None
         self._no_room = set[int]()  # sizes that ran out of memory
         self._bent = True  # run times do not lie on a line between the knots
@@ -349,9 +351,11 @@ class SizeSearch:
         return self._has_plan(n)
 
     def _may_have_plan(self, n: int) -> bool:
-        """Return True unless there is proven to be no plan of the size, with more work than to find one."""
-        if not self._has_plan(n) and self._found[n][1] is None and n not in self._given_up:
-            self._given_up.add(n)
+        """Return True unless there is proven to be no plan of the size, with more work than to find one.
+
+        Sizes get none where the bound of the size that was given up last, scaled, is within the budget.
+        """
+        if not self._has_plan(n) and self._found[n][1] is None and self._least(n) > self._unprovable:
             self._found[n] = self._found[n][0], self._find_plan(n, LAST_WORK)
         return self._has_plan(n) or self._found[n][1] is None
 
@@ -361,7 +365,9 @@ class SizeSearch:
             self._planned(n, gap=1.0, work_limit=work_limit)
         except InfeasibleBudget:  # with moves to the host, it is about plans without
             return None if self._constraints.host_budget_bytes else False
-        except SolverOutOfTime:
+        except SolverOutOfTime as error:
+            if work_limit == LAST_WORK:
+                self._unprovable = self._least(n) * self._budget / (error.proven_floor or self._budget)
             return None
         return True
 
@@ -374,14 +380,17 @@ class SizeSearch:
         constraints: Constraints | None = None,
         work_limit: float = WORK_LIMIT,
     ) -> Plan:
-        return plan_with_host(
-            self._at(n),
-            budget_bytes=self._budget,
-            constraints=constraints or self._constraints,
-            gap=gap,
-            step_gap=step_gap,
-            work_limit=work_limit,
-        )
+        """Return a plan of the size. If none is found, it is the latest one of another size, if that fits."""
+        profile, constraints = self._at(n), constraints or self._constraints
+        terms: Any = {"constraints": constraints, "gap": gap, "step_gap": step_gap, "work_limit": work_limit}
+        try:
+            self._latest = plan_with_host(profile, budget_bytes=self._budget, **terms)
+        except SolverOutOfTime:
+            latest = self._latest and carried(self._latest.policy(), profile)
+            if latest is None or latest.peak > self._budget or latest.constraints != constraints:
+                raise
+            return latest
+        return self._latest
 
     def _plan(self, n: int, constraints: Constraints | None = None) -> FitRow:
         planned = self._planned(n, step_gap=STEP_GAP, constraints=constraints)

@@ -208,6 +208,7 @@ def plan(
         step_gap: once it is proven to be within this fraction of the step's time, whichever comes first.
             None: a tenth of `gap`, so by default 1 % of the recompute or 0.1 % of the step.
         work_limit: units of work over all rounds, each about a second of one core; a count, not a clock.
+            Where no start fits, the smallest peak is searched first, with up to five times as much.
         time_limit_s: seconds on `clock`; on the solver's own clock if that is None. By default there is no
             limit on time.
         clock: such as `time.monotonic`.

@@ -368,6 +368,45 @@ def test_a_size_is_given_up_only_after_more_work(found: Fit, monkeypatch: pytest
     assert found.all_saved < again.largest == found.largest
 
 
+def test_a_plan_of_one_size_is_tried_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Plan] = []
+
+    def planned(*args: Any, budget_bytes: int, **options: Any) -> Plan:
+        if plans:
+            raise SolverOutOfTime(budget_bytes, None)
+        made = plan_with_host(*args, budget_bytes=budget_bytes * 3 // 4, **options)
+        plans.extend([made] if made.recompute_set else [])
+        return made
+
+    monkeypatch.setattr(sys.modules["ac_client.fit"], "plan_with_host", planned)
+    found = fit(layers, 600 * MIB_IN_GB, on="h100")
+    largest = found.row(found.largest).plan
+    assert largest.save_set == plans[0].save_set
+    assert plans[0].ceiling < largest.ceiling  # a larger size
+    assert largest.peak <= found.budget_bytes
+
+
+def test_more_work_is_only_for_sizes_of_which_it_may_prove_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    above, floors = 1.1, list[int]()  # what more work proves, as a multiple of the floor
+    module: Any = sys.modules["ac_client.fit"]
+
+    def planned(step: Profile, *, budget_bytes: int, work_limit: float, **options: Any) -> Plan:
+        floor = bounds(build(step)).floor
+        if work_limit < module.WORK_LIMIT and floor > 0.6 * budget_bytes:
+            floors.extend([floor] if work_limit == module.LAST_WORK else [])
+            if work_limit == module.LAST_WORK and floor * above > budget_bytes:
+                raise InfeasibleBudget(budget_bytes, int(floor * above), None, "", ())
+            raise SolverOutOfTime(budget_bytes, None, int(floor * above), budget_bytes + 1)
+        return plan_with_host(step, budget_bytes=budget_bytes, work_limit=work_limit, **options)
+
+    monkeypatch.setattr(module, "plan_with_host", planned)
+    found = fit(layers, 600 * MIB_IN_GB, on="h100")
+    assert found.proven_from is not None
+    proven = [floor for floor in floors if floor * above > found.budget_bytes]
+    assert bounds(build(found.profile_of(found.proven_from))).floor == min(proven)
+    assert len(set(floors) - set(proven)) == 1
+
+
 def products(size: int) -> tuple[nn.Module, torch.Tensor]:
     """Return layers that take longer to recompute than their outputs to move."""
     with torch.device("meta"):
