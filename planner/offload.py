@@ -116,10 +116,9 @@ def plan_offload(
     constraints = terms.get("constraints") or Constraints()
     graph = constrained(profile, constraints)
     of = profile if isinstance(profile, Profile) else None
-    limited = constraints.forward_budget_bytes is not None
-    may_move = not (limited or shared_calls(graph))
     link = replace(link, host_bytes=link.host_bytes // (1 + graph.waiting_microbatches))
-    may_move = may_move and bool(movable(graph, link))
+    limited = constraints.forward_budget_bytes is not None
+    may_move = not (limited or shared_calls(graph)) and bool(movable(graph, link))
     without, unplanned, work_limit = None, None, terms.get("work_limit", DEFAULT_WORK_LIMIT)
     share = 1.0 - MOVES_SHARE if may_move else 1.0
     try:
@@ -256,14 +255,8 @@ def _with(
     had = own.work_left
 
     def search_with(moves: Sequence[Move], start: SaveSet) -> Search:
-        options = replace(problem.options, blockwise=False)
-        return Search(
-            SearchProblem(with_moves(graph, moves, link), options),
-            budget,
-            goal=goal,
-            allowance=own,
-            start=[start],
-        )
+        moving = SearchProblem(with_moves(graph, moves, link), replace(problem.options, blockwise=False))
+        return Search(moving, budget, goal=goal, allowance=own, start=[start])
 
     search = search_with(moves, saved - moved)
     if search.best.save_set is None and fits(graph, unmoved, budget):

@@ -114,20 +114,16 @@ class Policy(FrozenModel):
             raise ValueError(f"must have {', '.join(missing)}")
         return data
 
-    @model_validator(mode="after")
-    def _forward_ends_ascend(self) -> Self:
-        ends = (*self.forward_ends, len(self.decisions))
-        if any(a > b for a, b in itertools.pairwise(ends)):
-            raise ValueError("forward_ends must ascend, up to the number of decisions")
-        return self
-
     @property
     def recomputed(self) -> int:
         """Return the number of ops that backward recomputes."""
         return sum(decision not in (SAVE, OFFLOAD) for decision in self.decisions.values())
 
     @model_validator(mode="after")
-    def _use_groups_are_of_decisions(self) -> Self:
+    def _fields_are_of_decisions(self) -> Self:
+        ends = (*self.forward_ends, len(self.decisions))
+        if any(a > b for a, b in itertools.pairwise(ends)):
+            raise ValueError("forward_ends must ascend, up to the number of decisions")
         position = {key: i for i, key in enumerate(self.decisions)}
         for key, latest in self.use_groups.items():
             decided = self.decisions.get(key, "save")
@@ -138,13 +134,8 @@ class Policy(FrozenModel):
                 raise ValueError(f"use_groups of {key} must be that op or later ones, the latest first")
         if any("@" in decided and key not in self.use_groups for key, decided in self.decisions.items()):
             raise ValueError("each op that is recomputed several times must have use_groups")
-        return self
-
-    @model_validator(mode="after")
-    def _moves_are_of_decisions(self) -> Self:
         if self.moves.keys() != {key for key, decided in self.decisions.items() if decided == OFFLOAD}:
             raise ValueError("moves must have exactly the ops whose decision is offload")
-        position = {key: i for i, key in enumerate(self.decisions)}
         for key, points in self.moves.items():
             if not position[key] < position.get(points.free, len(position)):
                 raise ValueError(f"{key} must be freed before a later op, got {points.free}")
@@ -152,11 +143,6 @@ class Policy(FrozenModel):
                 raise ValueError(
                     f"{key} must be fetched where an op of the policy is unpacked, got {points.fetch}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _needed_ops_are_recomputed(self) -> Self:
-        position = {key: i for i, key in enumerate(self.decisions)}
         for key, until in self.needed_until.items():
             if self.decisions.get(key, SAVE) == SAVE:
                 raise ValueError(f"needed_until must have ops that are recomputed or moved, got {key}")

@@ -10,14 +10,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.policy import Policy
-from autoac.planner.memory.clocks import Copy, Timing, runtime_us_of
+from autoac.planner.memory.clocks import Copy, runtime_us_of
 from autoac.planner.memory.lifetimes import lives
 from autoac.planner.memory.schedule import Backward, Compute, Event, Free, Recompute, recompute_us
-from autoac.planner.memory.simulate import Timeline, extra_bytes, simulate, waiting_bytes
+from autoac.planner.memory.simulate import extra_bytes, simulate, waiting_bytes
 from autoac.planner.plan import Plan
 from autoac.planner.problem.graph import BackwardStep, Graph, OpId, SaveSet
 from autoac.planner.problem.moves import handling_us
@@ -34,30 +35,6 @@ from autoac.planner.report.checkpointed_blocks import every_block_recomputed
 
 FORWARD, RECOMPUTE, FETCH, BACKWARD, OPTIMIZER = range(5)
 """Kinds of event. FETCH begins a copy from the host. OPTIMIZER is the last."""
-
-
-@dataclass(frozen=True, slots=True)
-class KernelTimes:
-    """When the kernels of a simulated step begin, in microseconds from the start of forward."""
-
-    events: tuple[int, ...]  # into Timeline.instants: all but frees, which take no time
-    begin_us: tuple[float, ...]  # of each; the last is the optimizer's step
-    end_us: float  # forward and backward are over
-
-    @classmethod
-    def of(cls, graph: Graph, timeline: Timeline, timing: Timing | None = None) -> KernelTimes:
-        """Return the times of kernels that run one after the other, as long as the profile says.
-
-        With moves, the times are those of `timing`, since compute also waits for copies.
-        """
-        events, begin, now = [], [], 0.0
-        for i, instant in enumerate(timeline.instants):
-            if isinstance(instant.event, Free):
-                continue
-            events.append(i)
-            begin.append(now if timing is None else timing.begin_us[i])
-            now += runtime_us_of(graph, instant.event)
-        return cls(tuple(events), tuple(begin), now if timing is None else timing.end_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,15 +191,18 @@ def _track(
 ) -> Track:
     moved = plan.moved if plan is not None else frozenset()
     timeline = simulate(graph, save_set)
-    kernels = KernelTimes.of(graph, timeline, plan.timing if plan is not None else None)
-    instants = [timeline.instants[i] for i in kernels.events]
+    # A free takes no time: its memory is gone at the next kernel.
+    events = [i for i, instant in enumerate(timeline.instants) if not isinstance(instant.event, Free)]
+    instants = [timeline.instants[i] for i in events]
+    *begin_us, end_us = accumulate((runtime_us_of(graph, i.event) for i in instants), initial=0.0)
+    if plan is not None and plan.timing is not None:  # compute also waits for copies
+        begin_us, end_us = [plan.timing.begin_us[i] for i in events], plan.timing.end_us
     waiting = graph.waiting_microbatches * waiting_bytes(graph, save_set) if graph.waiting_microbatches else 0
     kinds, at = zip(*(_kind(instant.event, moved) for instant in instants), strict=True)
-    # A free takes no time: its memory is gone at the next kernel.
     intervals = [
         (int(graph.versions[life.value].op), life.nbytes, begin, end, _position(reasons, life.why))
         for life in lives(graph, save_set, timeline, moved)
-        if (begin := bisect_left(kernels.events, life.begin)) < (end := bisect_left(kernels.events, life.end))
+        if (begin := bisect_left(events, life.begin)) < (end := bisect_left(events, life.end))
     ]
     columns = list(zip(*intervals, strict=True)) or [()] * 5
     peak = max(range(len(instants)), key=lambda e: instants[e].live_bytes)
@@ -231,10 +211,10 @@ def _track(
         name=name,
         peak=peak,
         recompute_us=recompute_us(graph, save_set) - handling_us(graph, moved),
-        end_us=kernels.end_us,
-        begin_us=tuple(round(us, 2) for us in kernels.begin_us),
+        end_us=end_us,
+        begin_us=tuple(round(us, 2) for us in begin_us),
         live_bytes=tuple(instant.live_bytes for instant in instants),
-        beside_bytes=tuple(extra_bytes(graph, timeline.instants[i].event) for i in kernels.events),
+        beside_bytes=tuple(extra_bytes(graph, timeline.instants[i].event) for i in events),
         waiting_bytes=(waiting,) * (len(instants) - 1) + (0,) if waiting else (),
         kind=kinds,
         at=at,
