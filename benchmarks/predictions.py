@@ -272,8 +272,9 @@ Of torchtitan, reserved bytes are in the table. What is not known of the others:
   whose memory nothing else gets; the replay does not know that, so it reserves less.
 - Runs of March 2024 (#165) used the `fully_shard` and the DTensor of that time. In the two of 4 x TP 2 a
   rank has as many tokens as with 8 x 2048, but up to twice its memory.
-- A first comparison taught two facts about runs: norms of litgpt's LoRA compute in float32 (-4.2 became
-  -1.0%), and `zero_grad` of transformers in 2022 kept gradients (-18 became -9%).
+- Comparisons taught facts of the runs: litgpt's norms compute in float32 (-4.2 became -1.0%), its trainer
+  makes logits float32 (-9.9 became 0.0%), and `zero_grad` of transformers in 2022 kept gradients (-18
+  became -9%).
 - Workspaces of cuDNN are not predicted.
 """
 

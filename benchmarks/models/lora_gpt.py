@@ -1,7 +1,7 @@
 """Decoders with LoRA on queries and values, as litgpt trained them in October 2023.
 
 Everything else is frozen. Parameters are bf16. Norms and rotations compute in float32. The head runs over
-chunks of tokens.
+chunks of tokens, and Lightning Fabric makes its output float32 (`convert_output` of its precision plugin).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutput
 
 RANK, DROPOUT, CHUNK = 8, 0.05, 128
 
@@ -147,11 +148,13 @@ class LoraGpt(nn.Module):
         self.register_buffer("cos", torch.empty(length, size), persistent=False)
         self.register_buffer("sin", torch.empty(length, size), persistent=False)
 
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, targets: Tensor) -> CausalLMOutput:
         x = self.words(ids)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        logits = [self.head(part) for part in self.norm(x).split(CHUNK, dim=1)]
+        reduced = [self.head(part) for part in self.norm(x).split(CHUNK, dim=1)]
+        logits = [part.float() for part in reduced]
+        del reduced
         logits[-1] = logits[-1][..., :-1, :]
         flat = [part.reshape(-1, part.shape[-1]) for part in logits]
         parts = targets[..., 1:].split(CHUNK, dim=1)
@@ -159,4 +162,6 @@ class LoraGpt(nn.Module):
             F.cross_entropy(part, target.reshape(-1), ignore_index=-1, reduction="none")
             for part, target in zip(flat, parts, strict=True)
         ]
-        return torch.cat(losses).mean()
+        return CausalLMOutput(
+            loss=torch.cat(losses).mean(), logits=logits
+        )  # both are held until backward is over
