@@ -119,7 +119,7 @@ class Applied:
             InfeasibleBudget: no plan fits. What was planned before stays.
         """
         model = self._model()
-        if model is None or self.budget_bytes is None or self._store.buckets.single_policy is not None:
+        if model is None or self.budget_bytes is None or self._store.buckets.of_every_shape is not None:
             raise RuntimeError(
                 "plan_for plans shapes for a budget: apply(model, budget_gb=...) first, without policy=Policy"
             )

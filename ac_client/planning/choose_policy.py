@@ -106,8 +106,6 @@ class PolicyChooser:
                 store.look_at_parameters(call.model)
         if self._to_meet and self._has_ranks(call):
             return self._observe_with_ranks(call)
-        if (single := store.buckets.single_policy) is not None:
-            return single
         if waiting and (current := store.current) is not None and waiting <= len(current.step.following):
             if current.covers_next(call, waiting) or current.planned_for.fits(1):
                 return current  # the group of forwards is one
@@ -224,8 +222,7 @@ class PolicyChooser:
                 self._store.current = observation.then(profile, call, observation)
                 return
             bucket = self._plan(call, profile, observation)
-            if buckets.single_policy is None:
-                buckets.remember(observation.key, bucket)
+            buckets.remember(observation.key, bucket)
             self._store.current = bucket
             self._planner.on_device.bucket = bucket
 
@@ -274,8 +271,7 @@ class PolicyChooser:
                 if observation is not None and observation.runs_elsewhere:
                     return None  # it began while this thread waited
                 return self._observe(call, key)
-            if buckets.single_policy is None:
-                buckets.remember(key, bucket)
+            buckets.remember(key, bucket)
         return bucket
 
     def _observe(self, call: ModelCall, key: Key, *, meets: bool = False) -> PlannedBucket | None:

@@ -145,7 +145,7 @@ class ModelHooks:
         if planning.planner.profiling:
             return
         forward = self._of_thread.forward
-        waiting = planning.watch.waiting()
+        waiting = planning.watch.on_device.in_flight()
         if planning.watch.peaks.reading and not waiting:
             planning.end_step()
         if not torch.is_grad_enabled() or not self.unplanned.trains_in(model):

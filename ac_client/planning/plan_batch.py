@@ -234,6 +234,7 @@ class BatchPlanner:
     def _completed(self, profile: Profile, call: ModelCall) -> Profile:
         """Return `profile` with what optimizers and the link add to it. Measure what others hold."""
         self.on_device.measure_uncounted(call.args, call.kwargs, self.on_device.kept_nbytes(call, profile))
+        self.on_device.note_batches(call.tensors, profile.static.inputs)
         profile = self.on_device.optimizers_need(self._dropped_nbytes).counted_in(profile)
         for message in unplanned_in(profile):
             self.warn_once(message, message)
@@ -632,9 +633,7 @@ def _check_idle() -> None:
 
 def check_hooks() -> None:
     """Raise what forbids saved-tensor hooks, before anything has run."""
-    enter_saved_tensor_hooks(hooks := torch.autograd.graph.saved_tensors_hooks(_same, _same))
+    enter_saved_tensor_hooks(
+        hooks := torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one)
+    )
     hooks.__exit__()
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

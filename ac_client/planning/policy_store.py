@@ -32,13 +32,11 @@ class ShapeBuckets:
 
     Attributes:
         all: buckets in the order in which they were planned.
-        single_policy: the bucket that runs every batch, if there is one.
         known: the bucket chosen for a key; read by each forward.
     """
 
     def __init__(self) -> None:
         self.all: list[PlannedBucket] = []
-        self.single_policy: PlannedBucket | None = None
         self.known: dict[Key, PlannedBucket] = {}
 
     def covering(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PlannedBucket | None:
@@ -47,6 +45,11 @@ class ShapeBuckets:
         covering = [(b.extent.elements, b) for b in self.all if b.extent and b.extent.covers(batch)]
         if covering:
             return min(covering, key=itemgetter(0))[1]
+        return self.of_every_shape
+
+    @property
+    def of_every_shape(self) -> PlannedBucket | None:
+        """Return the bucket that runs every batch, if there is one."""
         return self.all[0] if self.all and self.all[0].shape is None else None
 
     def remember(self, key: Key, bucket: PlannedBucket) -> None:
@@ -63,7 +66,6 @@ class ShapeBuckets:
     def discard(self, bucket: PlannedBucket) -> None:
         """Run no batch under `bucket` any more."""
         self.all = [other for other in self.all if other is not bucket]
-        self.single_policy = None if self.single_policy is bucket else self.single_policy
         self.known.clear()
 
 
@@ -113,7 +115,7 @@ class PolicyStore:
     @property
     def latest(self) -> PlannedBucket | None:
         """Return the bucket that the last forward ran under, or that every forward will."""
-        return self.current or self.buckets.single_policy
+        return self.current or self.buckets.of_every_shape
 
     def policies(self) -> PolicySet:
         """Return one policy for each shape of batch that was planned. A single policy has no shape."""
@@ -152,8 +154,6 @@ class PolicyStore:
             buckets = self._by_trained[self.parameters.key] = ShapeBuckets()
             for bucket in self._given:
                 buckets.add(bucket)
-            if len(self._given) == 1 and self._given[0].shape is None:
-                buckets.single_policy = self._given[0]
         return buckets
 
     def _log_policy(self, event: str, policy: Policy) -> None:

@@ -269,7 +269,7 @@ def meet(
     """
     messages = ranks.gather(_encode(need))
     _raise_first(ranks, list(enumerate(messages)), need)
-    needs = [_decode_need(text) for text in messages]
+    needs = [Need(**json.loads(text)) for text in messages]
     limit = min(each.limit for each in needs)
     static = max(each.static for each in needs)
     first = needs[0]
@@ -315,11 +315,6 @@ def _encode(need: Need | Exception) -> str:
         case CannotProfile():
             data["arguments"] = [need.where, need.why, need.instead]
     return json.dumps(data, default=str)
-
-
-def _decode_need(text: str) -> Need:
-    data = json.loads(text)
-    return Need(**data)
 
 
 def _raise_first(ranks: Ranks, messages: Sequence[tuple[int, str]], mine: Any) -> None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import CodeType, FrameType
+from typing import Any
+
+from torch import Tensor
 
 from autoac.tape.torch_facts import private
+
+# Of the classes whose objects hold tensors: a stage, its buffers, and operations that send or receive.
+HOLDERS = ("torch.distributed.pipelining.stage", "torch.distributed.distributed_c10d")
+PART_OF_TORCH = os.path.join("torch", "distributed", "pipelining", "")
 
 
 def infers_metadata() -> bool:
@@ -32,6 +40,31 @@ def is_input_half() -> bool:
         return False
     # This is a thread of the engine (CUDA), and the caller waits in another thread.
     return any(_is_called_from(other, code) for other in sys._current_frames().values())
+
+
+def held_by_schedule() -> list[Tensor]:
+    """Return what the schedule that runs holds: batches, targets, outputs, and buffers to receive into."""
+    frame = sys._getframe(1) if HOLDERS[0] in sys.modules else None
+    looked_at, found, rest = set[int](), list[Tensor](), list[Any]()
+    while frame is not None:
+        if PART_OF_TORCH in frame.f_code.co_filename:  # faster than a function call
+            rest += (names := frame.f_locals).values()
+            if isinstance(names, dict):  # before Python 3.13: a copy, which the frame keeps
+                names.clear()
+        frame = frame.f_back
+    while rest:
+        if id(one := rest.pop()) in looked_at:
+            continue
+        looked_at.add(id(one))
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, dict):
+            rest += one.values()
+        elif isinstance(one, (list, tuple)):
+            rest += one
+        elif type(one).__module__ in HOLDERS:
+            rest += getattr(one, "__dict__", {}).values()
+    return found
 
 
 def _is_called_from(frame: FrameType | None, code: CodeType) -> bool:

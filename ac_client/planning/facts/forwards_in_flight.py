@@ -15,8 +15,7 @@ Weak references to the storages of the outputs show what names of the loop keep 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,26 +40,31 @@ class BackwardFacts(NamedTuple):
 
 
 Listener = Callable[[BackwardFacts], None]
+Storages = dict[weakref.ref[Any], int]
+"""Weak references to storages, with the bytes of their blocks."""
 
 
 class ForwardsInFlight:
-    """The forwards of one model that wait for their backward."""
+    """The forwards of one model that wait for their backward.
+
+    Attributes:
+        outputs: of all forwards, as long as they exist.
+    """
 
     def __init__(self) -> None:
-        self._forwards: list[weakref.ref[_InFlight]] = []
-        self._last: weakref.ref[_InFlight] | None = None
+        self.outputs = Storages()
+        self._forwards: list[weakref.ref[InFlight]] = []
+        self._last: weakref.ref[InFlight] | None = None
 
     def waiting(self) -> int:
         """Return how many forwards have not been differentiated yet, and still may be."""
-        self._forwards = [
-            ref for ref in self._forwards if (forward := ref()) is not None and not forward.begun
-        ]
-        return len(self._forwards)
+        return len(self.alive())
 
-    def waiting_elements(self) -> int:
-        """Return how many elements the batches of these forwards have."""
-        self.waiting()
-        return sum(forward.elements for ref in self._forwards if (forward := ref()) is not None)
+    def alive(self) -> list[InFlight]:
+        """Return these forwards."""
+        alive = [one for ref in self._forwards if (one := ref()) is not None and not one.begun]
+        self._forwards = [weakref.ref(one) for one in alive]
+        return alive
 
     def add(self, batch: Sequence[Tensor], out: Any, listener: Listener) -> None:
         """Watch a forward that has just ended with `out`, until it is differentiated or dropped.
@@ -74,14 +78,14 @@ class ForwardsInFlight:
         nodes = {t.grad_fn for t in tensors if t.requires_grad and t.grad_fn is not None}
         if not nodes or torch.compiler.is_compiling():
             return
-        inside, roots = (list(chain.from_iterable(map(below, each))) for each in (tensors, roots_of(out)))
-        forward = _InFlight(batch, inside, roots, listener)
+        forward = InFlight(batch, storages_of(tensors), storages_of(roots_of(out)), listener)
         for node in nodes:
             node.register_prehook(forward)
+        self.outputs = {ref: nbytes for ref, nbytes in self.outputs.items() if ref()} | forward.outputs
         self._last = weakref.ref(forward)
         self._forwards.append(self._last)
 
-    def ended(self) -> _InFlight | None:
+    def ended(self) -> InFlight | None:
         """Return the last forward if its graph is still there after a backward, and no forward waits."""
         forward = self._last() if self._last is not None else None
         return None if forward is None or not forward.begun or self.waiting() else forward
@@ -94,32 +98,20 @@ class ForwardsInFlight:
         self._forwards.clear()
 
 
-class _InFlight:
+class InFlight:
     """One forward. Only the autograd nodes of its outputs hold it, as their hook."""
 
-    __slots__ = (
-        "__weakref__",
-        "_batch",
-        "_created_graph",
-        "_outputs",
-        "_roots",
-        "_tasks",
-        "begun",
-        "elements",
-        "listener",
-    )
-
     def __init__(
-        self, batch: Sequence[Tensor], tensors: Sequence[Tensor], roots: Sequence[Tensor], listener: Listener
+        self, batch: Sequence[Tensor], outputs: Storages, roots: Storages, listener: Listener
     ) -> None:
-        self._batch = [weakref.ref(tensor) for tensor in batch if tensor.requires_grad]
+        self.batch = storages_of(batch)
+        self._inputs = [weakref.ref(tensor) for tensor in batch if tensor.requires_grad]
         self.elements = sum(tensor.numel() for tensor in batch if not tensor.is_nested)
         self._created_graph = False
         self.listener: Listener | None = listener
         self.begun = False
         self._tasks: set[int] = set()  # graph tasks that have reached the forward
-        self._roots = dict(_held(root) for root in roots if has_storage(root))
-        self._outputs = self._roots | dict(_held(tensor) for tensor in tensors if has_storage(tensor))
+        self._roots, self.outputs = roots, roots | outputs
 
     def kept_nbytes(self, of_graph: int, batch: Sequence[Tensor]) -> int:
         """Return the bytes that the loop's variables keep of the forward after its backward.
@@ -131,8 +123,8 @@ class _InFlight:
             of_graph: bytes that the graph, and the tensors where backward starts, hold after backward.
             batch: tensors that count elsewhere.
         """
-        held = sum(nbytes for ref, nbytes in self._outputs.items() if ref())
-        alive = [tensor for ref in self._batch if (tensor := ref()) is not None]
+        held = sum(nbytes for ref, nbytes in self.outputs.items() if ref())
+        alive = [tensor for ref in self._inputs if (tensor := ref()) is not None]
         inputs = [tensor for tensor in alive if not any(tensor is one for one in batch)]
         nbytes = sum(_held(tensor)[1] for tensor in with_memory([*inputs, *map(gradient_of, inputs)]))
         return nbytes + held + max(0, of_graph - sum(self._roots.values()))
@@ -150,6 +142,11 @@ class _InFlight:
             return
         self._created_graph |= torch.is_grad_enabled()
         self.listener(BackwardFacts(len(self._tasks), self._created_graph))
+
+
+def storages_of(tensors: Iterable[Tensor]) -> Storages:
+    """Return the storages behind `tensors`."""
+    return dict(_held(inner) for tensor in tensors for inner in below(tensor) if has_storage(inner))
 
 
 def _held(tensor: Tensor) -> tuple[weakref.ref[Any], int]:

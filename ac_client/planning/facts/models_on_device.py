@@ -20,10 +20,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ac_client.planning.batch_shape import ModelCall
-from ac_client.planning.facts.forwards_in_flight import ForwardsInFlight
+from ac_client.planning.facts.forwards_in_flight import ForwardsInFlight, storages_of
 from ac_client.planning.facts.model_structure import device_of, module_changes
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_watch import PeakWatch
@@ -32,6 +32,7 @@ from autoac.planner.formats.profile import Profile
 from autoac.planner.units import format_bytes
 from autoac.profiler.static_memory import OptimizerBytes, optimizer_state_nbytes, static_bytes
 from autoac.tape.distributed.fsdp import gathered_nbytes, unreduced_nbytes
+from autoac.tape.distributed.pipelining import held_by_schedule
 from autoac.tape.torch_facts.libraries import free_workspaces, pool_nbytes
 from autoac.tape.torch_facts.streams import is_capturing
 
@@ -88,10 +89,13 @@ class ModelOnDevice:
         self._idle: weakref.WeakKeyDictionary[ModelOnDevice, int] = weakref.WeakKeyDictionary()
         self._unreduced = 0  # bytes of gradients that waited for a reduction as a forward began, at most
         self._uncounted = 0  # bytes on the device that no planned model holds, as last measured
+        # Of the batch of a waiting forward of each other model, at most.
+        self._batches: weakref.WeakKeyDictionary[ModelOnDevice, int] = weakref.WeakKeyDictionary()
         self._counted: dict[Hashable, tuple[Any, int]] = {}  # by `_once`: when, and how many bytes
         # How many forwards of this model and of each other one wait at moments of its steps.
         self._moments: list[_InFlightNow] = []  # of the last step
         self._running: list[_InFlightNow] = []  # of the step that runs
+        self._others_wait = False  # as of the last of these moments
         self._passing = 1 << 62  # the least bytes of waiting forwards that are gone as an optimizer steps
         _all.add(self)
 
@@ -108,7 +112,8 @@ class ModelOnDevice:
         others = self._others()
         self._trains_at = next(_turns) if forward else self._trains_at
         waiting = _InFlightNow(self.in_flight(), {other: other.in_flight() for other in others})
-        if not (waiting.own or any(waiting.others.values())):
+        self._others_wait = any(waiting.others.values())
+        if not (waiting.own or self._others_wait):
             for other in others if forward else ():
                 if (settle := other.settle()) is not None and (model := other._model()) is not None:
                     settle(model)
@@ -196,6 +201,31 @@ class ModelOnDevice:
             gc.collect()  # garbage is not held
             self._uncounted = more_than_held()
 
+    def note_batches(self, batch: Sequence[Tensor], inputs: int) -> None:
+        """Note what waiting forwards of others hold as batches, and a pipeline's schedule, on a CPU.
+
+        Args:
+            batch: of the forward that begins.
+            inputs: bytes of batches that the plan of the model counts.
+        """
+        schedule = held_by_schedule()
+        if not (schedule or self._others_wait):
+            return
+        if (device := self.device()) is None or device.type == "cuda":
+            return  # `measure_uncounted` counts them
+        forwards = self._in_flight.alive()
+        of_others = {other: other._in_flight.alive() for other in self.neighbors()}
+        outputs = {ref for each in (forwards, *of_others.values()) for one in each for ref in one.outputs}
+        own = storages_of(batch) | {ref: nbytes for one in forwards for ref, nbytes in one.batch.items()}
+        if schedule:
+            more = storages_of(schedule) | self._in_flight.outputs  # some are held by what is being sent
+            own |= {ref: nbytes for ref, nbytes in more.items() if ref not in outputs}
+            self._uncounted = max(self._uncounted, sum(n for ref, n in own.items() if ref()) - inputs)
+        for other, waiting in of_others.items():
+            batches = {ref: nbytes for one in waiting for ref, nbytes in one.batch.items()}
+            nbytes = sum(n for ref, n in batches.items() if ref() and ref not in own and ref not in outputs)
+            self._batches[other] = max(self._batches.get(other, 0), nbytes // max(1, len(waiting)))
+
     def kept_nbytes(self, call: ModelCall, profile: Profile) -> int:
         """Return the bytes that variables keep of the last step, whose profile this is, as `call` begins."""
         forward = self._in_flight.ended()
@@ -232,6 +262,7 @@ class ModelOnDevice:
             return 0
         if forwards is None:
             forwards = {one: one.forward_nbytes() for one in (self, *self.neighbors())}
+        forwards = {one: nbytes + self._batches.get(one, 0) for one, nbytes in forwards.items()}
         most = bucket.planned_for.microbatches - 1 if bucket is not None else 0
         held = (
             (min(m.own, most) - most) * forwards[self]

@@ -49,7 +49,7 @@ class ModelOptimizers:
     ) -> None:
         self.steps = 0
         self.foresees = True
-        self.after_step: Callable[[], Callable[[torch.optim.Optimizer], None] | None] = _nothing
+        self.after_step: Callable[[], Callable[[torch.optim.Optimizer], None] | None] = lambda: None
         self._model = weakref.ref(model)
         self._not_stepped = given  # kept alive until then, since the first plan counts its state
         self._given = [weakref.ref(one) for one in unwrapped(given)]
@@ -65,7 +65,8 @@ class ModelOptimizers:
         self._of_others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._of_model: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._left_out: ObservedStep | None = None  # of another model, which leaves out the optimizer's step
-        _watch(self)
+        _hook()
+        _watched.add(self)
 
     @property
     def all(self) -> list[torch.optim.Optimizer]:
@@ -172,19 +173,10 @@ def _ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         of_model.step_ended(optimizer)
 
 
-def _nothing() -> None:
-    return None
-
-
 @cache
 def _hook() -> RemovableHandle:
     """Register a hook for all optimizers, once per process. It holds neither model nor optimizer."""
     return register_optimizer_step_pre_hook(_begins)
-
-
-def _watch(of_model: ModelOptimizers) -> None:
-    _hook()
-    _watched.add(of_model)
 
 
 def steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:

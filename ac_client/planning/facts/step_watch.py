@@ -39,15 +39,11 @@ class StepWatch:
             model, type(model).__name__, self.optimizers, self._in_flight, self.peaks
         )
 
-    def waiting(self) -> int:
-        """Return how many forwards wait for their backward."""
-        return self._in_flight.waiting()
-
     def waiting_for(self, bucket: PlannedBucket) -> int:
         """Return how many forwards wait; of microbatches, as many as hold their bytes under `bucket`."""
         if bucket.planned_for.microbatches == 1 or bucket.extent is None:
-            return self.waiting()
-        return -(-self._in_flight.waiting_elements() // max(1, bucket.extent.elements))
+            return self._in_flight.waiting()
+        return -(-sum(one.elements for one in self._in_flight.alive()) // max(1, bucket.extent.elements))
 
     def close(self) -> None:
         """Stop watching."""
@@ -73,6 +69,7 @@ class StepWatch:
         if not waiting and bucket.statistics.compared < WATCHED_STEPS:
             counts = (needs.state, profile.static.workspaces) if bucket.statistics.steps else None
             self.on_device.measure_uncounted(call.args, call.kwargs, kept, counts=counts)
+        self.on_device.note_batches(call.tensors, profile.static.inputs)
         if gradients and not profile.static.gradients:
             self._found_gradients = profile.gradient_nbytes
         others, share = self.on_device.others_nbytes(), self.on_device.share
@@ -99,6 +96,4 @@ class StepWatch:
         self._graphs += backward.creates_graph and backward.passes == 1
         backward = backward._replace(graphs=max(1, self._graphs))
         self._stepped_at = self.optimizers.steps
-        if gradients and not gradients_exist():
-            return backward, 0
-        return backward, gradients or None
+        return backward, (gradients if gradients_exist() else 0) if gradients else None

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ranks import outputs_of_ranks
 
+from benchmarks.loops import pipelines
+
 SCRIPT = """
 import json
 import torch.nn.functional as F
@@ -83,3 +85,11 @@ def test_stages_train_as_without_plans_and_are_planned_for_what_waits(tmp_path: 
     assert [first[one][1] for one in ("ScheduleGPipe", "Schedule1F1B")] == [[4], [2]]
     assert [second[one][1] for one in ("ScheduleGPipe", "Schedule1F1B")] == [[4], [1]]
     assert first["ScheduleInterleaved1F1B"][1][0] == 4
+
+
+def test_what_a_schedule_holds_besides_the_parts_is_counted(tmp_path: Path) -> None:
+    """Count targets, outputs of microbatches that are done, and buffers to receive into or to send."""
+    script = pipelines.SCRIPT.format(name="Schedule1F1B", share=0.6, infers=False)
+    first, second = (json.loads(out.splitlines()[-1]) for out in outputs_of_ranks(script, tmp_path / "store"))
+    assert max(first["peaks"]) <= first["budget"]
+    assert (first["faults"], second["faults"]) == ([], [])
