@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from stepping import SeenOps
 from torch import Tensor, nn
 from torch.utils import checkpoint as torchs
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import ac_client
 
@@ -41,21 +38,9 @@ def ours(function: Any, *args: Any) -> Any:
     return ac_client.checkpoint(function, *args)
 
 
-class Ops(TorchDispatchMode):
-    """Count the ops that run inside, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ran[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def replayed(backward: Callable[[], Any], *names: str) -> list[int]:
     """Return how often `backward` ran each op of `names`. No derivative formula uses these ops."""
-    with Ops() as ops:
+    with SeenOps() as ops:
         backward()
     return [ops.ran[name] for name in names]
 

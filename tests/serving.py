@@ -44,3 +44,22 @@ def chromium() -> Iterator[Any]:
             yield launched
         finally:
             launched.close()
+
+
+class Tab:
+    """A tab of a browser, its errors, and its requests."""
+
+    def __init__(self, browser: Any, **options: Any) -> None:
+        self.page = browser.new_page(viewport={"width": 1280, "height": 900}, **options)
+        self.page.set_default_timeout(60_000)
+        self.complaints: list[str] = []
+        self.requests: list[Any] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request))
+
+    def close(self, *own: str) -> None:
+        """Close the tab, which had no errors, and asked for nothing but what begins with one of `own`."""
+        self.page.close()
+        assert self.complaints == []
+        assert [one.url for one in self.requests if not one.url.startswith(("data:", *own))] == []

@@ -8,6 +8,7 @@ import gc
 import inspect
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -59,8 +60,8 @@ class Outcome:
 
 def scalar(out: Any) -> Tensor:
     """Return a scalar that depends on every differentiable output of a model."""
-    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
-    if isinstance(loss, Tensor):
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+    if isinstance(loss, Tensor) and not loss.dim():
         return loss
     leaves = tree_leaves(list(out.values()) if isinstance(out, dict) else out)
     floats = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
@@ -92,6 +93,12 @@ def gradients(model: nn.Module, *args: Any, dropout: int = 1, **kwargs: Any) -> 
     seed(dropout)
     scalar(model(*args, **kwargs)).backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def outcome(model: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:
+    """Run a step; return what it leaves: gradients, buffers, and what the generator draws next."""
+    found = gradients(model, *args, **kwargs)
+    return [*found, *(buffer.clone() for buffer in model.buffers()), torch.rand(4)]
 
 
 def trained(
@@ -146,6 +153,12 @@ def allocated_peak(run: Callable[[], Any]) -> int:
     return max(accumulate(change.nbytes for change in record.changes))
 
 
+def peak_of(model: nn.Module, *args: Any, **kwargs: Any) -> int:
+    """Return the peak of what a step from no gradients allocates."""
+    model.zero_grad()
+    return allocated_peak(lambda: scalar(model(*args, **kwargs)).backward())
+
+
 def peaks(found: Profile | Graph) -> tuple[int, int]:
     """Return the smallest peak found, and that of saving everything."""
     graph = found if isinstance(found, Graph) else build(found)
@@ -184,6 +197,11 @@ class SeenOps(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.ops.append(str(func))
         return func(*args, **(kwargs or {}))
+
+    @property
+    def ran(self) -> Counter[str]:
+        """Count how often each op ran, by its name without namespace and overload."""
+        return Counter(op.split(".")[1] for op in self.ops)
 
 
 def timed_by_flops(found: Profile) -> Profile:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from stepping import SeenOps
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ac_client
 from ac_client import AlreadyApplied, Fit, InfeasibleBudget, InvalidBudget, NotApplied, timed_sizes
@@ -217,24 +217,16 @@ def test_times_in_turns_put_the_model_back() -> None:
         ac_client.applied(model)
 
 
-class _Gelus(TorchDispatchMode):
-    calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += func is torch.ops.aten.gelu.default
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_model_in_eval_is_timed_under_its_plans() -> None:
     model, rows = real(8)
     model.eval()
     step = profile(model, rows)
     tight = plan(step, budget_bytes=find_minimum_peak(step).found)
     again = sum("gelu" in tight.graph.ops[op].name for op in tight.recompute_set)
-    with _Gelus() as gelus:
+    with SeenOps() as ops:
         times_in_turns(lambda _: TrainingSetup(model, (rows,)), [PlannedSize(8, tight.policy())], None)
     assert again > 0
-    assert gelus.calls == (4 + again) * (MOST_TURNS + 1)
+    assert ops.ran["gelu"] == (4 + again) * (MOST_TURNS + 1)
     assert not model.training
 
 

@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from hypothesis import strategies as st
+
 from autoac.planner.formats.profile import (
     BackwardSteps,
     Environment,
@@ -368,6 +370,13 @@ def gpt2(
         accumulated += weight
         flowing = size
     return tape.profile()
+
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def random_graph(seed: int, most_ops: int = 7) -> Graph:
+    return build(random_profile(random.Random(seed), most_ops))
 
 
 def random_profile(rng: random.Random, most_ops: int = 8) -> Profile:

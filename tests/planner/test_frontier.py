@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import graphs
 import oracles
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from autoac.planner import (
     Constraints,
@@ -29,9 +27,9 @@ few = settings(max_examples=25, derandomize=True, deadline=None)
 
 
 @few
-@given(st.integers(0, 2**32 - 1))
+@given(graphs.seeds)
 def test_every_plan_of_a_frontier_is_the_fastest_that_fits_its_peak(seed: int) -> None:
-    graph = build(graphs.random_profile(random.Random(seed), 6))
+    graph = graphs.random_graph(seed, 6)
     table = oracles.peaks_and_times(graph)
     made = find_frontier(graph, points=5, gap=0.0)
     for plan in made.plans:
@@ -42,9 +40,9 @@ def test_every_plan_of_a_frontier_is_the_fastest_that_fits_its_peak(seed: int) -
 
 
 @few
-@given(st.integers(0, 2**32 - 1))
+@given(graphs.seeds)
 def test_budget_of_a_stopped_point_selects_that_point(seed: int) -> None:
-    graph = build(graphs.random_profile(random.Random(seed), 6))
+    graph = graphs.random_graph(seed, 6)
     table = oracles.peaks_and_times(graph)
     made = find_frontier(graph, points=5, gap=0.0).plans
     larger = [plan.budget for plan in made] + [plan.budget * 2 for plan in made]

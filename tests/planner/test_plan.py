@@ -18,7 +18,6 @@ import oracles
 import pytest
 from graphs import chain
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from autoac.planner import (
     Constraints,
@@ -49,7 +48,6 @@ from autoac.planner.solver.start.fill import filled
 from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.variables import Options
 
-seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=60, derandomize=True, deadline=None)
 few = settings(max_examples=25, derandomize=True, deadline=None)
 
@@ -64,7 +62,7 @@ def problem(seed: int, most_ops: int = 7) -> tuple[Graph, int, random.Random]:
 
 
 @settings(max_examples=120, derandomize=True, deadline=None)
-@given(seeds)
+@given(graphs.seeds)
 def test_plan_is_the_fastest_save_set_that_fits(seed: int) -> None:
     graph, budget, _ = problem(seed, most_ops=8)
     table = oracles.peaks_and_times(graph)
@@ -123,7 +121,7 @@ def test_plan_is_good_enough_within_the_gap_or_a_share_of_the_step(share: float)
 
 
 @few
-@given(seeds)
+@given(graphs.seeds)
 def test_time_of_a_recompute_may_differ_from_the_run_time(seed: int) -> None:
     graph, budget, _ = problem(seed)
     graph = replace(graph, ops=tuple(replace(op, rerun_us=op.runtime_us + 5) for op in graph.ops))
@@ -166,7 +164,7 @@ def solved() -> list[tuple[Graph, int, float]]:
 
 @pytest.mark.slow
 @laws
-@given(seeds)
+@given(graphs.seeds)
 def test_one_byte_below_the_smallest_peak_is_infeasible_with_true_bounds(seed: int) -> None:
     graph, _, _ = problem(seed, most_ops=6)
     smallest = oracles.smallest_peak(oracles.peaks_and_times(graph))
@@ -182,7 +180,7 @@ def test_one_byte_below_the_smallest_peak_is_infeasible_with_true_bounds(seed: i
 
 
 @few
-@given(seeds)
+@given(graphs.seeds)
 def test_find_minimum_peak_finds_the_smallest(seed: int) -> None:
     graph, _, _ = problem(seed, most_ops=6)
     found = find_minimum_peak(graph, gap=0.0)
@@ -338,7 +336,7 @@ def test_known_save_set_is_used_as_a_start() -> None:
 
 
 @laws
-@given(seeds)
+@given(graphs.seeds)
 def test_filled_save_set_fits_and_recomputes_no_more(seed: int) -> None:
     graph, budget, _ = problem(seed)
     for save_set in (frozenset[OpId](), graph.everything, SearchProblem(graph).segments.within(budget)):
@@ -349,7 +347,7 @@ def test_filled_save_set_fits_and_recomputes_no_more(seed: int) -> None:
 
 
 @laws
-@given(seeds)
+@given(graphs.seeds)
 def test_fits_is_the_peak_compared_with_the_budget(seed: int) -> None:
     graph, budget, rng = problem(seed)
     save_set = frozenset(op.id for op in graph.ops if rng.random() < 0.5)
@@ -397,7 +395,7 @@ def test_a_plan_crosses_a_process_boundary() -> None:
 def test_unneeded_saves_are_dropped_if_they_cost_memory() -> None:
     # Here saving everything peaks above save sets that recompute nothing either: what nobody asks for is
     # held as well, for the sake of a saved tensor that is dropped without having been unpacked.
-    graph = build(graphs.random_profile(random.Random(5492658), 6))
+    graph = graphs.random_graph(5492658, 6)
     graph = replace(graph, closing_bytes=0)
     table = oracles.peaks_and_times(graph)
     smallest = oracles.smallest_peak(table)
@@ -408,7 +406,7 @@ def test_unneeded_saves_are_dropped_if_they_cost_memory() -> None:
 
 
 @laws
-@given(seeds)
+@given(graphs.seeds)
 def test_policy_saves_every_op_that_must_be_saved(seed: int) -> None:
     """The runtime knows only some of the reasons by itself, and a program decides the other ops only."""
     found = graphs.random_profile(random.Random(seed), 6)

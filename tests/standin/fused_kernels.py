@@ -84,6 +84,9 @@ def _seed(device: torch.device) -> int:
 # ---- attention
 
 
+_How = tuple[Tensor | None, float, bool, float | None]  # bias, dropout, causal, scale
+
+
 def _weights(
     query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -109,20 +112,12 @@ def _kept(weights: Tensor, dropout: float, seed: int) -> Tensor:
     return (drawn >= dropout).float() / (1 - dropout)
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    out: Tensor,
-) -> tuple[Tensor, int]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, how: _How, out: Tensor) -> tuple[Tensor, int]:
     """Fill `out`; return the logarithm of the sums, on the host, and the seed of the dropout.
 
     Without dropout, torch returns the seed as the allocator left it: another number each time.
     """
+    bias, dropout, causal, scale = how
     seed = _seed(query.device) if dropout else next(_left_by_allocator)
     q, k, v, b = _host(query, key, value, bias)
     weights, sums = _weights(q, k, b, causal, scale)
@@ -130,19 +125,10 @@ def _attend(
     return sums, seed
 
 
-def _attend_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    seed: Tensor,
-) -> list[Tensor]:
+def _attend_backward(grad: Tensor, *operands: Tensor, how: _How, seed: Tensor) -> list[Tensor]:
     """Return the gradients of query, key, value and bias on the host, in 32 bits."""
-    g, q, k, v, b, s = _host(grad, query, key, value, bias, seed)
+    bias, dropout, causal, scale = how
+    g, q, k, v, b, s = _host(grad, *operands, bias, seed)
     weights, _ = _weights(q, k, b, causal, scale)
     kept = _kept(weights, dropout, int(s.view(torch.int64).reshape(-1)[0]))
     of_weights = (g.float() @ _heads(v, q).transpose(-2, -1)) * kept
@@ -157,23 +143,22 @@ def _attend_backward(
     return [of_scores @ _heads(k, q) * factor, grouped(of_key, k), grouped(of_value, v), of_scores]
 
 
-def _filled(gradient: Tensor, out: Tensor) -> Tensor:
-    return out.copy_(gradient)
+def _filled(gradients: Sequence[Tensor], *outs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(out.copy_(gradient) for gradient, out in zip(gradients, outs, strict=False))
+
+
+def _given(rest: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
+    """Return the arguments `rest` with the defaults of those left out at the end."""
+    return *rest, *defaults[len(rest) :]
 
 
 @_kernel
 def _scaled_dot_product_flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any, scale: float | None = None
 ) -> tuple[Any, ...]:
+    dropout, causal, _ = _given(rest, 0.0, False, False)
     out = torch.empty_like(query)
-    sums, seed = _attend(query, key, value, None, dropout_p, is_causal, scale, out)
+    sums, seed = _attend(query, key, value, (None, dropout, causal, scale), out)
     state = torch.tensor([seed, 0]).view(torch.uint64)
     sums, state, unused, debug = _device(
         query.device, sums, state, state[0].clone(), query.new_empty(0).cpu()
@@ -185,29 +170,23 @@ def _scaled_dot_product_flash_attention(
 def _scaled_dot_product_flash_attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, scale: float | None = None
 ) -> tuple[Tensor, ...]:
-    *_, dropout_p, is_causal, philox_seed, _ = rest
-    found = _attend_backward(grad_out, query, key, value, None, dropout_p, is_causal, scale, philox_seed)
-    return tuple(_filled(g, torch.empty_like(t)) for g, t in zip(found, (query, key, value), strict=False))
+    *_, dropout, causal, seed, _ = rest
+    operands, how = (query, key, value), (None, dropout, causal, scale)
+    return _filled(
+        _attend_backward(grad_out, *operands, how=how, seed=seed), *map(torch.empty_like, operands)
+    )
 
 
 @_kernel
 def _scaled_dot_product_cudnn_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any, scale: float | None = None
 ) -> tuple[Any, ...]:
+    bias, keeps_sums, dropout, causal, _ = _given(rest, None, False, 0.0, False, False)
     out = torch.empty_like(query[..., : value.shape[-1]])
-    sums, seed = _attend(query, key, value, attn_bias, dropout_p, is_causal, scale, out)
+    sums, seed = _attend(query, key, value, (bias, dropout, causal, scale), out)
     drawn = torch.tensor(seed)
     sums, of_seed, offset = _device(query.device, sums[..., None], drawn, drawn)
-    if not compute_log_sumexp:
+    if not keeps_sums:
         sums = None
     return out, sums, None, None, query.shape[2], key.shape[2], of_seed, offset, None
 
@@ -216,27 +195,22 @@ def _scaled_dot_product_cudnn_attention(
 def _scaled_dot_product_cudnn_attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, scale: float | None = None
 ) -> tuple[Tensor, ...]:
-    _, _, philox_seed, _, attn_bias, *_, dropout_p, is_causal = rest
-    found = _attend_backward(grad_out, query, key, value, attn_bias, dropout_p, is_causal, scale, philox_seed)
-    return tuple(_filled(g, torch.empty_like(t)) for g, t in zip(found, (query, key, value), strict=False))
+    _, _, seed, _, bias, *_, dropout, causal = rest
+    operands, how = (query, key, value), (bias, dropout, causal, scale)
+    return _filled(
+        _attend_backward(grad_out, *operands, how=how, seed=seed), *map(torch.empty_like, operands)
+    )
 
 
 @_kernel
 def _scaled_dot_product_efficient_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any, scale: float | None = None
 ) -> tuple[Any, ...]:
+    bias, keeps_sums, dropout, causal = _given(rest, None, False, 0.0, False)
     batch, heads, length, _ = query.shape
     out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-    sums, seed = _attend(query, key, value, attn_bias, dropout_p, is_causal, scale, out)
-    padded = torch.nn.functional.pad(sums, (0, -length % 32)) if compute_log_sumexp else sums[..., :0]
+    sums, seed = _attend(query, key, value, (bias, dropout, causal, scale), out)
+    padded = torch.nn.functional.pad(sums, (0, -length % 32)) if keeps_sums else sums[..., :0]
     drawn = torch.tensor(seed)
     (sums,) = _device(query.device, padded.contiguous())
     return out, sums, drawn, drawn.clone()  # seed and offset stay on the host
@@ -244,33 +218,18 @@ def _scaled_dot_product_efficient_attention(
 
 @_kernel
 def _scaled_dot_product_efficient_attention_backward(
-    grad_out_: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    dropout_p: float,
-    grad_input_mask: Sequence[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
+    grad_out_: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, scale: float | None = None
 ) -> tuple[Any, ...]:
-    found = _attend_backward(
-        grad_out_, query, key, value, attn_bias, dropout_p, is_causal, scale, philox_seed
-    )
-    gradients: list[Any] = [
-        _filled(g, torch.empty(t.transpose(1, 2).shape, dtype=t.dtype, device=t.device).transpose(1, 2))
-        for g, t in zip(found, (query, key, value), strict=False)
-    ]
-    if attn_bias is None or not grad_input_mask[3]:
+    bias, _, _, seed, _, dropout, wanted, causal = _given(rest, *[None] * 7, False)
+    operands, how = (query, key, value), (bias, dropout, causal, scale)
+    found = _attend_backward(grad_out_, *operands, how=how, seed=seed)
+    outs = (t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in operands)
+    gradients = _filled(found, *outs)
+    if bias is None or not wanted[3]:
         return *gradients, None
-    columns = attn_bias.shape[-1]
-    aligned = attn_bias.new_empty(*attn_bias.shape[:-1], columns + -columns % 16)[..., :columns]
-    return *gradients, _filled(found[3], aligned)
+    columns = bias.shape[-1]
+    aligned = bias.new_empty(*bias.shape[:-1], columns + -columns % 16)[..., :columns]
+    return *gradients, *_filled(found[3:], aligned)
 
 
 # ---- norms, softmax and the grid sampler
@@ -353,18 +312,12 @@ def _fused_rms_norm(
 
 @_kernel
 def _fused_rms_norm_backward(
-    grad_out: Tensor,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    rstd: Tensor,
-    weight: Tensor | None,
-    output_mask: Sequence[bool],
+    grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], *rest: Any
 ) -> tuple[Any, ...]:
-    g, x, r, w = _host(grad_out, input, rstd, weight)
-    shape = list(normalized_shape)
-    return _device(
-        input.device, *decompositions._fused_rms_norm_backward(g, x, shape, r, w, list(output_mask))
-    )
+    *operands, output_mask = rest
+    g, x, r, w = _host(grad_out, input, *operands)
+    shape, mask = list(normalized_shape), list(output_mask)
+    return _device(input.device, *decompositions._fused_rms_norm_backward(g, x, shape, r, w, mask))
 
 
 @_kernel
@@ -431,13 +384,9 @@ def _biased(gates: Tensor, bias: Tensor | None) -> Tensor:
 
 @_kernel
 def _thnn_fused_lstm_cell(
-    input_gates: Tensor,
-    hidden_gates: Tensor,
-    cx: Tensor,
-    input_bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
+    input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, *biases: Tensor | None
 ) -> tuple[Any, ...]:
-    x, h, c, b_x, b_h = _host(input_gates, hidden_gates, cx, input_bias, hidden_bias)
+    x, h, c, b_x, b_h = _host(input_gates, hidden_gates, cx, *_given(biases, None, None))
     i, f, g, o = (_biased(x, b_x) + _biased(h, b_h)).chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     cell = f * c + i * g
@@ -454,27 +403,16 @@ def _thnn_fused_lstm_cell_backward_impl(
     i, f, g, o = work.chunk(4, 1)
     tanh = cell.tanh()
     of_cell = of_cell + of_hidden * o * (1 - tanh * tanh)
-    gates = torch.cat(
-        [
-            of_cell * g * i * (1 - i),
-            of_cell * c * f * (1 - f),
-            of_cell * i * (1 - g * g),
-            of_hidden * tanh * o * (1 - o),
-        ],
-        1,
-    )
+    of_input, of_forget = of_cell * g * i * (1 - i), of_cell * c * f * (1 - f)
+    gates = torch.cat([of_input, of_forget, of_cell * i * (1 - g * g), of_hidden * tanh * o * (1 - o)], 1)
     return _device(cx.device, gates, of_cell * f, gates.sum(0) if has_bias else None)
 
 
 @_kernel
 def _thnn_fused_gru_cell(
-    input_gates: Tensor,
-    hidden_gates: Tensor,
-    hx: Tensor,
-    input_bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
+    input_gates: Tensor, hidden_gates: Tensor, hx: Tensor, *biases: Tensor | None
 ) -> tuple[Any, ...]:
-    x, h, before, b_x, b_h = _host(input_gates, hidden_gates, hx, input_bias, hidden_bias)
+    x, h, before, b_x, b_h = _host(input_gates, hidden_gates, hx, *_given(biases, None, None))
     (r_x, z_x, n_x), (r_h, z_h, n_h) = _biased(x, b_x).chunk(3, 1), _biased(h, b_h).chunk(3, 1)
     r, z = (r_x + r_h).sigmoid(), (z_x + z_h).sigmoid()
     n = (n_x + r * n_h).tanh()

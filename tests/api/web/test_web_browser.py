@@ -18,7 +18,7 @@ import pytest
 from anyio import to_thread
 from drawings import HOSTILE, hostile, small
 from service_fakes import InProcess, chain_profile
-from serving import in_chromium, serving
+from serving import Tab, in_chromium, serving
 
 from autoac.api import Settings, create_app
 from autoac.api.requests import Kind
@@ -138,18 +138,10 @@ def stored(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield Stored(live, profile, ids, budgets, wild, long_)
 
 
-class Visit:
-    """A tab, its errors, and its requests."""
-
+class Visit(Tab):
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.url = url
-        self.page = browser.new_page(viewport={"width": 1280, "height": 900}, **options)
-        self.page.set_default_timeout(60_000)
-        self.complaints: list[str] = []
-        self.requests: list[Any] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request))
+        super().__init__(browser, **options)
 
     def go(self, path: str) -> Any:
         self.page.goto(self.url + path)
@@ -164,12 +156,7 @@ class Visit:
 def visit(browser: Any, stored: Stored) -> Iterator[Visit]:
     made = Visit(browser, stored.live.url)
     yield made
-    made.page.close()
-    assert made.complaints == []
-    strange = [
-        one.url for one in made.requests if not one.url.startswith((stored.live.url, "data:", "blob:"))
-    ]
-    assert strange == []
+    made.close(stored.live.url, "blob:")
 
 
 Opened = Callable[..., tuple[Live, Visit]]

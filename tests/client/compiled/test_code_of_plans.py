@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from stepping import outcome
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
@@ -78,12 +79,6 @@ def item(_model: Net, x: Tensor, _number: float) -> Tensor:
     return functional.leaky_relu(x, negative_slope=x.detach().abs().mean().item() * 0.01)
 
 
-def outcome(model: nn.Module, call: Callable[..., Tensor], *args: Any) -> list[Tensor]:
-    model.zero_grad()
-    call(*args).backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
 @pytest.mark.parametrize(
     ("middle", "dynamic", "budget_gb"),
     [
@@ -105,7 +100,7 @@ def test_python_floats_in_compiled_code(middle: Middle, dynamic: bool | None, bu
         found = []
         for rows, number in ((512, 0.1), (512, 0.2), (384, 0.3), (96, 0.3)):
             x = torch.linspace(-1, 1, rows * 32).reshape(rows, 32)
-            found.append(outcome(model, call, x, number))
+            found.append(outcome(call, x, number))
             if planned and rows == 512 and middle is not item:  # a graph break keeps what crosses it
                 assert ac_client.applied(model).report().recomputed > 0
         return found
@@ -126,15 +121,15 @@ def test_suppressed_errors_of_a_backend(caplog: pytest.LogCaptureFixture) -> Non
     x = torch.ones(512, 32)
     with torch._dynamo.config.patch(suppress_errors=True):
         model = Net(plain)
-        want = outcome(model, torch.compile(model, backend=broken), x)
+        want = outcome(torch.compile(model, backend=broken), x)
         torch.compiler.reset()
         planned = ac_client.apply(Net(plain), TIGHT_GB)
         for _ in range(2):
-            assert all(map(torch.equal, outcome(planned, torch.compile(planned, backend=broken), x), want))
+            assert all(map(torch.equal, outcome(torch.compile(planned, backend=broken), x), want))
         assert ac_client.applied(planned).report().recomputed > 0
         assert "its backend cannot compile it" in caplog.text
         torch.compiler.reset()
-        assert all(map(torch.equal, outcome(model, torch.compile(model, backend=broken), x), want))
+        assert all(map(torch.equal, outcome(torch.compile(model, backend=broken), x), want))
 
 
 def test_unplanned_model_compiles_as_if_nothing_was_planned(
@@ -150,25 +145,25 @@ def test_unplanned_model_compiles_as_if_nothing_was_planned(
 
     unplanned = counted("before"), counted("before")
     planned = ac_client.apply(Net(plain), TIGHT_GB)
-    outcome(planned, torch.compile(planned, backend=BACKEND), torch.ones(512, 32))
+    outcome(torch.compile(planned, backend=BACKEND), torch.ones(512, 32))
     assert (counted("after"), counted("after")) == unplanned
     assert unplanned[1]["aot_autograd"]["autograd_cache_hit"] == 1
 
 
 def test_apply_keeps_the_code_of_other_models() -> None:
     torch.compiler.reset()
-    bystanders = [(model, torch.compile(model, backend=BACKEND)) for model in (Other(), Net(plain))]
+    bystanders = [torch.compile(model, backend=BACKEND) for model in (Other(), Net(plain))]
     x = torch.ones(512, 32)
-    want = [outcome(model, call, x) for model, call in bystanders]
+    want = [outcome(call, x) for call in bystanders]
     counters.clear()
     for _ in range(3):
         planned = ac_client.apply(Net(plain), TIGHT_GB)
-        got = outcome(planned, torch.compile(planned, backend=BACKEND), x)
+        got = outcome(torch.compile(planned, backend=BACKEND), x)
         assert ac_client.applied(planned).report().recomputed > 0
         assert all(map(torch.equal, got, want[1]))
     assert counters["stats"]["unique_graphs"] == 1  # for the three plans together
-    for (model, call), gradients in zip(bystanders, want, strict=True):
-        assert all(map(torch.equal, outcome(model, call, x), gradients))
+    for call, gradients in zip(bystanders, want, strict=True):
+        assert all(map(torch.equal, outcome(call, x), gradients))
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -195,6 +190,6 @@ def test_backends_that_cannot_keep_to_a_plan_are_named(
     torch.compiler.reset()
     model = ac_client.apply(Net(plain), TIGHT_GB if backend is my_backend else 1.0)
     for _ in range(2):
-        outcome(model, torch.compile(model, backend=backend), torch.ones(512, 32))
+        outcome(torch.compile(model, backend=backend), torch.ones(512, 32))
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert any(words in warning for warning in warnings) if words else not warnings

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import Block, BlockNet
-from stepping import allocated_peak
+from stepping import outcome, peak_of
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
@@ -48,23 +48,11 @@ def step(model: nn.Module) -> None:
     model(BATCH).backward()
 
 
-def outcome(model: nn.Module) -> list[Tensor]:
-    model.zero_grad()
-    step(model)
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return gradients + [buffer.clone() for buffer in model.buffers()]
-
-
-def measured_peak(model: nn.Module) -> int:
-    model.zero_grad()
-    return allocated_peak(lambda: step(model))
-
-
 @pytest.mark.parametrize("compiled", [in_place, wrapped])
 def test_peak_is_exact_and_gradients_are_the_same(compiled: Callable[[BlockNet], None]) -> None:
     plain = BlockNet()
     compiled(plain)
-    want = outcome(plain)
+    want = outcome(plain, BATCH)
     other = BlockNet()
     compiled(other)
     found = profile(other, BATCH)
@@ -75,14 +63,14 @@ def test_peak_is_exact_and_gradients_are_the_same(compiled: Callable[[BlockNet],
         model = BlockNet()
         compiled(model)
         ac_client.apply(model, budget / 2**30)
-        assert all(map(torch.equal, outcome(model), want))
+        assert all(map(torch.equal, outcome(model, BATCH), want))
         report = ac_client.applied(model).report()
         policy = ac_client.applied(model).policy
         assert not report.off_path
         kinds |= {key.startswith("blocks") for key, what in policy.decisions.items() if what != "save"}
         predicted = policy.predicted
         assert predicted.peak_bytes <= budget
-        assert measured_peak(model) + predicted.static_bytes == predicted.peak_bytes
+        assert peak_of(model, BATCH) + predicted.static_bytes == predicted.peak_bytes
     assert kinds == {False, True}  # ops of both kinds are recomputed
 
 
@@ -167,7 +155,7 @@ def test_compiled_autograd_around_the_profiled_forward(by_configuration: bool) -
                 ac_client.apply(model, 0.35 / 1024)
             around = compiled_autograd._enable(torch.compile(backend=BACKEND))
             with nullcontext() if by_configuration else around:
-                found = outcome(model)
+                found = outcome(model, BATCH)
         assert not planned or ac_client.applied(model).report().recomputed > 0
         return found
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import BlockNet
-from stepping import allocated_peak
+from stepping import outcome, peak_of
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
@@ -47,15 +47,6 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-def outcome(model: nn.Module) -> list[Tensor]:
-    """Return what a step leaves: gradients, buffers, and what the generator draws next."""
-    model.zero_grad()
-    torch.manual_seed(2)
-    model(BATCH).backward()
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [*gradients, *(buffer.clone() for buffer in model.buffers()), torch.rand(4)]
-
-
 def budgets(make: Callable[[], nn.Module], share: float) -> float:
     found = profile(make(), BATCH)
     lowest, highest = find_minimum_peak(found, gap=0.3, work_limit=1).found, plan(found, budget_gb=1).peak
@@ -65,19 +56,19 @@ def budgets(make: Callable[[], nn.Module], share: float) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_step_trains_as_the_unplanned_compiled_model_and_keeps_the_peak(kind: str) -> None:
     plain = KINDS[kind]("aot_eager")
-    want = [outcome(plain) for _ in range(3)]
+    want = [outcome(plain, BATCH) for _ in range(3)]
     budget = budgets(lambda: KINDS[kind]("aot_eager"), 0.4)
     torch.compiler.reset()
     model = ac_client.apply(KINDS[kind]("aot_eager"), budget)
     for wanted in want:
-        assert all(map(torch.equal, outcome(model), wanted))
+        assert all(map(torch.equal, outcome(model, BATCH), wanted))
     report, policy = ac_client.applied(model).report(), ac_client.applied(model).policy
     assert report.recomputed > 0
     assert not report.off_path
     predicted = policy.predicted
     assert predicted.peak_bytes <= budget * 2**30
     model.zero_grad()
-    assert allocated_peak(lambda: model(BATCH).backward()) + predicted.static_bytes == predicted.peak_bytes
+    assert peak_of(model, BATCH) + predicted.static_bytes == predicted.peak_bytes
 
 
 @pytest.mark.parametrize("kind", ["whole", "blocks"])
@@ -92,12 +83,12 @@ def test_nothing_is_compiled_before_the_plan(kind: str) -> None:
     budget = budgets(lambda: KINDS[kind]("aot_eager"), 0.4)
     torch.compiler.reset()
     model = ac_client.apply(KINDS[kind](backend), budget)
-    outcome(model)
+    outcome(model, BATCH)
     assert not compiled
-    outcome(model)
+    outcome(model, BATCH)
     n = len(compiled)
     assert n == 2 if kind == "whole" else n > 0
-    outcome(model)
+    outcome(model, BATCH)
     assert len(compiled) == n
 
 
@@ -140,4 +131,4 @@ def test_batch_norm_whose_statistics_the_backend_does_not_write_itself_runs_agai
     backend = aot_autograd(fw_compiler=boxed_nop)
     plain = whole(BlockNet(3), backend)
     model = ac_client.apply(copy.deepcopy(whole(BlockNet(3), backend)), 1.0)
-    assert all(map(torch.equal, outcome(model), outcome(plain)))
+    assert all(map(torch.equal, outcome(model, BATCH), outcome(plain, BATCH)))

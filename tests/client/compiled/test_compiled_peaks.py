@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import BlockNet
-from stepping import allocated_peak
+from stepping import allocated_peak, outcome, peak_of, trained
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -42,28 +42,10 @@ net = partial(BlockNet, 3)
 MODELS = {"MLP": (net, rows), "GPT-2": (language_model, tokens)}
 
 
-def step(call: Callable[..., Any], batch: dict[str, Tensor]) -> None:
-    torch.manual_seed(2)
-    out = call(**batch)
-    (out if isinstance(out, Tensor) else out.loss).backward()
-
-
-def outcome(model: nn.Module, call: Callable[..., Any], batch: dict[str, Tensor]) -> list[Tensor]:
-    model.zero_grad()
-    step(call, batch)
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return gradients + [buffer.clone() for buffer in model.buffers()]
-
-
-def measured_peak(model: nn.Module, call: Callable[..., Any], batch: dict[str, Tensor]) -> int:
-    model.zero_grad()
-    return allocated_peak(lambda: step(call, batch))
-
-
 @cache
 def unplanned_outcome(make: Callable[[], nn.Module], batch: Callable[[], dict[str, Tensor]]) -> list[Tensor]:
     model = make()
-    want = outcome(model, torch.compile(model, backend=BACKEND), batch())
+    want = outcome(torch.compile(model, backend=BACKEND), **batch())
     torch.compiler.reset()
     return want
 
@@ -86,11 +68,11 @@ def test_predicted_peak_is_the_allocators_at_several_budgets(
         budget = int(lowest + share * (highest - lowest))
         model = make()
         compiled = ac_client.apply(torch.compile(model, backend=BACKEND), budget / 2**30)
-        got = outcome(model, compiled, batch)
+        got = outcome(compiled, **batch)
         assert all(map(torch.equal, got, want))
         predicted = ac_client.applied(compiled).policy.predicted  # type: ignore[union-attr]
         assert predicted.peak_bytes <= budget
-        peaks.add(measured_peak(model, compiled, batch) + predicted.static_bytes - predicted.peak_bytes)
+        peaks.add(peak_of(compiled, **batch) + predicted.static_bytes - predicted.peak_bytes)
     assert peaks == {0}
 
 
@@ -184,11 +166,11 @@ def test_compile_and_apply_work_in_either_order(order: Callable[[nn.Module, floa
     want = unplanned_outcome(net, rows)
     model = net()
     call = order(model, 0.6 * 1.1 / 1024)
-    assert all(map(torch.equal, outcome(model, call, batch), want))
+    assert all(map(torch.equal, outcome(call, **batch), want))
     report = ac_client.applied(model).report()
     assert report.recomputed > 0
     predicted = ac_client.applied(model).policy.predicted  # type: ignore[union-attr]
-    assert measured_peak(model, call, batch) + predicted.static_bytes == predicted.peak_bytes
+    assert peak_of(call, **batch) + predicted.static_bytes == predicted.peak_bytes
 
 
 @pytest.mark.parametrize("traced_before", [False, True])
@@ -202,7 +184,7 @@ def test_function_around_the_model_may_be_compiled(traced_before: bool) -> None:
             model.load_state_dict(net().state_dict())
         if planned:
             ac_client.apply(model, 0.6 * 1.1 / 1024)
-        return outcome(model, call, batch), call
+        return trained(model, lambda _: batch["x"], 1, call), call
 
     want, _ = train(net(), planned=False)
     model = net()
@@ -210,7 +192,9 @@ def test_function_around_the_model_may_be_compiled(traced_before: bool) -> None:
     assert all(map(torch.equal, got, want))
     assert ac_client.applied(model).report().recomputed > 0
     predicted = ac_client.applied(model).policy.predicted  # type: ignore[union-attr]
-    assert measured_peak(model, call, batch) + predicted.static_bytes == predicted.peak_bytes
+    model.zero_grad()
+    peak = allocated_peak(lambda: call(**batch).backward())
+    assert peak + predicted.static_bytes == predicted.peak_bytes
 
 
 def test_removed_plan_leaves_the_compiled_model_as_it_was() -> None:
@@ -220,12 +204,12 @@ def test_removed_plan_leaves_the_compiled_model_as_it_was() -> None:
     want = unplanned_outcome(net, rows)
     compiled = ac_client.apply(torch.compile(model, backend=BACKEND), 0.6 * 1.1 / 1024)
     partitioner = inductor.custom_partitioner_fn
-    outcome(model, compiled, batch)
+    outcome(compiled, **batch)
     assert inductor.custom_partitioner_fn is partitioner
     ac_client.applied(compiled).remove()
     assert not model._forward_hooks
     model.load_state_dict(net().state_dict())
-    assert all(map(torch.equal, outcome(model, compiled, batch), want))
+    assert all(map(torch.equal, outcome(compiled, **batch), want))
 
 
 def checkpointed() -> nn.Module:
@@ -243,10 +227,10 @@ def test_plan_decides_for_torchs_checkpoints_in_compiled_code() -> None:
     lowest, highest = find_minimum_peak(plain, gap=0.3, work_limit=1).found, plan(plain, budget_gb=1).peak
     model = checkpointed()
     compiled = ac_client.apply(torch.compile(model, backend=BACKEND), (lowest + highest) / 2 / 2**30)
-    assert all(map(torch.equal, outcome(model, compiled, batch), want))
+    assert all(map(torch.equal, outcome(compiled, **batch), want))
     predicted = ac_client.applied(model).policy.predicted  # type: ignore[union-attr]
     assert (predicted.save_all_peak_bytes, predicted.peak_bytes < highest) == (highest, True)
-    assert measured_peak(model, compiled, batch) + predicted.static_bytes == predicted.peak_bytes
+    assert peak_of(compiled, **batch) + predicted.static_bytes == predicted.peak_bytes
 
 
 class Draws(nn.Module):

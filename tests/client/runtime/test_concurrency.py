@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import recomputed
+from stepping import SeenOps, recomputed
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ac_client
 from autoac.planner import Policy, plan
@@ -248,13 +247,8 @@ def test_leaving_a_region_on_another_thread_is_an_error_and_heals() -> None:
     assert recomputed(log)
 
 
-class Nothing(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        return func(*args, **(kwargs or {}))
-
-
 def test_leaving_a_region_before_an_inner_mode_is_an_error_and_heals() -> None:
-    region, mode = save_recompute_policy("recompute_all"), Nothing()
+    region, mode = save_recompute_policy("recompute_all"), SeenOps()
     region.__enter__()
     mode.__enter__()
     with pytest.raises(RuntimeError, match="after the dispatch modes"):

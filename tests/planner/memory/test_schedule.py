@@ -10,7 +10,6 @@ import oracles
 import pytest
 from graphs import chain
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from autoac.planner import Profile, UnknownOp, bounds, build, plan, schedule, simulate
 from autoac.planner.formats.profile import Ragged
@@ -24,13 +23,8 @@ from autoac.planner.problem.save_sets import (
     without_cost_free_recomputes,
 )
 
-seeds = st.integers(0, 2**32 - 1)
 quick = settings(max_examples=150, derandomize=True, deadline=None)
 few = settings(max_examples=40, derandomize=True, deadline=None)
-
-
-def random_graph(seed: int, most_ops: int = 7) -> Graph:
-    return build(graphs.random_profile(random.Random(seed), most_ops))
 
 
 def event_words(graph: Graph, save: set[int]) -> list[str]:
@@ -111,26 +105,26 @@ def test_outputs_held_by_python_are_live_in_the_optimizer_step() -> None:
 
 
 @quick
-@given(seeds)
+@given(graphs.seeds)
 def test_live_bytes_return_to_the_static_bytes(seed: int) -> None:
-    graph = random_graph(seed)
+    graph = graphs.random_graph(seed)
     for save_set in oracles.every_save_set(graph):
         assert_everything_is_freed(graph, save_set)
 
 
 @quick
-@given(seeds)
+@given(graphs.seeds)
 def test_each_op_that_backward_needs_is_recomputed_once(seed: int) -> None:
-    graph = random_graph(seed)
+    graph = graphs.random_graph(seed)
     for save_set in oracles.every_save_set(graph):
         again = [e.op for e in schedule(graph, save_set) if isinstance(e, Recompute)]
         assert sorted(again) == [op for op, run in enumerate(recomputed_by_backward(graph, save_set)) if run]
 
 
 @quick
-@given(seeds)
+@given(graphs.seeds)
 def test_saving_ops_without_recomputes_keeps_the_recompute_time(seed: int) -> None:
-    graph = random_graph(seed)
+    graph = graphs.random_graph(seed)
     for save_set in oracles.every_save_set(graph):
         assert recompute_us(graph, without_cost_free_recomputes(graph, save_set)) == recompute_us(
             graph, save_set
@@ -138,9 +132,9 @@ def test_saving_ops_without_recomputes_keeps_the_recompute_time(seed: int) -> No
 
 
 @quick
-@given(seeds)
+@given(graphs.seeds)
 def test_bytes_live_at_the_peak_add_up_to_the_peak(seed: int) -> None:
-    graph = random_graph(seed)
+    graph = graphs.random_graph(seed)
     for save_set in (frozenset[int](), graph.everything):
         live = live_at_peak(graph, save_set)
         assert sum(h.nbytes for h in live) == peak_bytes(graph, save_set)
@@ -172,7 +166,7 @@ def twice_unpacked_graph(seed: int) -> Graph:
 
 
 @few
-@given(seeds)
+@given(graphs.seeds)
 def test_repeated_recomputes_count_in_recompute_time_and_are_freed(seed: int) -> None:
     graph = twice_unpacked_graph(seed)
     for save_set in oracles.every_save_set(graph):
@@ -198,7 +192,7 @@ def test_rule_g_second_unpack_of_a_freed_version_recomputes_temporarily() -> Non
 
 
 @few
-@given(seeds)
+@given(graphs.seeds)
 @example(100000001)  # an op shares its storage with an older version that autograd holds
 def test_plans_for_repeated_unpacks_fit_and_their_bounds_hold(seed: int) -> None:
     graph = twice_unpacked_graph(seed)

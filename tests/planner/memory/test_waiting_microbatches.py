@@ -24,7 +24,6 @@ from autoac.planner.offload import plan_offload
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.moves import Link, with_moves
 
-seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=40, derandomize=True, deadline=None)
 
 
@@ -83,7 +82,7 @@ def small(seed: int, most_ops: int = 6) -> tuple[Graph, random.Random]:
 
 
 @laws
-@given(seeds)
+@given(graphs.seeds)
 def test_simulated_peak_with_waiting_microbatches_is_the_loops(seed: int) -> None:
     graph, rng = small(seed)
     save_set = rng.choice(list(oracles.every_save_set(graph)))
@@ -125,7 +124,7 @@ def test_the_host_holds_what_each_microbatch_moves() -> None:
 
 
 @laws
-@given(seeds, st.integers(1, 4))
+@given(graphs.seeds, st.integers(1, 4))
 def test_plan_is_the_fastest_save_set_whose_loop_fits(seed: int, n: int) -> None:
     graph, rng = small(seed)
     graph = replace(graph, closing_bytes=0)
@@ -144,7 +143,7 @@ def test_plan_is_the_fastest_save_set_whose_loop_fits(seed: int, n: int) -> None
 
 
 @laws
-@given(seeds)
+@given(graphs.seeds)
 def test_minimum_peak_with_waiting_microbatches_is_the_smallest(seed: int) -> None:
     graph, _ = small(seed, 5)
     graph = replace(graph, waiting_microbatches=2)

@@ -39,7 +39,6 @@ from autoac.planner.problem.apply_constraints import with_forward_limit
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
 
-seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=60, derandomize=True, deadline=None)
 
 
@@ -65,11 +64,11 @@ def peaks_and_time_of_each(graph: Graph) -> dict[SaveSet, tuple[int, int, float]
 
 
 @laws
-@given(seeds, st.integers(0, 30), st.integers(0, 30))
+@given(graphs.seeds, st.integers(0, 30), st.integers(0, 30))
 def test_reserved_bytes_in_forward_are_equivalent_to_a_forward_limit(
     seed: int, budget: int, forward: int
 ) -> None:
-    graph = build(graphs.random_profile(random.Random(seed), 6))
+    graph = graphs.random_graph(seed, 6)
     searched = with_forward_limit(graph, budget, forward)
     for save_set in oracles.every_save_set(graph):
         both = peak_bytes(graph, save_set) <= budget and forward_peak(graph, save_set) <= forward
@@ -142,7 +141,7 @@ def random_constraints(profile: Profile, rng: random.Random, most_forward: int) 
 
 @pytest.mark.slow
 @settings(max_examples=150, derandomize=True, deadline=None)
-@given(seeds, st.integers(0, 2))
+@given(graphs.seeds, st.integers(0, 2))
 @example(76, 0)  # draws no constraints
 def test_plan_with_waiting_microbatches_is_the_fastest_under_all_constraints_together(
     seed: int, waiting: int
@@ -180,7 +179,7 @@ def test_plan_with_waiting_microbatches_is_the_fastest_under_all_constraints_tog
 
 
 @laws
-@given(seeds)
+@given(graphs.seeds)
 def test_recompute_never_reaches_into_another_fsdp_unit(seed: int) -> None:
     profile, _ = profile_with_modules(seed)
     keys = profile.keys()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,20 +11,18 @@ import pytest
 from graph_rules import broken_graph_rules
 from graphs import chain
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from autoac.planner import build
 from autoac.planner.formats.profile import RECOMPUTED_OP_US
 from autoac.planner.problem.graph import Graph, Moment, OpId, StorageId, VersionId
 
-seeds = st.integers(0, 2**32 - 1)
 few = settings(max_examples=60, derandomize=True, deadline=None)
 
 
 @few
-@given(seeds)
+@given(graphs.seeds)
 def test_graphs_built_from_profiles_are_valid(seed: int) -> None:
-    assert broken_graph_rules(build(graphs.random_profile(random.Random(seed), 8))) == []
+    assert broken_graph_rules(graphs.random_graph(seed, 8)) == []
 
 
 def with_op(graph: Graph, **changed: Any) -> Graph:

@@ -72,7 +72,7 @@ def test_plan_of_two_passes_is_the_fastest_that_fits(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_second_pass_over_all_does_what_the_first_did(seed: int) -> None:
-    alone = build(graphs.random_profile(random.Random(seed), 7))
+    alone = graphs.random_graph(seed, 7)
     twice = with_passes(with_a_pass_before(alone, len(alone.steps)))
     later = later_runs(twice)
     first = [op.id for op in twice.ops if op.id not in later]

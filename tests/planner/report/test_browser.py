@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from drawings import moving, small, timeline_of
-from serving import in_chromium
+from serving import Tab, in_chromium
 
 from autoac.planner import Picture, picture
 from autoac.planner.report.page import timeline_page
@@ -17,19 +17,13 @@ from autoac.planner.units import format_bytes
 pytestmark = in_chromium
 
 
-class Opened:
-    """Open a page, wait until it has drawn itself, and collect its errors and requests."""
+class Opened(Tab):
+    """Open a page, and wait until it has drawn itself."""
 
-    def __init__(self, browser: Any, picture: Picture, folder: Path, **options: Any) -> None:
+    def __init__(self, browser: Any, picture: Picture, folder: Path) -> None:
         file = folder / "page.html"
         file.write_text(timeline_page(picture.data()), "utf-8")
-        self.page = browser.new_page(viewport={"width": 1280, "height": 900}, **options)
-        self.page.set_default_timeout(60_000)
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
+        super().__init__(browser)
         self.page.goto(file.as_uri())
         self.page.wait_for_selector('[data-ready="true"]')
 
@@ -52,9 +46,7 @@ def small_picture() -> Picture:
 def opened(browser: Any, small_picture: Picture, tmp_path: Path) -> Iterator[Opened]:
     made = Opened(browser, small_picture, tmp_path)
     yield made
-    made.page.close()
-    assert made.complaints == []
-    assert [url for url in made.requests if not url.startswith(("file:", "data:"))] == []
+    made.close("file:")
 
 
 def test_page_opens_at_the_peak_with_what_is_live_there(opened: Opened, small_picture: Picture) -> None:

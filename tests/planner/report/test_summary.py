@@ -8,7 +8,6 @@ from dataclasses import replace
 import graphs
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from autoac.planner import Stopped, build, explain, plan
 from autoac.planner.memory.schedule import Compute, Free, schedule
@@ -24,7 +23,6 @@ from autoac.planner.report.by_module import (
 )
 from autoac.planner.units import format_us
 
-seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=60, derandomize=True, deadline=None)
 
 
@@ -89,7 +87,7 @@ def test_a_folded_name_spells_its_modules_and_no_other(paths: list[str], names: 
 
 
 @laws
-@given(seeds)
+@given(graphs.seeds)
 def test_kept_bytes_are_held_when_backward_begins(seed: int) -> None:
     rng = random.Random(seed)
     graph = build(graphs.random_profile(rng))

@@ -18,7 +18,6 @@ from autoac.planner.memory.simulate import extra_bytes
 from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.report.timeline import FETCH, RECOMPUTE, Picture, Track
 
-seeds = st.integers(0, 2**32 - 1)
 quick = settings(max_examples=150, derandomize=True, deadline=None)
 
 
@@ -27,7 +26,7 @@ def planned() -> Plan:
 
 
 @quick
-@given(seeds, st.sampled_from([0.1, 0.5, 0.9]))
+@given(graphs.seeds, st.sampled_from([0.1, 0.5, 0.9]))
 def test_live_versions_add_up_at_every_instant(seed: int, share: float) -> None:
     chance = random.Random(seed)
     graph = build(graphs.random_profile(chance, 8))

@@ -39,7 +39,7 @@ def test_an_op_that_may_run_earlier_than_a_block_knows_counts_nothing_within_bur
     seed: int, n_ops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "SMALL", 0.35)
-    graph = build(graphs.random_profile(random.Random(seed), n_ops))
+    graph = graphs.random_graph(seed, n_ops)
     table = oracles.peaks_and_times(graph)
     for peak, _ in table.values():
         found = blockwise(graph).within(peak)

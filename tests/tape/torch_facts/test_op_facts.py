@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from stepping import SeenOps
 
 from autoac.tape.torch_facts import op_facts
 from autoac.tape.torch_facts.op_facts import OpFacts, facts_of, written_tensors
@@ -87,15 +87,6 @@ def test_ops_of_aten_are_no_collectives() -> None:
     assert not facts_of(torch.ops.aten.convolution.default).collective
 
 
-class Names(TorchDispatchMode):
-    """Note each op that is dispatched."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-seen: list[Any] = []
 X, B, IMAGES, V = torch.rand(2, 2), torch.rand(3, 2, 2), torch.rand(1, 2, 3, 3), torch.rand(2)
 CALLS: dict[str, list[Any]] = {
     "add.Tensor": [(X, X), (X, 2), (2, X)], "addmm": [(V, X, X)], "bmm": [(B, B)], "cat": [([X, X], -1)],
@@ -116,7 +107,6 @@ def test_function_that_stands_for_an_op_runs_this_overload(name: str) -> None:
     op = getattr(getattr(torch.ops.aten, packet), overload_name or "default")
     assert facts_of(op).call is not op._op
     for args in CALLS[name.removeprefix("aten::")]:
-        seen.clear()
-        with Names():
+        with SeenOps() as seen:
             facts_of(op).call(*args)
-        assert seen == [op]
+        assert seen.ops == [str(op)]

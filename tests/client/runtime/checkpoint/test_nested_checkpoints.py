@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import THEIRS, Ops, chain, replayed, same
+from checkpoints import THEIRS, chain, replayed, same
 from fuzzers.nested_checkpoints import compare
-from stepping import recomputed
+from stepping import SeenOps, recomputed
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -29,7 +29,7 @@ def test_ops_of_nested_checkpoints_are_recomputed_once_for_each_level(x: Tensor,
     want = torch.autograd.grad(f(lambda g, *args: g(*args), depth, x).sum(), x)
     for how in (checkpoint, THEIRS):
         loss = how(f, how, depth, x).sum()
-        with Ops() as ops:
+        with SeenOps() as ops:
             got = torch.autograd.grad(loss, x)
         assert ops.ran["exp"] == ops.ran["sin"] == sum(range(depth + 1))
         assert same(got, want)
