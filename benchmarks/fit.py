@@ -15,7 +15,8 @@ Real steps are planned from a profile of their own, and measured by the allocato
   least of `TURNS` turns. `fit` takes times from a clock, so this column needs an idle machine.
 
 `fit` runs steps of a few sizes on this machine. By the datasheet of another device it makes fake steps, which
-do not see the workspaces of kernels (docs/profiling.md, "Where fake and real steps differ").
+do not see the workspaces of kernels (docs/profiling.md, "Where fake and real steps differ"). The loop with an
+optimizer of 8 bits needs bitsandbytes, which is in no list of packages; without it, there are eight loops.
 
 Exit with 1 if a size is wrong, if a peak is off by more than 0.3 %, or if fewer than nine of ten models have
 all ten peaks to the byte.
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -133,7 +135,7 @@ def graph() -> ModelAndBatch:
 
 def eight_bits(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return AdamW of bitsandbytes, whose state has 8 bits."""
-    optimizers: Any = importlib.import_module("bitsandbytes.optim")  # of no package list: install it for this
+    optimizers: Any = importlib.import_module("bitsandbytes.optim")
     return optimizers.AdamW8bit(parameters, min_8bit_size=256)  # type: ignore[no-any-return]
 
 
@@ -147,8 +149,9 @@ LOOPS = {name: Loop(model) for name, model in MODELS.items()} | {
     "graph, AdamW": Loop(graph, ADAMW),
     "LoRA, AdamW": Loop(adapted, ADAMW),
     "Llama, 4 micro-batches": Loop(MODELS["Llama"], ADAMW, micro_batches=4),
-    "Llama, 8 bits": Loop(MODELS["Llama"], eight_bits),
 }
+if find_spec("bitsandbytes"):
+    LOOPS["Llama, 8 bits"] = Loop(MODELS["Llama"], eight_bits)
 
 
 def build(name: str, size: int) -> dict[str, Any]:
