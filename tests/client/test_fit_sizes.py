@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -188,6 +189,66 @@ def test_steps_of_this_machine_find_the_largest_size_that_really_fits() -> None:
     assert 0 < found.all_saved < found.largest < 64
     assert found.proven_from == found.largest + 1
     assert not found.device.endswith("(estimated)")
+
+
+class Int8(torch.optim.Optimizer):
+    """Average gradients in one byte for each element."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            average = self.state[p].setdefault("average", torch.zeros_like(p, dtype=torch.int8))
+            average.copy_(p.grad.clamp(-1, 1).mul_(127))
+            p.sub_(average.to(p.dtype), alpha=1e-3)
+
+
+class Lora(nn.Module):
+    """A frozen layer, and two small ones that train."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(requires_grad=False)
+        self.small = nn.Sequential(nn.Linear(63, 4, bias=False), nn.Linear(4, 63, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.small(x)  # type: ignore[no-any-return]
+
+
+LOOPS = {
+    "LoRA": (Lora, torch.optim.AdamW, None),
+    "8 bits": (nn.Sequential, Int8, None),
+    "autocast": (nn.Sequential, torch.optim.AdamW, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_largest_size_of_a_loop_has_the_predicted_peak(loop: str) -> None:
+    layer, optimizer_of, autocast = LOOPS[loop]
+
+    def make(size: int) -> dict[str, Any]:
+        model, rows = real(size)
+        model = nn.Sequential(*(layer(m) if isinstance(m, nn.Linear) else m for m in model))
+        optimizer = optimizer_of([p for p in model.parameters() if p.requires_grad])
+        return {"model": model, "args": (rows,), "optimizer": optimizer, "loss": torch.sum}
+
+    found = fit(make, 2 / 1024, most=64, autocast=autocast)
+    largest = found.row(found.largest)
+    with AllocatorTimeline() as timeline:
+        setup = make(found.largest)
+        model = ac_client.apply(setup["model"], policy=largest.plan.policy(), strict=True)
+        for _ in range(2):  # the second has the optimizer's state
+            timeline.mark("step")
+            with torch.autocast("cpu", autocast, enabled=autocast is not None):
+                out = model(*setup["args"])
+            out.sum().backward()
+            del out
+            setup["optimizer"].step()
+            setup["optimizer"].zero_grad()
+    assert found.all_saved < found.largest < 64
+    assert timeline.peak_since("step") == largest.peak_bytes <= found.budget_bytes
 
 
 def test_the_fastest_size_of_this_machine_is_measured_in_turns() -> None:
