@@ -107,7 +107,7 @@ class Fit:
     fastest: int
     equals: tuple[int, ...]  # sizes that measurements cannot tell from the fastest
     all_saved: int  # the largest size with nothing recomputed; 0 if none
-    most: int | None  # the largest size that was considered; None: there was no limit
+    most: int | None  # the largest size that was considered; None: there was no limit in reach
     proven_from: int | None  # this size and larger ones are proven not to fit; None: the search ended before
     split: MicroBatches | None  # of the largest size, where that is faster than its plan; None for tokens
     optimizer_us: float  # of the optimizer's step, by micro-batch; 0: there is none, or it cannot be timed
@@ -261,7 +261,7 @@ class SizeSearch:
             fastest=fastest * m,
             equals=tuple(n * m for n in equals),
             all_saved=all_saved * m,
-            most=None if self._most == MOST_MULTIPLES else self._most * m,
+            most=None if largest < self._most == MOST_MULTIPLES else self._most * m,
             proven_from=None if self._proven is None else self._proven * m,
             split=MicroBatches(largest * m, split[0], split[1].median)
             if split is not None and split[1].high < 1

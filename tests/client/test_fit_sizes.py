@@ -85,6 +85,14 @@ def test_sizes_are_multiples_and_end_at_the_largest_to_consider() -> None:
     assert (found.largest, found.proven_from) == (8, None)
 
 
+def test_a_budget_beyond_all_sizes_is_no_proof_that_a_larger_one_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules["ac_client.fit"], "MOST_MULTIPLES", 8)
+    found = fit(layers, 64.0, on="h100")
+    assert (found.largest, found.most, found.proven_from) == (8, 8, None)
+
+
 def test_the_largest_size_is_split_where_micro_batches_are_faster(found: Fit) -> None:
     """Two halves run all kernels twice and recompute nothing; their gradients exist beforehand."""
     assert found.split.size == found.largest
