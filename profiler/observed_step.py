@@ -37,14 +37,13 @@ from autoac.profiler.steps.training_loop import Loop, TrainingStep, check_roots,
 from autoac.profiler.timing.cache import Times, machine
 from autoac.tape.capture.allocations import (
     AllocationRecord,
-    Allocations,
     allocated_between,
     freed_between,
     peaks_nbytes,
 )
 from autoac.tape.capture.backlog import Backlog
 from autoac.tape.capture.backward_calls import BackwardCalls
-from autoac.tape.capture.fake_allocations import FakeAllocations
+from autoac.tape.capture.fake_allocations import Allocations, FakeAllocations
 from autoac.tape.capture.op_timer import OpSpans, median_and_spread
 from autoac.tape.capture.step_tape import StepTape
 from autoac.tape.checkpoints.own_checkpoints import (
@@ -662,8 +661,6 @@ class BackwardListener:
     If nobody differentiates the forward, the step ends with it: torch.profiler must not go on running. Only
     the thread that started torch.profiler can end it.
     """
-
-    __slots__ = ("_step",)
 
     def __init__(self, step: ObservedStep) -> None:
         self._step = step

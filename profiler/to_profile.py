@@ -21,7 +21,8 @@ from autoac.planner.formats.profile import (
 )
 from autoac.planner.units import rounded_bytes
 from autoac.profiler.steps.step_record import StepRecord
-from autoac.tape.capture.allocations import AllocatedBlock, Allocations, allocated_between
+from autoac.tape.capture.allocations import AllocatedBlock, allocated_between
+from autoac.tape.capture.fake_allocations import Allocations
 from autoac.tape.capture.op_recorder import RecordedStorage
 from autoac.tape.capture.saved_tensor_recorder import SavedEvent
 

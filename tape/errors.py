@@ -43,13 +43,17 @@ class NothingToProfile(ProfilerError):
 class CannotProfile(ProfilerError):
     """The model cannot run a step that leaves it unchanged."""
 
+    refused = "{} cannot be profiled"
+
     def __init__(self, where: str, why: str, instead: str) -> None:
         self.where, self.why, self.instead = where, why, instead
-        super().__init__(f"{where} cannot be profiled: {why}; {instead}")
+        super().__init__(f"{self.refused.format(where)}: {why}; {instead}")
 
 
 class CannotCapture(CannotProfile):
     """A step is captured into a CUDA graph, and its plan is not final or cannot be captured."""
+
+    refused = "a step of {} cannot be captured into a CUDA graph"
 
     def __init__(
         self,
@@ -57,10 +61,7 @@ class CannotCapture(CannotProfile):
         why: str,
         instead: str = "run one more training step before the capture, on a batch of the same shape",
     ) -> None:
-        self.where, self.why, self.instead = where, why, instead
-        ProfilerError.__init__(
-            self, f"a step of {where} cannot be captured into a CUDA graph: {why}; {instead}"
-        )
+        super().__init__(where, why, instead)
 
 
 class CannotFake(ProfilerError):

@@ -145,7 +145,7 @@ class CompiledPart:
     def __call__(self, args: list[Any]) -> Any:
         carrier = _current.carrier
         if carrier is None:
-            return self.as_user_compiled()(args)
+            return self.compile(None, self._first.partition)(args)  # as the user's backend would
         code = carrier.callable_of(self)
         if not (modes := recording_modes()):
             return code(args)
@@ -157,10 +157,6 @@ class CompiledPart:
     def _written_among(self, args: list[Any]) -> list[Tensor]:
         infos = self.metadata.input_info
         return [args[i] for i, info in enumerate(infos) if info.mutates_data and isinstance(args[i], Tensor)]
-
-    def as_user_compiled(self) -> BoxedCall:
-        """Return the code that the user's backend makes without a plan."""
-        return self.compile(None, self._first.partition)
 
     def decided(self, decisions: Hashable, partition: Partition) -> BoxedCall:
         """Return the code for `decisions`, which `partition` carries out."""

@@ -101,7 +101,7 @@ class _Run:
         if channels_last:
             self._channels_last.add(name)
         for reader in readers:
-            self._handles[reader, name] = self.tape.handle_of(tensor)
+            self._handles[reader, name] = self.tape.region.handle_of(tensor)
             if version is not None:
                 self._numbers[reader, name] = version
 
@@ -110,7 +110,7 @@ class _Run:
         for read in reads:
             if (version := self._numbers.get(read)) is not None:
                 self._numbers[read] = self.saved.add(version)
-        self.tape.end_graph()
+        self.tape.region.end_graph()
 
     def device_of(self, name: str) -> torch.device | None:
         """Return the device of the tensor of this name; None if `save` has not noted it."""

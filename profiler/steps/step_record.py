@@ -6,7 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from autoac.planner.formats.profile import CROSSES
-from autoac.tape.capture.allocations import AllocatedBlock, Allocations
+from autoac.tape.capture.allocations import AllocatedBlock
+from autoac.tape.capture.fake_allocations import Allocations
 from autoac.tape.capture.op_recorder import ForwardRecord, RecordedStorage
 from autoac.tape.capture.op_timer import OpTime
 from autoac.tape.capture.saved_tensor_recorder import SavedTensorRecorder

@@ -45,50 +45,27 @@ class Change(NamedTuple):
     nbytes: int  # negative: a free
 
 
-class Allocations(Protocol):
-    """A record of allocations, of a real or of a fake step: of a with-block.
-
-    `close` ends it early, or where `read` follows later, which takes a while.
-    """
+class BlockRecord(Protocol):
+    """The part of a record of allocations that tells of blocks."""
 
     changes: list[Change]  # every allocation and free, in order
     positions: list[int]  # of each mark
-    times_ns: list[int]  # of each mark
-    functions: list[tuple[int, int]]  # of autograd's nodes: positions where one begins and has returned
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None: ...
-
-    def close(self) -> None: ...
-
-    def read(self) -> None: ...
-
-    def check_complete(self, where: str, storages: Iterable[RecordedStorage]) -> None: ...
-
-    def mark(self) -> int: ...
-
-    def backward_runs(self, begins: bool) -> None: ...
-
-    def locate(self, storage: torch.UntypedStorage) -> int: ...
-
-    def block_at(self, address: int, mark: int) -> AllocatedBlock | None: ...
 
 
-def allocated_between(record: Allocations, first: int, last: int) -> list[AllocatedBlock]:
+def allocated_between(record: BlockRecord, first: int, last: int) -> list[AllocatedBlock]:
     """Return the blocks that are allocated between two marks."""
     changes = record.changes[record.positions[first] : record.positions[last]]
     return [change.block for change in changes if change.nbytes > 0]
 
 
-def peaks_nbytes(record: Allocations, mark: int) -> tuple[int, int]:
+def peaks_nbytes(record: BlockRecord, mark: int) -> tuple[int, int]:
     """Return the most bytes in use until and since `mark`, above those as the record began."""
     live = list(itertools.accumulate((change.nbytes for change in record.changes), initial=0))
     position = record.positions[mark]
     return max(live[: position + 1]), max(live[position:])
 
 
-def freed_between(record: Allocations, first: int, last: int) -> list[AllocatedBlock]:
+def freed_between(record: BlockRecord, first: int, last: int) -> list[AllocatedBlock]:
     """Return the blocks that are live at mark `first` and no longer at mark `last`."""
     begin, end = record.positions[first], record.positions[last]
     freed = (change.block for change in record.changes[begin:end] if change.nbytes < 0)

@@ -9,7 +9,8 @@ schedules of Megatron and apex do. While somebody watches, another object is in 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -49,6 +50,21 @@ class BackwardCalls:
             if not _watchers:
                 setattr(*private.EXECUTION_ENGINE, private.execution_engine)
 
+    @contextmanager
+    def call(self, tensors: Sequence[Any], grad_tensors: Sequence[Tensor | None]) -> Iterator[None]:
+        """Note a call of backward around the body."""
+        self.depth += 1
+        raised = True
+        try:
+            if self.depth == 1:
+                self.begins(tensors, grad_tensors)
+            yield
+            raised = False
+        finally:
+            self.depth -= 1
+            if not self.depth:
+                self.ended(raised)
+
 
 class _WatchedEngine:
     """Autograd's engine, whose calls of backward the watchers see."""
@@ -61,22 +77,10 @@ class _WatchedEngine:
     ) -> Any:
         """Run backward from `tensors`, as the engine does."""
         watchers = [watcher for watcher in _watchers if watcher.thread == threading.get_ident()]
-        entered: list[BackwardCalls] = []
-        raised = True
-        try:
+        with ExitStack() as stack:
             for watcher in watchers:
-                entered.append(watcher)
-                watcher.depth += 1
-                if watcher.depth == 1:
-                    watcher.begins(tensors, grad_tensors)
-            out = private.execution_engine.run_backward(tensors, grad_tensors, *args, **kwargs)
-            raised = False
-            return out
-        finally:
-            for watcher in entered:
-                watcher.depth -= 1
-                if not watcher.depth:
-                    watcher.ended(raised)
+                stack.enter_context(watcher.call(tensors, grad_tensors))
+            return private.execution_engine.run_backward(tensors, grad_tensors, *args, **kwargs)
 
 
 _watched_engine = _WatchedEngine()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autoac.planner.units import rounded_bytes
-from autoac.tape.capture.allocations import AllocatedBlock, Change
+from autoac.tape.capture.allocations import AllocatedBlock, AllocationRecord, Change
 from autoac.tape.capture.known_values import KnownValues, is_integral, is_real
 from autoac.tape.capture.op_recorder import RecordedStorage
 from autoac.tape.errors import CannotFake
@@ -68,7 +68,6 @@ class FakeAllocations(KnownValues):
         self._block_of_storage: StorageTable[AllocatedBlock] = StorageTable()
         self._gradient_sum: tuple[AllocatedBlock | None, AllocatedBlock | None] = (None, None)  # see _settle
         self._with_memories: Any = private.WeakIdKeyDictionary()  # by tensor on meta
-        self._deaths: set[weakref.ref[torch.UntypedStorage]] = set()
 
     def new_memory(self, tensor: Tensor) -> Tensor:
         """Return a tensor like `tensor` on memory outside of the record, with values that are known."""
@@ -189,15 +188,10 @@ class FakeAllocations(KnownValues):
         self._blocks.append(block)
         self.changes.append(Change(block, nbytes))
         self._block_of_storage.put(storage, block)
-
-        def note_death(death: weakref.ref[torch.UntypedStorage]) -> None:
-            self._deaths.discard(death)
-            self._free(block)
-
-        self._deaths.add(weakref.ref(storage, note_death))
+        weakref.finalize(storage, self._free, block).atexit = False
 
     def _free(self, block: AllocatedBlock) -> None:
-        if block.freed_at is None:
+        if block.freed_at is None and self._open:  # else it outlives the record
             block.freed_at = len(self.changes)
             self.changes.append(Change(block, -block.nbytes))
 
@@ -220,7 +214,6 @@ class FakeAllocations(KnownValues):
         self._open = False
         self._resizes.__exit__(None, None, None)
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        self._deaths.clear()  # the storages that still exist outlive the record
 
     def close(self) -> None:
         """End the record if it is open."""
@@ -237,3 +230,10 @@ class FakeAllocations(KnownValues):
 def _has_no_values(tensor: Tensor) -> bool:
     # In this order: to ask a fake tensor for its device runs an op.
     return not isinstance(tensor, private.FakeTensor) and tensor.is_meta
+
+
+Allocations = AllocationRecord | FakeAllocations
+"""The record of the allocations of a real or of a fake step: of a with-block.
+
+`close` ends it early, or where `read` follows later, which takes a while.
+"""

@@ -42,7 +42,7 @@ from autoac.tape.torch_facts.op_facts import (
     written_tensors,
 )
 from autoac.tape.torch_facts.op_signature import flops_of, outputs_of, signature_of, tensors_in
-from autoac.tape.torch_facts.rng import UsedGenerators
+from autoac.tape.torch_facts.rng import UsedGenerators, generator_of
 from autoac.tape.torch_facts.storage_table import StorageTable, has_storage
 from autoac.tape.torch_facts.streams import has_streams
 from autoac.tape.torch_facts.view_recipes import Recipe, recipe_of
@@ -50,7 +50,6 @@ from autoac.tape.unseen.function_calls import SMALL, FunctionCall
 from autoac.tape.unseen.moving_weights import (
     MOVES,
     Memory,
-    memory_by_parameter,
     memory_of,
     moving_weights,
     parameter_of,
@@ -177,7 +176,7 @@ class OpRecorder:
 
     def begin_forward(self, parameters: Iterable[Parameter]) -> None:
         """Note the memory that `parameters` of the model have as a forward begins."""
-        self._memory = memory_by_parameter(parameters)
+        self._memory = {id(p): memory_of(p) for p in parameters if type(p) is Parameter}
         self._read.clear()
 
     def moves(self, tensor: Tensor) -> bool:
@@ -222,7 +221,7 @@ class OpRecorder:
             note_groups(facts, args, kwargs)
         draws = facts.draws(args, kwargs)
         if draws:
-            self.generators.note(args, kwargs)
+            self.generators.keep(generator_of(args, kwargs))
         reason = MOVES if moves else ""
         if not all(map(has_storage, tensors)):
             reason = "reads a tensor without a storage of its own"
@@ -346,7 +345,7 @@ class OpRecorder:
         if facts.collective:
             note_groups(facts, args, kwargs)
         if facts.draws(args, kwargs):
-            self.generators.note(args, kwargs)
+            self.generators.keep(generator_of(args, kwargs))
             self.record.ops[-1].random = True
 
     def end_inside(

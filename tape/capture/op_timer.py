@@ -150,15 +150,13 @@ class OpSpans:
         found: Samples = {}
         for i, (signature, began, ended) in enumerate(self._spans):
             if i not in self._late or signature not in on_time:
-                found.setdefault(signature, []).append(self._us(began, ended))
+                us = (ended - began) / 1e3 if self._on_cpu else began.elapsed_time(ended) * 1e3
+                found.setdefault(signature, []).append(float(us))
         return found
 
     def note(self) -> str:
         """Return a sentence on times that may include time of the host; "" if none does."""
         return self._backlog.note()
-
-    def _us(self, began: Any, ended: Any) -> float:
-        return float((ended - began) / 1e3 if self._on_cpu else began.elapsed_time(ended) * 1e3)
 
 
 def median_and_spread(

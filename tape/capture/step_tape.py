@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from autoac.planner.formats.profile import CROSSES, OVERWRITTEN, UNSEEN
-from autoac.tape.capture.allocations import AllocatedBlock, Allocations, allocated_between
+from autoac.tape.capture.allocations import AllocatedBlock, allocated_between
+from autoac.tape.capture.fake_allocations import Allocations
 from autoac.tape.capture.op_recorder import (
     OUTSIDE_OF_MODEL,
     RESIZED,
@@ -165,15 +166,6 @@ class StepTape:
             must_save: why it must not run again; "" if it may.
         """
         return self._record(self.region.run_compiled, func, facts_of(func), args, kwargs, must_save)
-
-    def handle_of(self, tensor: Tensor) -> Any:
-        """Return what a node of a compiled graph unpacks in place of `tensor`."""
-        return self.region.handle_of(tensor)
-
-    def end_graph(self) -> None:
-        """Note that all ops of a compiled graph have run; AOTAutograd writes to its inputs next."""
-        with self.hiding():
-            self.region.before_writes()
 
     def _record(
         self, dispatch: Callable[..., Any], func: Any, facts: OpFacts, args: Any, kwargs: Any, must_save: str

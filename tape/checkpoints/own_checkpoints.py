@@ -115,8 +115,6 @@ class plain_checkpoints:
         unplanned: gets a message for each thing in the body that a plan cannot take over.
     """
 
-    __slots__ = ("_before", "_entered", "_unplanned")
-
     def __init__(self, unplanned: dict[str, None] | None = None) -> None:
         self._unplanned = unplanned
 
@@ -153,8 +151,6 @@ class checkpoints_left_alone:
     Args:
         needed: the model needs them, so those of `ac_client` go to torch, too.
     """
-
-    __slots__ = ("_needed",)
 
     def __init__(self, *, needed: bool = False) -> None:
         self._needed = needed
@@ -261,12 +257,8 @@ def _enter_hooks(hooks: Any) -> None:
         module = kind.__module__ if kind is not torch.autograd.graph.saved_tensors_hooks else None
         module = module or getattr(hooks.pack_hook, "__module__", None) or ""
         if module.partition(".")[0] not in _OWN_PACKAGES and module != torchs.__name__:
-            name = (
-                kind.__name__
-                if kind.__name__ != "saved_tensors_hooks"
-                else f"saved_tensors_hooks of {module}"
-            )
-            _note(name, "leave it out: the plan recomputes what it must")
+            whose = f" of {module}" if kind.__name__ == "saved_tensors_hooks" else ""
+            _note(f"{kind.__name__}{whose}", "leave it out: the plan recomputes what it must")
     _enter(hooks)
 
 

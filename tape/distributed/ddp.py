@@ -41,8 +41,7 @@ def buckets_of(model: nn.Module, device: torch.device | None) -> GradientBuckets
     Buckets are as large as the parameters, also with a single rank. Count parameters on `device`; None stands
     for any device.
     """
-    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    wrappers += replicating(model).values()
+    wrappers = _wrappers_in(model)
     active = DistributedDataParallel._get_active_ddp_module()
     if active is not None and active not in wrappers:
         inside = set(active.modules())
@@ -56,6 +55,11 @@ def buckets_of(model: nn.Module, device: torch.device | None) -> GradientBuckets
                 counted[id(parameter)] = parameter.nbytes
     views = any(w.gradient_as_bucket_view for w in wrappers) and mine <= counted.keys()
     return GradientBuckets(sum(counted.values()), views)
+
+
+def _wrappers_in(model: nn.Module) -> list[DistributedDataParallel]:
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    return [*wrappers, *replicating(model).values()]
 
 
 def build_replicating(model: nn.Module) -> None:
@@ -90,8 +94,7 @@ def wrapper_paths(model: nn.Module) -> frozenset[str]:
 
 def copy_wrappers(model: nn.Module, memo: dict[int, Any]) -> None:
     """Have `copy.deepcopy(model, memo)` copy wrappers without what reduces gradients, which has no copy."""
-    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    wrappers += replicating(model).values()
+    wrappers = _wrappers_in(model)
     for wrapper in wrappers:
         memo[id(wrapper)] = type(wrapper).__new__(type(wrapper))
     for wrapper in wrappers:

@@ -180,40 +180,31 @@ def check_sharded(model: nn.Module, *, fake: bool) -> None:
         where = f"{type(module).__name__}{f' at {path}' if path else ''}"
         if isinstance(module, fsdp.FullyShardedDataParallel):
             raise CannotProfile(
-                where, "FullyShardedDataParallel swaps its parameters in every forward", _UNSHARDED
+                where,
+                "FullyShardedDataParallel swaps its parameters in every forward",
+                "profile an unsharded copy of the model (on the meta device with on=DATASHEETS[...] it needs "
+                "no memory), plan under Constraints(fsdp_units=...), and pass the policy of that plan to the "
+                "sharded model",
             )
         if isinstance(module, fsdp.FSDPModule):
             if fake and fakes_with_storages() is None:
-                raise CannotProfile(where, "a fake step runs on a copy, and it has none", _UNDER_FAKE_RANKS)
+                raise CannotProfile(
+                    where,
+                    "a fake step runs on a copy, and it has none",
+                    "build the model and profile it under autoac.profiler.fake_ranks(world_size), or by "
+                    "`autoac profile --ranks`, where it has no memory",
+                )
             state = module._get_fsdp_state()
-            _check_not_offloaded(where, state)
+            if any(isinstance(group.offload_policy, fsdp.CPUOffloadPolicy) for group in _groups_of(state)):
+                raise CannotProfile(
+                    where,
+                    "its parameters are offloaded to the host, whose memory is not the budget's",
+                    "leave offload_policy=... out of fully_shard, or apply no plan",
+                )
             if state._state_ctx.iter_forward_root is not None:
                 raise CannotProfile(
                     where, "its forward is running", "call ac_client.apply after fully_shard, on the root"
                 )
-
-
-_UNSHARDED = (
-    "profile an unsharded copy of the model (on the meta device with on=DATASHEETS[...] it needs no memory), "
-    "plan under Constraints(fsdp_units=...), and pass the policy of that plan to the sharded model"
-)
-
-
-_UNDER_FAKE_RANKS = (
-    "build the model and profile it under autoac.profiler.fake_ranks(world_size), or by `autoac profile "
-    "--ranks`, where it has no memory"
-)
-
-
-def _check_not_offloaded(where: str, state: Any) -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in _groups_of(state)):
-        raise CannotProfile(
-            where,
-            "its parameters are offloaded to the host, whose memory is not the budget's",
-            "leave offload_policy=... out of fully_shard, or apply no plan",
-        )
 
 
 def check_reduced(model: nn.Module) -> None:

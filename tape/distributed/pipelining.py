@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from autoac.tape.torch_facts import private
+from autoac.tape.torch_facts.module_paths import frames_from
 
 # Of the classes whose objects hold tensors: a stage, its buffers, and operations that send or receive.
 HOLDERS = ("torch.distributed.pipelining.stage", "torch.distributed.distributed_c10d")
@@ -44,14 +45,12 @@ def is_input_half() -> bool:
 
 def held_by_schedule() -> list[Tensor]:
     """Return what the schedule that runs holds: batches, targets, outputs, and buffers to receive into."""
-    frame = sys._getframe(1) if HOLDERS[0] in sys.modules else None
     looked_at, found, rest = set[int](), list[Tensor](), list[Any]()
-    while frame is not None:
+    for frame in frames_from(sys._getframe(1) if HOLDERS[0] in sys.modules else None):
         if PART_OF_TORCH in frame.f_code.co_filename:  # faster than a function call
             rest += (names := frame.f_locals).values()
             if isinstance(names, dict):  # before Python 3.13: a copy, which the frame keeps
                 names.clear()
-        frame = frame.f_back
     while rest:
         if id(one := rest.pop()) in looked_at:
             continue
@@ -67,9 +66,5 @@ def held_by_schedule() -> list[Tensor]:
     return found
 
 
-def _is_called_from(frame: FrameType | None, code: CodeType) -> bool:
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
-    return False
+def _is_called_from(frame: FrameType, code: CodeType) -> bool:
+    return any(caller.f_code is code for caller in frames_from(frame))

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoac.tape.distributed.process_groups import note_mesh
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.inductor import hidden_from_modes
 from autoac.tape.torch_facts.private import disable_current_modes
@@ -37,13 +36,6 @@ def wraps_others(kind: type) -> bool:
         if known and sys.modules.get("torch.distributed.tensor") is not None:
             watch_sharding_of_ops()
     return known
-
-
-def note_meshes(args: Iterable[Any]) -> None:
-    """Note the groups over which DTensors among `args` are distributed."""
-    for arg in args:
-        if isinstance(arg, Tensor):
-            note_mesh(arg)
 
 
 def below(tensor: Tensor) -> Iterator[Tensor]:
@@ -78,8 +70,6 @@ class WrapperHandle:
         unpack: returns the tensor of what `pack` has returned.
     """
 
-    __slots__ = ("_context", "_kind", "_others", "_packed", "_size", "_stride", "_unpack")
-
     def __init__(
         self, tensor: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> None:
@@ -105,15 +95,5 @@ def watch_sharding_of_ops() -> None:
     """Hide the runs on fake tensors by which a DTensor finds out how an op shards its outputs."""
     propagator = private.sharding_propagator()
     for name in ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"):
-        setattr(propagator, name, hidden_from_modes(_without_modes(getattr(propagator, name))))
-
-
-def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with its fake tensors apart from those of a fake step."""
-
-    @functools.wraps(function)
-    def apart(*args: Any, **kwargs: Any) -> Any:
-        with disable_current_modes():
-            return function(*args, **kwargs)
-
-    return apart
+        apart = disable_current_modes()(getattr(propagator, name))  # from the fakes of a fake step
+        setattr(propagator, name, hidden_from_modes(apart))

@@ -106,7 +106,10 @@ def checkpoint(
         use_reentrant is None
         or use_reentrant
         or checkpoints_are_needed()
-        or _traced(function, args)
+        or dynamo_is_active()
+        or any(getattr(function, mark, None) is not None for mark in _COMPILED)
+        or private.is_proxy_tracing()
+        or private.detect_fake_mode(args) is not None
         or _takes_wrapped(function, args, kwargs)
     ):
         return call_torch()
@@ -114,7 +117,9 @@ def checkpoint(
     first, second = context_fn()
     if not torch.is_grad_enabled() or (context_fn is torchs.noop_context_fn and checkpoints_are_plain()):
         return call_plainly(function, *args, **kwargs)
-    selective = _selective_policy(first, second)
+    selective = None
+    if (type(first), type(second)) == private.selective_context_classes:  # subclasses may do more
+        selective = TorchFunctionPolicy(cast("Any", first).policy_fn)
     site = site_of_function(function)
     if selective is not None:
         with save_recompute_policy(selective, checkpoint=UseGroup(0), site=site):
@@ -196,13 +201,6 @@ def _chain(steps: Sequence[Callable[..., Any]], value: Any) -> Any:
 _COMPILED = ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl")
 
 
-def _traced(function: Any, args: Sequence[Any]) -> bool:
-    """Return True if a region cannot record `function`: it is traced, compiled, or gets fake tensors."""
-    if dynamo_is_active() or any(getattr(function, mark, None) is not None for mark in _COMPILED):
-        return True
-    return private.is_proxy_tracing() or private.detect_fake_mode(args) is not None
-
-
 def _takes_wrapped(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return True if an argument, or a parameter of a module that `function` calls, is not a plain tensor.
 
@@ -245,13 +243,5 @@ def _content(cell: CellType) -> Any:
 def _check(context_fn: Contexts, determinism_check: str, debug: bool) -> None:
     if private.checkpoint_debugs(debug) and context_fn is not torchs.noop_context_fn:
         raise ValueError("debug=True is incompatible with non-default context_fn")
-    allowed = private.determinism_checks()
-    if determinism_check not in allowed:
+    if determinism_check not in (allowed := private.determinism_checks):
         raise ValueError(f"determinism_check should be one of {allowed}, but got {determinism_check}")
-
-
-def _selective_policy(first: object, second: object) -> TorchFunctionPolicy | None:
-    """Return the policy of torch's selective contexts; None for others and subclasses, which may do more."""
-    if (type(first), type(second)) != private.selective_context_classes():
-        return None
-    return TorchFunctionPolicy(cast("Any", first).policy_fn)

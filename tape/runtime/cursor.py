@@ -40,8 +40,6 @@ OPTIONAL = {COPY, EMPTY}
 class UseGroup:
     """The uses that one run of an op serves: those at position `latest` and before."""
 
-    __slots__ = ("latest",)
-
     def __init__(self, latest: float) -> None:
         self.latest = latest
 

@@ -116,8 +116,6 @@ class FunctionPolicy:
 class TorchFunctionPolicy(FunctionPolicy):
     """Ask a function `(ctx, op, *args, **kwargs)`, the form that torch's selective checkpoint takes."""
 
-    __slots__ = ()
-
     def decide(self, op: Any, facts: OpFacts, args: Args, kwargs: Kwargs, out: Any) -> CheckpointPolicy:
         return parse_decision(
             self.function(context_of_forward(out), op, *args, **kwargs), self.description, op
@@ -167,6 +165,9 @@ class PlannedPolicy:
 OpPolicy = ConstantPolicy | OpListPolicy | FunctionPolicy | TorchFunctionPolicy | PlannedPolicy
 
 
+_NAMED = {"recompute_all": CheckpointPolicy.PREFER_RECOMPUTE, "must_save_all": CheckpointPolicy.MUST_SAVE}
+
+
 def parse_policy(policy: Any) -> OpPolicy:
     """Return the OpPolicy for what the user passed.
 
@@ -182,11 +183,8 @@ def parse_policy(policy: Any) -> OpPolicy:
     if isinstance(policy, OpPolicy):
         return policy
     if isinstance(policy, str):
-        match policy:
-            case "recompute_all":
-                return ConstantPolicy(CheckpointPolicy.PREFER_RECOMPUTE, '"recompute_all"')
-            case "must_save_all":
-                return ConstantPolicy(CheckpointPolicy.MUST_SAVE, '"must_save_all"')
+        if policy in _NAMED:
+            return ConstantPolicy(_NAMED[policy], f'"{policy}"')
         raise ValueError(
             f'policy must be "recompute_all", "must_save_all", a function or a list of ops, got {policy!r}'
         )
@@ -261,8 +259,6 @@ class OpenCheckpoints:
         use_groups: of each open checkpoint, the outermost first.
         position: of the use by a tensor that is packed now.
     """
-
-    __slots__ = ("position", "use_groups")
 
     def __init__(self, use_groups: Sequence[UseGroup]) -> None:
         self.use_groups = tuple(use_groups)

@@ -166,10 +166,8 @@ class NodeVersion:
     def note_counter(self) -> bool:
         """Note the version counter of the tensor; return False if it cannot be read."""
         tensor = self.tensor_ref()
-        if tensor is not None:
-            self.counter = version_counter(tensor)
-        else:
-            self.counter = self.first_counter  # nothing has written to it
+        # Nothing has written to a tensor that is gone.
+        self.counter = version_counter(tensor) if tensor is not None else self.first_counter
         return self.counter >= 0
 
     def written_in_pause(self, view: Tensor) -> bool:
@@ -278,8 +276,6 @@ class Node:
 class FunctionNode(Node):
     """A call of a torch.autograd.Function, recorded as one op. `func` runs its forward above autograd."""
 
-    __slots__ = ()
-
 
 class MovedNode(Node):
     """A recorded op whose outputs are on the host. `func` is not called: the outputs are copied back.
@@ -288,37 +284,27 @@ class MovedNode(Node):
         copies: one for each of `outs`; None where that is None.
     """
 
-    __slots__ = ("copies",)
-
     def __init__(self, name: str, stream: int) -> None:
         super().__init__(next_order(), name, _nothing, (), {}, (), None, stream)
         self.copies: tuple[HostCopy | None, ...] = ()
 
 
-class FixedShapeOp:
-    """An op whose output shape depends on values (a mask, an index). A replay must give forward's shape."""
+def run_with_shape(
+    func: Callable[..., Tensor], name: str, shape: torch.Size, /, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Run an op whose output shape depends on values (a mask, an index), and check the shape.
 
-    __slots__ = ("_func", "_name", "_shape")
-
-    def __init__(self, func: Callable[..., Any], name: str, shape: torch.Size) -> None:
-        self._func = func
-        self._name = name
-        self._shape = shape
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the op.
-
-        Raises:
-            RuntimeError: the output does not have the shape that it had in forward.
-        """
-        out: Tensor = self._func(*args, **kwargs)
-        if out.shape != self._shape:
-            raise RuntimeError(
-                f"{self._name} must return {list(self._shape)} as it did in forward, got {list(out.shape)} "
-                "when it was run again: the mask or index that it reads has changed. Save the op that makes "
-                'it, for example with ac_client.pin(module, "must_save")'
-            )
-        return out
+    Raises:
+        RuntimeError: the output does not have the shape that it had in forward.
+    """
+    out = func(*args, **kwargs)
+    if out.shape != shape:
+        raise RuntimeError(
+            f"{name} must return {list(shape)} as it did in forward, got {list(out.shape)} "
+            "when it was run again: the mask or index that it reads has changed. Save the op that makes "
+            'it, for example with ac_client.pin(module, "must_save")'
+        )
+    return out
 
 
 def add_use(version: NodeVersion) -> None:
@@ -384,11 +370,7 @@ def held_version(tensor: Tensor) -> NodeVersion:
 
 def _pinned_node(source: Source, order: int) -> Node:
     # It reads no version, so it may run before all others.
-    return Node(-order, "pinned", _identity, (source,), {}, (), None)
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
+    return Node(-order, "pinned", lambda tensor: tensor, (source,), {}, (), None)
 
 
 def _nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Hashable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -61,9 +62,7 @@ class save_recompute_policy:
         self._policy = parse_policy(policy)
         self._checkpoint = checkpoint
         self._site = site
-        self._log = log
-        self._cuts = cuts
-        self._tape = tape
+        self._outermost = partial(Region, log, cuts=cuts, tape=tape)
         self._entered: tuple[Region, PolicyFrame] | None = None
 
     def __enter__(self) -> None:
@@ -78,7 +77,7 @@ class save_recompute_policy:
         caller = sys._getframe(1)
         region = active.region
         if region is None:
-            region = Region(self._log, cuts=self._cuts, tape=self._tape)
+            region = self._outermost()
             region.open()
             active.region = region
         site = (

@@ -56,6 +56,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,12 +66,12 @@ from autoac.planner.formats.policy import OFFLOAD, SAVE
 from autoac.planner.formats.profile import CROSSES
 from autoac.tape.capture.step_tape import StepTape
 from autoac.tape.distributed.fsdp import watch_sharding
-from autoac.tape.distributed.wrapped_tensors import below, note_meshes, wraps_others
+from autoac.tape.distributed.wrapped_tensors import below, wraps_others
 from autoac.tape.runtime.cursor import Cursor, UseGroup
 from autoac.tape.runtime.cuts import Cuts
 from autoac.tape.runtime.moves.region_moves import RegionMoves
 from autoac.tape.runtime.nested_policies import PlannedPolicy, PolicyFrame, PolicyStack
-from autoac.tape.runtime.nodes import FixedShapeOp, Node, NodeVersion, UnsupportedTensor, next_order
+from autoac.tape.runtime.nodes import Node, NodeVersion, UnsupportedTensor, next_order, run_with_shape
 from autoac.tape.runtime.recorded_function import RecordedFunction
 from autoac.tape.runtime.replay import EventLog, RegionGraph, nothing_held, recording_off
 from autoac.tape.runtime.saved_tensor_hooks import RegionHooks
@@ -286,9 +287,11 @@ class Region(RecordingMode):
         """Return what backward unpacks in place of `tensor`."""
         return self._hooks.handle_of(tensor)
 
-    def before_writes(self) -> None:
-        """Prepare for what AOTAutograd writes after the last op of the graph that runs."""
-        self.storages.before_write(self._written, untrack=True)
+    def end_graph(self) -> None:
+        """Note that all ops of a compiled graph have run; AOTAutograd writes to its inputs next."""
+        assert self._tape is not None
+        with self._tape.hiding():
+            self.storages.before_write(self._written, untrack=True)
 
     def hold(self, tensors: Iterable[Tensor], reason: str = CROSSES) -> None:
         """Hold tensors that cross from one FSDP unit or compiled graph to another."""
@@ -302,7 +305,6 @@ class Region(RecordingMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if types and any(map(wraps_others, types)):
-            note_meshes(args)
             note_wrappers(tensors_in(args, kwargs or {}))
             self.storages.writes += 1  # no pause here: it would hide the wrappers that are made in it
             return NotImplemented  # the ops on the tensors inside come here
@@ -372,9 +374,7 @@ class Region(RecordingMode):
             moves.mark(out)
         return out
 
-    def note_wrappers(self, tensors: Sequence[Tensor]) -> None:
-        """Note wrappers on which a Function of torch's own runs."""
-        note_wrappers(tensors)
+    note_wrappers = staticmethod(note_wrappers)  # on which a Function of torch's own runs
 
     def run_function(self, cls: type, args: Sequence[Any], kwargs: dict[str, Any], apply: Apply) -> Any:
         """Run a Function as one op, which the policies decide."""
@@ -399,18 +399,11 @@ class Region(RecordingMode):
         if self._moves is not None:
             self._moves.free_due()
             self._moves.before_write(call.arguments.tensors)
-        recording_off.depth += 1  # the model does not run the copies of what the call may write
-        try:
+        saved = decided is True or (tape is not None and tape.must_save)
+        with recording_off:  # the model does not run the copies of what the call may write
             function = RecordedFunction(
-                call,
-                self.storages,
-                self.graph,
-                self._grouping,
-                self._stream,
-                saved=decided is True or (tape is not None and tape.must_save),
+                call, self.storages, self.graph, self._grouping, self._stream, saved=saved
             )
-        finally:
-            recording_off.depth -= 1
         if not function.saved and call.rerun is not None:
             where = self.module() if self.module is not None else tuple(f.site for f in self._frames)
             self.graph.compare_rerun(call.rerun, where)
@@ -425,11 +418,8 @@ class Region(RecordingMode):
             self._hooks.pack_in_call = None
             if tape is not None:
                 tape.end_function(call, out, raised=not returned)
-        recording_off.depth += 1
-        try:
+        with recording_off:
             function.end(out)
-        finally:
-            recording_off.depth -= 1
         if tape is not None:
             tape.function_examined(call, function.order)
         return out
@@ -551,7 +541,7 @@ class Region(RecordingMode):
             out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
         if facts.shaped_by_argument:
             for _, run, _ in runs:
-                run.func = FixedShapeOp(facts.call, facts.name, out.shape)
+                run.func = partial(run_with_shape, facts.call, facts.name, out.shape)
         if self._policy.needs_output and (
             self._policy.saves(func, facts, args, kwargs, out) or (facts.in_place and not rewritten)
         ):

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,57 +152,26 @@ class EventLog:
         self.events.append((kind, name_in_keys(name)))
 
 
-class HandleRegistry(list["weakref.ref[Any]"]):
-    """The handles of one region, by integer key, for compiled code, which can only pass a key on.
-
-    Attributes:
-        base: the key of the first handle, in this list and valid for as long as the region's graph lives.
-            Those of the others follow.
-    """
-
-    __slots__ = ("__weakref__", "base")
-
-    def __init__(self) -> None:
-        super().__init__()
-        serial = next(_serials)
-        self.base = serial << 32
-        _registries[serial] = self
-
-
-_serials = itertools.count()
-_registries: weakref.WeakValueDictionary[int, HandleRegistry] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_graphs: weakref.WeakValueDictionary[int, RegionGraph] = weakref.WeakValueDictionary()
 
 
 def handle_of_key(key: int) -> Any:
-    """Return the handle with `key` in its `HandleRegistry`; None if it died."""
-    return _registries[key >> 32][key & 0xFFFFFFFF]()
+    """Return the handle with `key`, which compiled code has passed on; None if it died."""
+    return _graphs[key >> 32].handles[key & 0xFFFFFFFF]()
 
 
-class HeldElsewhere:
-    """A storage that the model or the loop holds, with what a recorded op has put there.
+HeldElsewhere = tuple[weakref.ref[torch.UntypedStorage], int, Fingerprint]
+"""A storage that the model or the loop holds, its bytes, and what a recorded op has put there.
 
-    Recomputing the contents would take the memory twice. Nothing here keeps the storage alive. Its holder may
-    write to it, so the contents are compared each time.
-    """
-
-    __slots__ = ("_contents", "_nbytes", "_storage")
-
-    def __init__(self, storage: torch.UntypedStorage, contents: Fingerprint) -> None:
-        self._storage = weakref.ref(storage)
-        self._nbytes = storage.nbytes()
-        self._contents = contents
-
-    def get(self) -> torch.UntypedStorage | None:
-        """Return the storage; None if it is gone, or has other contents."""
-        storage = self._storage()
-        if storage is None or storage.nbytes() != self._nbytes:
-            return None
-        return storage if same_contents(fingerprint_of(storage), self._contents) else None
+Recomputing the contents would take the memory twice. Nothing here keeps the storage alive. Its holder may
+write to it, so the contents are compared each time.
+"""
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """Return a tensor of all bytes of `storage`, made unseen by a region that is recording."""
-    with _unrecorded(), _BelowAutograd():
+    with _BelowAutograd():
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -219,7 +189,9 @@ class RegionGraph:
 
     def __init__(self, log: EventLog | None) -> None:
         self.lock = threading.RLock()
-        self.registry = HandleRegistry()
+        self.handles: list[weakref.ref[Any]] = []  # of the region: each has a key, from this one on
+        self.first_key = (number := next(_numbers)) << 32
+        _graphs[number] = self
         self.passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()  # by graph task
         self.latest: Callable[[], Pass | None] = _no_pass  # of `passes`, the one that was started last
         self.overlapped = False  # some pass was started while another lived
@@ -236,11 +208,6 @@ class RegionGraph:
         self.code = CheckedCode()  # outside of plans
         self.modules: dict[int, str] = {}  # where backward compares under a plan: module by order of a node
         self._uncompared: list[tuple[FunctionRerun, Any]] = []  # until backward runs them; module or code
-
-    @property
-    def compares(self) -> bool:
-        """Return True if backward compares what it recomputes with what forward saved."""
-        return self.weights is not None
 
     def compare(self) -> None:
         """Have backward compare what it recomputes with what forward saves from here on."""
@@ -287,16 +254,17 @@ class RegionGraph:
 
     def held_elsewhere(self, version: NodeVersion) -> Tensor | None:
         """Return a tensor that shows `version`, if the model or the loop holds it; it stays theirs."""
-        held = self.elsewhere.get(version.serial)
-        if held is None:
+        if version.serial not in self.elsewhere:
             return None
-        storage = held.get()
-        if storage is None:
+        ref, nbytes, contents = self.elsewhere[version.serial]
+        storage = ref()
+        is_same = storage is not None and storage.nbytes() == nbytes
+        if storage is None or not (is_same and same_contents(fingerprint_of(storage), contents)):
             del self.elsewhere[version.serial]
             return None
         if version.recipe is None or version.raw:
             return bytes_of(storage)
-        with _unrecorded(), _BelowAutograd():
+        with _BelowAutograd():
             return make_view(storage, version.recipe)
 
     def restart(self) -> Pass:
@@ -313,10 +281,14 @@ class RegionGraph:
         self.overlapped |= self.latest() not in (None, running)
         self.passes[running.task] = running
         self.latest = weakref.ref(running)
-        private.execution_engine.queue_callback(_PassOwner(running, self))
+        # The engine keeps the callback, and so the pass, until the task ends.
+        private.execution_engine.queue_callback(partial(self.suspend, running))
 
     def suspend(self, ended: Pass) -> None:
-        """Keep a pass whose graph task ended if it was a part of a split backward; else free its tensors."""
+        """Keep a pass whose graph task ended if it was a part of a split backward; else free its tensors.
+
+        The engine calls this only if the task ends without an exception.
+        """
         self.code.confirm()
         for rerun, where in self._uncompared:
             if rerun.has_run:
@@ -340,18 +312,6 @@ class RegionGraph:
         """Free the suspended pass: the split backward is over."""
         with self.lock:
             self.suspended = None
-
-
-class _PassOwner:
-    """Own a pass for the engine, which keeps this callback until the graph task ends."""
-
-    def __init__(self, owned: Pass, graph: RegionGraph) -> None:
-        self._owned = owned
-        self._graph = graph
-
-    def __call__(self) -> None:
-        """Suspend the pass. The engine calls this only if the task ends without an exception."""
-        self._graph.suspend(self._owned)
 
 
 def view_of(version: NodeVersion, recomputed: Tensor, recipe: Recipe) -> Tensor:
@@ -590,9 +550,19 @@ def _sources(args: Sequence[Any]) -> Iterator[Source]:
 
 
 class _RecordingOff(threading.local):
-    """Number of nested sections of this thread whose ops an open region does not record."""
+    """Sections of this thread whose ops an open region does not record (rule 7), as a context.
+
+    Attributes:
+        depth: number of nested sections.
+    """
 
     depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: Any) -> None:
+        self.depth -= 1
 
 
 recording_off = _RecordingOff()
@@ -600,13 +570,9 @@ recording_off = _RecordingOff()
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
-    """Run the body unseen by a region that is recording (rule 7)."""
-    recording_off.depth += 1
-    try:
-        with private.ExcludeDispatchKey(_VMAP):
-            yield
-    finally:
-        recording_off.depth -= 1
+    """Run the body unseen by a region that is recording, above autograd."""
+    with recording_off, private.ExcludeDispatchKey(_VMAP):
+        yield
 
 
 # Backward of batched gradients runs inside of vmap, which refuses random ops. No saved tensor is batched.

@@ -42,7 +42,6 @@ from autoac.tape.unseen.fingerprints import (
     fingerprint_of,
     same_contents,
     shows_whole_storage,
-    storage_fingerprint,
 )
 from autoac.tape.unseen.held_storages import recorded
 from autoac.tape.unseen.moving_weights import note_unpack
@@ -76,8 +75,8 @@ class RecomputedHandle:
         # Fingerprint of the tensor, where backward compares.
         self.contents: Fingerprint | None = None
         self.trigger: FetchTrigger | None = None
-        refs = graph.registry
-        self.key = refs.base + len(refs)
+        refs = graph.handles
+        self.key = graph.first_key + len(refs)
         refs.append(ref := weakref.ref(self))
         self._last: weakref.ref[Tensor] | None = None  # the tensor that the last unpack returned
         self._last_task = -1  # the graph task of the last unpack
@@ -214,7 +213,7 @@ class SavedHandle:
         self.hold(tensor)
         self.trigger: FetchTrigger | None = None
         self.contents: Fingerprint | None = None
-        graph.registry.append(weakref.ref(self))
+        graph.handles.append(weakref.ref(self))
 
     def hold(self, tensor: Tensor) -> None:
         """Hold `tensor`, which has no history that would keep the graph of this handle alive."""
@@ -251,13 +250,11 @@ class MovingWeightHandle:
         held: a handle that holds it; None where backward fills the parameter again.
     """
 
-    __slots__ = ("_contents", "_device", "_nbytes", "_parameter", "_recipe", "held")
-
     def __init__(self, parameter: Parameter, tensor: Tensor, held: Any) -> None:
         self._parameter = parameter
         self._recipe = recipe_of(tensor)
         self._device, self._nbytes = tensor.device, tensor.untyped_storage().nbytes()
-        self._contents = storage_fingerprint(tensor)
+        self._contents = fingerprint_of(tensor.untyped_storage())
         self.held = held
 
     def unpack(self) -> Tensor:
@@ -283,11 +280,8 @@ class MovingWeightHandle:
                 "block runs. Fill it with the same values before the backward of the block. The next "
                 "step holds what autograd saves of it"
             )
-        recording_off.depth += 1
-        try:
+        with recording_off:
             return make_view(storage, self._recipe)
-        finally:
-            recording_off.depth -= 1
 
 
 class OuterHookHandle:
@@ -296,17 +290,12 @@ class OuterHookHandle:
     Those hooks see the tensor as they would without the region, so that they can move it to the host.
     """
 
-    __slots__ = ("_unpack", "packed")
-
     def __init__(
         self, tensor: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> None:
         self._unpack = unpack
-        recording_off.depth += 1
-        try:
+        with recording_off:
             self.packed = pack(detached_alias(tensor) if tensor.grad_fn is not None else tensor)
-        finally:
-            recording_off.depth -= 1
 
     def unpack(self) -> Tensor:
         """Return the tensor, which the hooks around the region unpack."""
@@ -315,8 +304,6 @@ class OuterHookHandle:
 
 class TapedHandle:
     """A handle of an observed step, whose unpacks and drop are recorded."""
-
-    __slots__ = ("_handle", "_saved", "_tape")
 
     def __init__(self, handle: Any, saved: int, tape: StepTape) -> None:
         self._handle, self._saved, self._tape = handle, saved, tape

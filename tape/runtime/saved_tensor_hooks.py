@@ -123,7 +123,7 @@ class RegionHooks:
 
     def note_fill(self, tensor: Tensor) -> None:
         """Note that an op is about to fill `tensor`, which autograd has packed just now with its input."""
-        for ref in self._graph.registry[-2:]:
+        for ref in self._graph.handles[-2:]:
             handle = ref()
             if (
                 type(handle) is SavedHandle

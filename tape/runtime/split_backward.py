@@ -14,28 +14,25 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from autoac.tape.distributed.pipelining import is_input_half
 from autoac.tape.torch_facts import private
-
-
-class KeepsPass(Protocol):
-    """An object that keeps a pass between two parts of a split backward."""
-
-    def discard_suspended(self) -> None:
-        """Free the pass, because the split backward is over."""
+from autoac.tape.torch_facts.module_paths import frames_from
 
 
 class Split:
-    """A period during which all graph tasks over one region are parts of one backward pass."""
+    """A period during which all graph tasks over one region are parts of one backward pass.
+
+    Attributes:
+        graphs: those of regions that keep a pass between two parts of the split backward.
+    """
 
     def __init__(self) -> None:
         self.open = True
-        self.graphs: weakref.WeakSet[KeepsPass] = weakref.WeakSet()
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def close(self) -> None:
         """End the period, and free the passes that were kept for further parts."""
@@ -97,19 +94,14 @@ def leaves_gradients() -> bool:
 
 def is_nested_backward() -> bool:
     """Return True if a hook or a Function of backward runs the graph task."""
-    frame: FrameType | None = sys._getframe(1)
+    code = private.engine_run_backward.__code__
+    calls = sum(frame.f_code is code for frame in frames_from(sys._getframe(1)))
     # A thread of the engine has no caller: each call of backward on it is nested.
-    calls = int(isinstance(threading.current_thread(), threading._DummyThread))
-    while frame is not None:
-        calls += frame.f_code is private.engine_run_backward.__code__
-        frame = frame.f_back
-    return calls > 1
+    return calls + isinstance(threading.current_thread(), threading._DummyThread) > 1
 
 
 def _declared() -> Split | None:
-    if not private.is_key_in_tls(_KEY):
-        return None
-    split: Split | None = private.get_from_tls(_KEY)
+    split: Split | None = private.get_from_tls(_KEY) if private.is_key_in_tls(_KEY) else None
     return split
 
 

@@ -39,15 +39,13 @@ from autoac.tape.unseen.fingerprints import (
     can_compare,
     fingerprint_of,
     same_contents,
-    storage_fingerprint,
 )
+from autoac.tape.unseen.function_calls import SMALL
 
 Origin = NodeVersion | Callable[[], Source | None]
 """Where the contents of a storage are from: a recorded op, or outside."""
 
 _STRIDED = torch.strided
-
-MOST_COPIED = 64 << 10  # bytes of a buffer
 
 _OURS = 2  # references to a storage that only `look_last` holds: an alias, and the storage's Python object
 
@@ -68,7 +66,7 @@ def small_buffers(model: nn.Module) -> frozenset[int]:
     attributes = (value for module in model.modules() for value in vars(module).values())
     tensors = (one for one in (*attributes, *model.buffers()) if isinstance(one, Tensor) and has_storage(one))
     storages = (tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, Parameter))
-    return frozenset(storage._cdata for storage in storages if storage.nbytes() <= MOST_COPIED)
+    return frozenset(storage._cdata for storage in storages if storage.nbytes() <= SMALL)
 
 
 # Ops that have made plain tensors of plain arguments: what they make may be sparse or quantized, no more.
@@ -153,7 +151,7 @@ class TrackedStorages:
             if version.contents is None and version.suspect:
                 continue  # nobody knows who has written it
             contents = fingerprint_of(storage) if version.contents is None else version.contents
-            yield version, HeldElsewhere(storage, contents)
+            yield version, (weakref.ref(storage), storage.nbytes(), contents)
 
     def _renew_guards(self) -> list[tuple[weakref.ref[torch.UntypedStorage], NodeVersion]]:
         """Accept all writes so far to sources entered since the last pause: the mode saw them.
@@ -328,7 +326,7 @@ class TrackedStorages:
         weights = self._graph.weights
         if self.compares_reads and weights is not None and can_compare(tensor):
             version.suspect = True
-            version.contents = weights.keep(storage_fingerprint(tensor))
+            version.contents = weights.keep(fingerprint_of(tensor.untyped_storage()))
             self._watched[tensor.untyped_storage()._cdata] = held_alias(tensor), version
 
     def look_last(self, *, everything: bool = False) -> None:
@@ -361,7 +359,7 @@ class TrackedStorages:
             self.save(tensor)
             self.enter(tensor.untyped_storage(), _written_unseen)
             return False
-        if same_contents(storage_fingerprint(tensor), version.contents):
+        if same_contents(fingerprint_of(tensor.untyped_storage()), version.contents):
             return True
         self._graph.code.note_unseen_write(version.node.name)
         if self._graph.tape is not None:
@@ -501,7 +499,7 @@ class TrackedStorages:
 
     def _compare_with_last_read(self, tensor: Tensor, tape: StepTape) -> None:
         """Note on the tape if an unseen kernel has written a storage again since an op last read it."""
-        before, now = self._read_unseen.get(tensor), storage_fingerprint(tensor)
+        before, now = self._read_unseen.get(tensor), fingerprint_of(tensor.untyped_storage())
         if before is not None and not same_contents(now, before):
             tape.note_unseen_write(tensor)
         self._read_unseen.set(tensor, now)
@@ -515,7 +513,7 @@ class TrackedStorages:
         """Compare contents from here on if the region runs code that was not compared before."""
         if self._graph.code.is_new:
             self._graph.compare()
-            self.compares_reads = self._graph.compares
+            self.compares_reads = self._graph.weights is not None
 
     def output(
         self, tensor: Tensor, node: Node, written: Sequence[Tensor]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoac.planner.errors import PickledError
+from autoac.tape.distributed.process_groups import note_mesh
 from autoac.tape.distributed.wrapped_tensors import below, wraps_others
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.storage_table import StorageTable, has_storage, is_wrapper
@@ -53,13 +54,10 @@ class WrapperWrites:
     A write to a wrapper advances the counter of the wrapper, and of no tensor inside.
     """
 
-    __slots__ = ("_past", "_wrappers")
-
     def __init__(self) -> None:
         self._past = 0  # writes through wrappers that are gone
-        self._wrappers: list[
-            tuple[weakref.ref[Tensor], Tensor, int]
-        ] = []  # with an alias and its first count
+        # With an alias, and its first count.
+        self._wrappers: list[tuple[weakref.ref[Tensor], Tensor, int]] = []
 
     def add(self, wrapper: Tensor) -> None:
         """Count the writes through `wrapper` and its views from here on."""
@@ -88,9 +86,13 @@ _wrapper_writes: StorageTable[WrapperWrites] = StorageTable()
 
 
 def note_wrappers(tensors: Iterable[Tensor]) -> None:
-    """Have `version_counter` of what wrappers among `tensors` wrap include the writes to these wrappers."""
-    for tensor in tensors:
-        if wraps_others(type(tensor)) and not tensor.is_inference():  # which counts no writes
+    """Have `version_counter` of what wrappers among `tensors` wrap include the writes to these wrappers.
+
+    Note the groups over which they are distributed, too.
+    """
+    for tensor in filter(lambda tensor: wraps_others(type(tensor)), tensors):
+        note_mesh(tensor)
+        if not tensor.is_inference():  # which counts no writes
             for inner in filter(has_storage, below(tensor)):
                 writes = _wrapper_writes.get(inner)
                 if writes is None:

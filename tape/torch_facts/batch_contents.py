@@ -24,10 +24,10 @@ def batch_tensors(items: Iterable[Any]) -> Iterator[Tensor]:
             if isinstance(leaf, Tensor):
                 yield leaf
                 continue
-            for holder in _holders(leaf):
+            for holder, content in _contents(leaf):
                 if id(holder) not in seen:
                     seen.add(id(holder))
-                    waiting.append(_content_of(holder).values())
+                    waiting.append(content)
 
 
 def _leaves(items: Iterable[Any]) -> Iterator[Any]:
@@ -47,26 +47,19 @@ def _leaves(items: Iterable[Any]) -> Iterator[Any]:
             yield item
 
 
-def _holders(item: Any) -> Iterator[Any]:
-    """Yield what holds the content of `item`: a derived dictionary, attributes, or a dataclass with slots."""
+def _contents(item: Any) -> Iterator[tuple[Any, Iterable[Any]]]:
+    """Yield what holds the content of `item` (a dictionary, attributes, slots), and the content."""
     if isinstance(item, _OPAQUE_TYPES):
         return
     if isinstance(item, dict):
-        yield item
+        yield item, item.values()
     attributes = getattr(item, "__dict__", None)
     if isinstance(attributes, dict):
         if attributes is not item:
-            yield attributes
-    elif dataclasses.is_dataclass(item):
-        yield item
+            yield attributes, attributes.values()
+    elif dataclasses.is_dataclass(item):  # with slots
+        names = (field.name for field in dataclasses.fields(item))
+        yield item, [getattr(item, name) for name in names if hasattr(item, name)]
 
 
 _OPAQUE_TYPES = (type, nn.Module, ModuleType, FunctionType)
-
-
-def _content_of(holder: Any) -> dict[Any, Any]:
-    """Return the content of a dictionary, or of a dataclass with slots."""
-    if isinstance(holder, dict):
-        return holder
-    names = [field.name for field in dataclasses.fields(holder)]
-    return {name: getattr(holder, name) for name in names if hasattr(holder, name)}

@@ -86,8 +86,6 @@ _around = _Around()
 class _PlannedBackend:
     """A backend whose code Dynamo keeps apart from that of the same backend without a plan."""
 
-    __slots__ = ("backend",)
-
     def __init__(self, backend: Any) -> None:
         self.backend = backend
 
@@ -256,8 +254,6 @@ class opaque_region:
     Recording modes on top of the stack are taken off it. A mode that lets ops pass would still cost time, and
     memory: torch makes a tensor of a number, such as that of `x * 2.0`, once more for each mode.
     """
-
-    __slots__ = ("_modes", "_off", "_written")
 
     def __init__(self, written: Sequence[Tensor]) -> None:
         self._written = written

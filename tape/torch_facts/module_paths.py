@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -37,8 +37,6 @@ class ModuleHook:
         path: of the module.
     """
 
-    __slots__ = ("_path", "call")
-
     def __init__(self, call: Callable[..., Any], path: str | None = None) -> None:
         self.call, self._path = call, path
 
@@ -65,8 +63,6 @@ def _nothing(*_args: Any) -> None:
 class WatchedCompiledCall:
     """Stand in for the compiled call of a module after `module.compile()`, and watch it from outside."""
 
-    __slots__ = ("_after", "_before", "_module", "wrapped")
-
     def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         self._module, self._before, self._after = module, before, after
         self.wrapped: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
@@ -92,12 +88,15 @@ Watch = RemovableHandle | WatchedCompiledCall
 def is_called(model: weakref.ref[nn.Module]) -> bool:
     """Return True if a call of the model is on this thread's stack."""
     called = model()
-    frame: FrameType | None = sys._getframe(1)
+    frames = (frame for frame in frames_from(sys._getframe(1)) if frame.f_code is _CALL)
+    return any(frame.f_locals.get("self") is called for frame in frames)
+
+
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield `frame` and its callers."""
     while frame is not None:
-        if frame.f_code is _CALL and frame.f_locals.get("self") is called:
-            return True
+        yield frame
         frame = frame.f_back
-    return False
 
 
 _CALL = nn.Module._call_impl.__code__
@@ -124,24 +123,19 @@ def watch_modules(
 
     handles: list[Watch] = []
     skipped: set[nn.Module] = set()
-    try:
-        for path, module in model.named_modules():
-            if module is model or module in skipped or (called and _is_part(path, module, called)):
+    for path, module in model.named_modules():
+        if module is model or module in skipped or (called and _is_part(path, module, called)):
+            continue
+        if isinstance(module, torch.jit.ScriptModule):
+            skipped.update(module.modules())
+            continue
+        if is_compiled(module):
+            skipped.update(module.modules())
+            if not is_optimized(module):  # the compiler would trace the hooks
+                handles.append(WatchedCompiledCall(module, partial(enter, path), partial(leave, path)))
                 continue
-            if isinstance(module, torch.jit.ScriptModule):
-                skipped.update(module.modules())
-                continue
-            if is_compiled(module):
-                skipped.update(module.modules())
-                if not is_optimized(module):  # the compiler would trace the hooks
-                    handles.append(WatchedCompiledCall(module, partial(enter, path), partial(leave, path)))
-                    continue
-            handles.append(module.register_forward_pre_hook(ModuleHook(enter, path), prepend=True))
-            handles.append(module.register_forward_hook(ModuleHook(leave, path), always_call=True))
-    except BaseException:
-        for handle in handles:
-            handle.remove()
-        raise
+        handles.append(module.register_forward_pre_hook(ModuleHook(enter, path), prepend=True))
+        handles.append(module.register_forward_hook(ModuleHook(leave, path), always_call=True))
     return handles
 
 

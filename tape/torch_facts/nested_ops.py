@@ -56,8 +56,6 @@ class NestedOp:
     The kernel of the op runs under the autocast and autograd of the mode's caller.
     """
 
-    __slots__ = ("_call", "_name")
-
     def __init__(self, op: Any) -> None:
         self._call: Callable[..., Any] = op._op
         self._name: str = op.name()
@@ -95,8 +93,6 @@ class NestedOp:
 
 class _ReplayUnderAutocast:
     """Call an op in backward under the autocast that was on in forward."""
-
-    __slots__ = ("_call", "_dtypes", "_keys")
 
     def __init__(self, call: Callable[..., Any], casting: Sequence[str]) -> None:
         self._call = call

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -274,7 +275,7 @@ def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         and op.namespace not in _MARKED_COLLECTIVES
         and schema.name not in _SENDS,
         never_recomputed=collective or schema.name in _REBINDS | _OWN_STATE,
-        again=_Waiting(op) if schema.name in _FUNCTIONAL else None,
+        again=partial(_run_and_wait, op) if schema.name in _FUNCTIONAL else None,
         fills_packed=_FILLS_PACKED.get(schema.name, -1),
         statistics=hidden,
         shaped_by_argument=_key(op) in _SHAPED_BY_ARGUMENT,
@@ -312,16 +313,11 @@ def _is_collective(op: OpOverload[Any, Any]) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+def _run_and_wait(op: OpOverload[Any, Any], *args: Any, **kwargs: Any) -> Any:
     """Run a functional collective, and wait for what it returns."""
-
-    op: OpOverload[Any, Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        out = self.op(*args, **kwargs)
-        torch.ops._c10d_functional.wait_tensor.default(out)
-        return out
+    out = op(*args, **kwargs)
+    torch.ops._c10d_functional.wait_tensor.default(out)
+    return out
 
 
 def _dropout_position(positional: Sequence[Any]) -> int:

@@ -29,18 +29,14 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tenso
         if isinstance(arg, Tensor):
             yield arg
         elif isinstance(arg, (list, tuple)):
-            for item in arg:
-                if isinstance(item, Tensor):
-                    yield item
-                elif isinstance(item, (list, tuple)):
-                    yield from tensors_in(item, {})
+            yield from tensors_in(arg, {})
     if kwargs:
         yield from tensors_in(tuple(kwargs.values()), {})
 
 
 def outputs_of(out: Any) -> Iterator[Tensor]:
     """Yield the tensors that an op returned, in order."""
-    return tensors_in((out,), {})
+    return tensors_in(out if isinstance(out, (list, tuple)) else (out,), {})
 
 
 def signature_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

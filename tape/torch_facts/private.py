@@ -33,6 +33,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -160,9 +161,7 @@ def keys_excluded_by_caller() -> Any:
 _restored_snapshot: Any = _C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]  # no stub
 
 
-def private_use_device() -> str:
-    """Return the type of the device for which torch has no name of its own."""
-    return _C._get_privateuse1_backend_name()
+private_use_device: Callable[[], str] = _C._get_privateuse1_backend_name  # for which torch has no name
 
 
 def current_stream() -> int:
@@ -273,15 +272,9 @@ def checkpoint_debugs(debug: bool) -> bool:
     return debug if enabled is None else enabled
 
 
-def determinism_checks() -> list[str]:
-    """Return the values of `determinism_check` that torch's checkpoint accepts."""
-    return list(_checkpoint._allowed_determinism_checks_to_fns)
-
-
-def selective_context_classes() -> tuple[Any, Any]:
-    """Return the classes of the two contexts that `create_selective_checkpoint_contexts` makes."""
-    return _checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode
-
+determinism_checks = list(_checkpoint._allowed_determinism_checks_to_fns)  # that torch's checkpoint accepts
+# The classes of the two contexts that `create_selective_checkpoint_contexts` makes.
+selective_context_classes = (_checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode)
 
 # Dynamo: imports none of its Python, which takes seconds.
 get_eval_frame_callback = _C._dynamo.eval_frame.get_eval_frame_callback  # whether it compiles what runs
@@ -314,9 +307,16 @@ def optimized_module_class() -> type[nn.Module] | None:
     return None if dynamo is None else dynamo.OptimizedModule
 
 
-def compiled_graph_class() -> Any:
-    """Return the class of Inductor's compiled code, which has no hook around its calls. Imports Inductor."""
-    return resolve_name("torch._inductor.output_code:CompiledFxGraph")
+# Looked up by a call, which imports the module.
+# Inductor's compiled code, which has no hook around its calls.
+compiled_graph_class = partial(resolve_name, "torch._inductor.output_code:CompiledFxGraph")
+# Gathers, frees and reduces the parameters of an FSDP unit.
+fsdp_param_group_class = partial(
+    resolve_name, "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+)
+# Finds out how an op on DTensors shards its outputs.
+sharding_propagator = partial(resolve_name, "torch.distributed.tensor._sharding_prop:ShardingPropagator")
+functional_collectives = partial(resolve_name, "torch.distributed._functional_collectives")
 
 
 def graph_of_function(cls: Any) -> Any:
@@ -348,16 +348,6 @@ def replicate_states(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     return [(module, state) for module, state in states if state is not None]
 
 
-def fsdp_param_group_class() -> Any:
-    """Return the class that gathers, frees and reduces the parameters of an FSDP unit. Imports FSDP."""
-    return resolve_name("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup")
-
-
-def sharding_propagator() -> Any:
-    """Return the class that finds out how an op on DTensors shards its outputs. Imports DTensor."""
-    return resolve_name("torch.distributed.tensor._sharding_prop:ShardingPropagator")
-
-
 def default_store() -> Any:
     """Return the store of the job, by which ranks find each other."""
     return resolve_name("torch.distributed.distributed_c10d:_get_default_store")()
@@ -371,8 +361,3 @@ def device_of_group(group: Any) -> torch.device:
 def fake_store() -> Any:
     """Return a store for the process group that sends nothing. Its module registers the backend "fake"."""
     return resolve_name("torch.testing._internal.distributed.fake_pg:FakeStore")()
-
-
-def functional_collectives() -> Any:
-    """Return the module of functional collectives."""
-    return resolve_name("torch.distributed._functional_collectives")

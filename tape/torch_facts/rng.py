@@ -75,12 +75,9 @@ def as_compiled(op: Any) -> Callable[..., Tensor] | None:
     return call
 
 
-def _seed(device: torch.device) -> Tensor:
-    return torch.randint(2**63 - 1, [], device=device)
-
-
-def _seeds(count: int, device: torch.device) -> Tensor:
-    return torch.randint(2**63 - 1, [count], device=device)
+def _seeds(*count_and_device: Any) -> Tensor:
+    *count, device = count_and_device
+    return torch.randint(2**63 - 1, count, device=device)
 
 
 def _random(size: Sequence[int], seed: Tensor, mode: str) -> Tensor:
@@ -97,7 +94,7 @@ def _seeded(seed: Tensor) -> torch.Generator:
 
 
 _DRAWS: dict[str, Callable[..., Tensor]] = {
-    "prims::inductor_seed": _seed,
+    "prims::inductor_seed": _seeds,
     "prims::inductor_seeds": _seeds,
     "prims::inductor_random": _random,
     "prims::inductor_randint": _randint,
@@ -117,10 +114,6 @@ class UsedGenerators:
         used.keep(torch.default_generator)
         used.keep(default_generator(device))
         return used
-
-    def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note the generator that an op with these arguments is about to draw from."""
-        self.keep(generator_of(args, kwargs))
 
     def keep(self, generator: torch.Generator) -> None:
         """Note `generator`, from which an op is about to draw."""

@@ -36,13 +36,11 @@ def has_storage(tensor: Tensor) -> bool:
     wraps = kind is not Tensor and kind is not Parameter and is_wrapper(tensor)
     if wraps and not (isinstance(tensor, FakeTensor) and tensor.fake_mode is _fakes.mode):
         return False
-    return (
-        tensor.layout is _STRIDED
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and not tensor._is_zerotensor()
-        and not is_functorch_wrapped(tensor)
-        and not is_batched(tensor)
+    if tensor.layout is not _STRIDED or tensor.is_nested or tensor.is_quantized:
+        return False
+    # What a transform wraps is not a parameter.
+    return kind is Parameter or not (
+        tensor._is_zerotensor() or is_functorch_wrapped(tensor) or is_batched(tensor)
     )
 
 
@@ -87,8 +85,6 @@ class StorageTable(Generic[T]):
         refs: of the storages that have an entry, and of some that had one: at most twice as many in all, or
             `PRUNED_AT`.
     """
-
-    __slots__ = ("__weakref__", "_prune_at", "name", "refs")
 
     def __init__(self) -> None:
         self.name = f"_autoac_{next(_numbers)}"

@@ -32,7 +32,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from operator import itemgetter
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -117,12 +116,7 @@ class TorchTrace:
             private.record_ranges(False)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         if self._is_quiet:
             private.record_ranges(True)
         if self._ranged:

@@ -31,8 +31,6 @@ _SETTINGS: tuple[_Setting, ...] = (
 class AmbientState:
     """The state around a call that decides, with its arguments and attributes, what the call computes."""
 
-    __slots__ = ("_autocast", "_device", "_generators", "_plain", "_settings")
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._generators = UsedGenerators.of_defaults(device)

@@ -20,8 +20,6 @@ class CallArguments:
         wrapped: True if a tensor is of a subclass other than Parameter.
     """
 
-    __slots__ = ("_requires_grad", "args", "kwargs", "needs_grad", "tensors", "wrapped")
-
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.tensors: list[Tensor] = []
         self.wrapped = False

@@ -31,8 +31,6 @@ class CheckedCode:
         is_new: True if some of it was not compared before, or must be compared each time.
     """
 
-    __slots__ = ("_parameters", "_sites", "_written_unseen", "is_new")
-
     def __init__(self) -> None:
         self._sites: list[Hashable] = []
         self._parameters: list[Parameter] = []

@@ -69,11 +69,6 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
         return _settled_sum(elements)
 
 
-def storage_fingerprint(tensor: Tensor) -> Fingerprint:
-    """Return the fingerprint of all bytes of `tensor`'s storage."""
-    return fingerprint_of(tensor.untyped_storage())
-
-
 def fingerprint_of(storage: torch.UntypedStorage) -> Fingerprint:
     """Return the fingerprint of all bytes of `storage`."""
     if storage.device.type == "cpu":
@@ -83,7 +78,7 @@ def fingerprint_of(storage: torch.UntypedStorage) -> Fingerprint:
 
 
 def shows_whole_storage(tensor: Tensor) -> bool:
-    """Return True if `fingerprint` of `tensor` is `storage_fingerprint`."""
+    """Return True if `fingerprint` of `tensor` is `fingerprint_of` its storage."""
     return tensor.nbytes == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
 
 
@@ -184,8 +179,6 @@ class KeptWeights:
 
     Without such an object, weights are made again each time, so that no memory of the device stays in use.
     """
-
-    __slots__ = ("__weakref__", "_tables", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []

@@ -65,8 +65,8 @@ from autoac.tape.unseen.fingerprints import (
     KeptWeights,
     can_compare,
     fingerprint,
+    fingerprint_of,
     same_contents,
-    storage_fingerprint,
 )
 
 Apply = Callable[..., Any]
@@ -176,8 +176,6 @@ class FunctionRerun:
         slots: of the call.
         has_run: True if backward ran the call again.
     """
-
-    __slots__ = ("_ambient", "_arguments", "_cls", "_kind", "has_run", "slots")
 
     def __init__(self, cls: type, kind: Any, arguments: CallArguments, ambient: AmbientState) -> None:
         self._cls = cls
@@ -474,12 +472,12 @@ class _Examination:
 
     def note_contents(self, tensor: Tensor) -> None:
         """Note the contents of the storage of `tensor`: those before the call, or what a visible op wrote."""
-        self._expected[tensor.untyped_storage()._cdata] = storage_fingerprint(tensor)
+        self._expected[tensor.untyped_storage()._cdata] = fingerprint_of(tensor.untyped_storage())
 
     def is_changed(self, tensor: Tensor) -> bool:
         """Return True if the storage of an argument has contents that were not noted."""
         expected = self._expected.get(tensor.untyped_storage()._cdata)
-        return expected is not None and not same_contents(expected, storage_fingerprint(tensor))
+        return expected is not None and not same_contents(expected, fingerprint_of(tensor.untyped_storage()))
 
     def written(self) -> list[Tensor]:
         """Return the arguments that no visible op has written; [] if this was called before."""

@@ -18,24 +18,7 @@ from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.rng import UsedGenerators
 
 Flags = tuple[Any, ...]
-"""Grad mode, default dtype, deterministic algorithms, then the flags of oneDNN and cuDNN; as in _SETTERS."""
-
-_grad = torch.is_grad_enabled
-_dtype = torch.get_default_dtype  # of what ops make from Python numbers
-_deterministic = private.get_deterministic_algorithms
-_mkldnn = private.get_mkldnn_enabled
-_mkldnn_deterministic = private.get_mkldnn_deterministic
-_cudnn = private.get_cudnn_enabled
-_cudnn_deterministic = private.get_cudnn_deterministic
-_cudnn_benchmark = private.get_cudnn_benchmark
-
-
-def _cpu_flags() -> Flags:
-    return _grad(), _dtype(), _deterministic(), _mkldnn(), _mkldnn_deterministic()
-
-
-def _cpu_and_gpu_flags() -> Flags:
-    return (*_cpu_flags(), _cudnn(), _cudnn_deterministic(), _cudnn_benchmark())
+"""Grad mode, default dtype, deterministic algorithms, then the flags of oneDNN and cuDNN; as in _FLAGS."""
 
 
 def _set_deterministic(value: bool) -> None:
@@ -43,16 +26,26 @@ def _set_deterministic(value: bool) -> None:
     private.set_deterministic_algorithms(value, warn_only=True)
 
 
-_SETTERS: tuple[Callable[[Any], None], ...] = (
-    private.set_grad_enabled,
-    torch.set_default_dtype,
-    _set_deterministic,
-    private.set_mkldnn_enabled,
-    private.set_mkldnn_deterministic,
-    private.set_cudnn_enabled,
-    private.set_cudnn_deterministic,
-    private.set_cudnn_benchmark,
+_FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch.is_grad_enabled, private.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),  # of what ops make from Python numbers
+    (private.get_deterministic_algorithms, _set_deterministic),
+    (private.get_mkldnn_enabled, private.set_mkldnn_enabled),
+    (private.get_mkldnn_deterministic, private.set_mkldnn_deterministic),
+    (private.get_cudnn_enabled, private.set_cudnn_enabled),
+    (private.get_cudnn_deterministic, private.set_cudnn_deterministic),
+    (private.get_cudnn_benchmark, private.set_cudnn_benchmark),
 )
+_grad, _dtype, _deterministic, _mkldnn, _mkldnn_deterministic, *_of_cudnn = (get for get, _ in _FLAGS)
+
+
+def _cpu_flags() -> Flags:
+    return _grad(), _dtype(), _deterministic(), _mkldnn(), _mkldnn_deterministic()
+
+
+def _cpu_and_gpu_flags() -> Flags:
+    return *_cpu_flags(), *(get() for get in _of_cudnn)
+
 
 current_flags: Callable[[], Flags] = _cpu_and_gpu_flags if torch.backends.cuda.is_built() else _cpu_flags
 """Return the flags in force. Called for each op that is recorded."""
@@ -90,6 +83,6 @@ class FlagSwitcher:
 
 
 def _switch(current: Flags, target: Flags) -> None:
-    for put, old, new in zip(_SETTERS, current, target, strict=False):
+    for (_, put), old, new in zip(_FLAGS, current, target, strict=False):
         if old != new:
             put(new)

@@ -12,7 +12,6 @@ parameter itself is held in place of the view. The first backward observes wheth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -33,11 +32,6 @@ def memory_of(tensor: Tensor) -> Memory:
     """Return the address of the storage of `tensor`, and its bytes."""
     storage = tensor.untyped_storage()
     return storage._cdata, storage.nbytes()
-
-
-def memory_by_parameter(parameters: Iterable[Parameter]) -> dict[int, Memory]:
-    """Return the memory of each parameter that has some of its own, by the identity of the parameter."""
-    return {id(p): memory_of(p) for p in parameters if type(p) is Parameter}
 
 
 def parameter_of(tensor: Tensor) -> Parameter | None:

@@ -37,8 +37,6 @@ class Departure:
         free: position of the op before which the plan frees it.
     """
 
-    __slots__ = ("_counter", "_tensor", "_wait", "copy", "free", "storage")
-
     def __init__(self, tensor: Tensor, name: str, free: int) -> None:
         self._tensor = detached_alias(tensor)  # `tensor` may get a history, which must not be held
         self._counter = version_counter(self._tensor)
@@ -65,8 +63,6 @@ class HostCopy:
     Attributes:
         written: the storage was written while it was copied.
     """
-
-    __slots__ = ("_chunk", "_copied", "_device", "_name", "written")
 
     def __init__(self, chunk: HostChunk, copied: torch.Event | None, device: torch.device, name: str) -> None:
         self._chunk, self._copied, self._device, self._name = chunk, copied, device, name
@@ -107,8 +103,6 @@ class HostCopy:
 
 class _Wait:
     """Has compute wait for a copy, at the latest when this object dies and the memory may be reused."""
-
-    __slots__ = ("_device", "_event", "_stream")
 
     def __init__(self, event: torch.Event | None, device: torch.device) -> None:
         self._event, self._device = event, device

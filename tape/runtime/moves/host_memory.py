@@ -33,8 +33,6 @@ class HostChunk:
         data: uint8 [nbytes].
     """
 
-    __slots__ = ("_arena", "_memory", "_range", "data")
-
     def __init__(self, memory: HostMemory, arena: _Arena, taken: _Range, nbytes: int) -> None:
         self._memory, self._arena, self._range = memory, arena, taken
         self.data = arena.data[taken.begin : taken.begin + nbytes]
@@ -45,8 +43,6 @@ class HostChunk:
 
 class _Arena:
     """Pages of the host, and which of them are free, by address."""
-
-    __slots__ = ("data", "device", "free")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.device = device  # whose streams order the copies from and to it

@@ -29,8 +29,6 @@ from autoac.tape.torch_facts.streams import streams_seen
 class FetchTrigger:
     """The moved versions to fetch when backward first unpacks what one op made."""
 
-    __slots__ = ("_fired_in", "_graph", "_versions")
-
     def __init__(self, graph: RegionGraph) -> None:
         self._graph = graph
         self._versions: list[weakref.ref[NodeVersion]] = []  # in forward order

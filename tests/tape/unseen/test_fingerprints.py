@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.unseen import fingerprints
-from autoac.tape.unseen.fingerprints import _sum, fingerprint, shows_whole_storage, storage_fingerprint
+from autoac.tape.unseen.fingerprints import _sum, fingerprint, fingerprint_of, shows_whole_storage
 
 LENGTH, OPS = 1000, 50
 
@@ -41,7 +41,7 @@ def test_fingerprint_of_a_whole_storage_is_that_of_the_storage() -> None:
     x = torch.rand(64)
     for view in (x, x.view(8, 8), x.view(torch.uint8)):
         assert shows_whole_storage(view)
-        assert fingerprint(view) == storage_fingerprint(x)
+        assert fingerprint(view) == fingerprint_of(x.untyped_storage())
     assert not any(map(shows_whole_storage, (x[1:], x.view(8, 8).t(), x.expand(2, 64), x[:1].expand(64))))
 
 
