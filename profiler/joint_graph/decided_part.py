@@ -30,7 +30,7 @@ def note_ops(part: CompiledPart, joint: JointGraph) -> None:
     values = (node.meta.get("val") for node in joint.forward)
     tensors = (value for value in values if isinstance(value, torch.Tensor))
     part.notes[_DYNAMIC] = any(isinstance(n, torch.SymInt) for tensor in tensors for n in tensor.size())
-    part.notes[_OPS] = [(module_path(node), facts_of(node.target).name_in_keys) for node in joint.ops]  # type: ignore[arg-type]
+    part.notes[_OPS] = [(module_path(node), facts_of(node.target).name_in_keys) for node in joint.ops]
 
 
 def ops_of(part: CompiledPart) -> Sequence[OpName]:

@@ -137,7 +137,7 @@ def never_again(graph: fx.Graph, joint: JointGraph, mutated: Sequence[bool]) -> 
     written = {node for node, writes in zip(inputs, mutated, strict=False) if writes}
     reasons: dict[str, str] = {}
     for node in joint.ops:
-        facts = facts_of(node.target)  # type: ignore[arg-type]
+        facts = facts_of(node.target)
         unread = old_statistics(facts.name, node.args)
         if facts.never_recomputed or facts.collective or facts.mutates or _has_effect(node):
             reasons[node.name] = "collective" if facts.collective else facts.must_save or "it has an effect"

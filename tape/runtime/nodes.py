@@ -31,6 +31,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import torch
@@ -43,7 +44,7 @@ from autoac.tape.torch_facts.rng import GeneratorState
 from autoac.tape.torch_facts.streams import event_on, streams_seen, wait_for
 from autoac.tape.torch_facts.view_recipes import Recipe, disjoint, make_view, matches_recipe, recipe_of
 from autoac.tape.unseen.fingerprints import Fingerprint
-from autoac.tape.unseen.global_flags import current_flags
+from autoac.tape.unseen.global_flags import Flags, current_flags
 
 
 class Source:
@@ -227,50 +228,24 @@ class UnsupportedTensor(Exception):
     """Raised for an argument that its storage and recipe do not describe, such as a sparse tensor."""
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A recorded op, ready to run again."""
 
-    __slots__ = (
-        "args",
-        "flags",
-        "func",
-        "kwargs",
-        "name",
-        "order",
-        "outs",
-        "reads",
-        "rewrites",
-        "rng_state",
-        "stream",
-        "used_outs",
-        "writes_sources",
-    )
-
-    def __init__(
-        self,
-        order: int,
-        name: str,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        reads: tuple[NodeVersion, ...],
-        rng_state: GeneratorState | None,
-        stream: int = 0,
-    ) -> None:
-        self.order = order  # position in forward
-        self.name = name
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.reads = reads  # distinct
-        self.rng_state = rng_state
-        self.stream = stream  # that it ran on in forward
-        self.flags = current_flags()
-        self.outs: tuple[weakref.ref[NodeVersion] | None, ...] = ()  # one for each output tensor
-        # Of an in-place op: the version that it reads and, weakly, the version that it makes.
-        self.rewrites: tuple[tuple[NodeVersion, Callable[[], NodeVersion | None]], ...] = ()
-        self.writes_sources = False  # replay must run it on copies of its sources
-        self.used_outs = 0  # number of outputs with a use
+    order: int  # position in forward
+    name: str
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: tuple[NodeVersion, ...]  # distinct
+    rng_state: GeneratorState | None
+    stream: int = 0  # that it ran on in forward
+    flags: Flags = field(default_factory=current_flags)
+    outs: tuple[weakref.ref[NodeVersion] | None, ...] = ()  # one for each output tensor
+    # Of an in-place op: the version that it reads and, weakly, the version that it makes.
+    rewrites: tuple[tuple[NodeVersion, Callable[[], NodeVersion | None]], ...] = ()
+    writes_sources: bool = False  # replay must run it on copies of its sources
+    used_outs: int = 0  # number of outputs with a use
 
 
 class FunctionNode(Node):

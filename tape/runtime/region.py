@@ -82,7 +82,6 @@ from autoac.tape.torch_facts.inductor import RecordingMode, anything_compiled, w
 from autoac.tape.torch_facts.op_facts import (
     OpFacts,
     facts_of,
-    known_facts,
     tensor_versions,
     unread_argument,
     updates_statistics,
@@ -308,7 +307,10 @@ class Region(RecordingMode):
             note_wrappers(tensors_in(args, kwargs or {}))
             self.storages.writes += 1  # no pause here: it would hide the wrappers that are made in it
             return NotImplemented  # the ops on the tensors inside come here
-        facts = known_facts.get(id(func)) or facts_of(func)
+        try:
+            facts: OpFacts = func._autoac_facts  # as `facts_of`, whose call would double the cost
+        except AttributeError:
+            facts = facts_of(func)
         if facts.view or recording_off.depth:
             return facts.call(*args, **kwargs) if kwargs else facts.call(*args)
         if facts.opaque and self._function is not None and facts.name == _COMPILED_CODE:

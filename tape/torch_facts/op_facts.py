@@ -217,18 +217,12 @@ class OpFacts:
         return any(bool(kwargs.get(name)) for name in _DROPOUT_ARGUMENTS)
 
 
-known_facts: dict[int, OpFacts] = {}
-"""Results of `facts_of` by the id of an op, for code too hot for a call. Ops are never deleted."""
-
-_known_ops: list[Any] = []
-
-
-def facts_of(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
-    """Return the facts about `op`, derived at its first use."""
-    facts = known_facts.get(id(op))  # an OpOverload's own hash is a call in Python
-    if facts is None:
-        facts = known_facts[id(op)] = _derive(op)
-        _known_ops.append(op)
+def facts_of(op: Any) -> OpFacts:
+    """Return the facts about `op`, derived at its first use and kept as an attribute of the op."""
+    try:
+        facts: OpFacts = op._autoac_facts
+    except AttributeError:
+        facts = op._autoac_facts = _derive(op)
     return facts
 
 
