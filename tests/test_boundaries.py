@@ -156,9 +156,9 @@ ARROWS = arrows_of_table()
 # Lines of code (`code_lines`) that a folder may have: what goes in, something goes out for.
 # The second figure holds until the step is the unit of planning.
 BUDGETS = {
-    "planner": (8_226, 0),  # goal: 8,200
-    "tape": (7_755, 0),  # goal: 7,300, and 200 until the step is the unit
-    "profiler": (3_900, 245),
+    "planner": (8_200, 0),
+    "tape": (7_300, 200),
+    "profiler": (3_900, 200),
     "api": (4_200, 0),
     "ac_client": (7_000, 900),
     "tests": (33_824, 0),  # goal: 33,000
