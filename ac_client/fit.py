@@ -232,7 +232,7 @@ class SizeSearch:
         self._rows: dict[int, FitRow] = {}
         self._found: dict[int, tuple[object, bool | None]] = {}  # bytes of sizes, and if they have plans
         self._unprovable = 0.0  # more work proves nothing of sizes whose `_least` is up to this
-        self._latest: Plan | None = None
+        self._latest: Plan | None = None  # that was found where any plan would do
         self._proven: int | None = None
         self._no_room = set[int]()  # sizes that ran out of memory
         self._bent = True  # run times do not lie on a line between the knots
@@ -362,7 +362,7 @@ class SizeSearch:
     def _find_plan(self, n: int, work_limit: float) -> bool | None:
         """Return True if a plan of the size is found, False if there is proven to be none."""
         try:
-            self._planned(n, gap=1.0, work_limit=work_limit)
+            self._latest = self._planned(n, gap=1.0, work_limit=work_limit)
         except InfeasibleBudget:  # with moves to the host, it is about plans without
             return None if self._constraints.host_budget_bytes else False
         except SolverOutOfTime as error:
@@ -384,13 +384,12 @@ class SizeSearch:
         profile, constraints = self._at(n), constraints or self._constraints
         terms: Any = {"constraints": constraints, "gap": gap, "step_gap": step_gap, "work_limit": work_limit}
         try:
-            self._latest = plan_with_host(profile, budget_bytes=self._budget, **terms)
+            return plan_with_host(profile, budget_bytes=self._budget, **terms)
         except SolverOutOfTime:
             latest = self._latest and carried(self._latest.policy(), profile)
             if latest is None or latest.peak > self._budget or latest.constraints != constraints:
                 raise
             return latest
-        return self._latest
 
     def _plan(self, n: int, constraints: Constraints | None = None) -> FitRow:
         planned = self._planned(n, step_gap=STEP_GAP, constraints=constraints)
