@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
@@ -29,6 +30,15 @@ def until(holds: Callable[[], Any], seconds: float = 120, every: float = 0.02) -
         if last:
             raise NotInTime(f"the condition must hold within {seconds:g} s")
         time.sleep(every)
+
+
+def is_running(pid: int) -> bool:
+    """Return True if a process runs. A zombie does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
 
 
 def engine_lets_go(device: Any) -> None:

@@ -49,26 +49,34 @@ class SquareWithSetup(Function):
         return dy * x
 
 
+def _normed(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    x, weight = x.contiguous(), weight.to(x.dtype)
+    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
+    y, rstd = torch.empty_like(x), torch.empty(rows, dtype=x.dtype, device=x.device)
+    launch("rms_norm", x.dtype, y, rstd, x, weight, rows, columns)
+    return y, x, weight, rstd
+
+
+def _norm_backward(dx: Tensor, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    dweight = torch.empty_like(weight)
+    launch("rms_norm_backward", x.dtype, dx, dweight, dy, x, weight, rstd, len(rstd), x.shape[-1])
+    return dx, dweight.float()
+
+
 class RMSNorm(Function):
     """Save an input and a statistic that the kernel wrote; write the gradient over the incoming one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x, weight = x.contiguous(), weight.to(x.dtype)
-        rows, columns = x.numel() // x.shape[-1], x.shape[-1]
-        y, rstd = torch.empty_like(x), torch.empty(rows, dtype=x.dtype, device=x.device)
-        launch("rms_norm", x.dtype, y, rstd, x, weight, rows, columns)
-        ctx.save_for_backward(x, weight, rstd)
+        y, *kept = _normed(x, weight)
+        ctx.save_for_backward(*kept)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight, rstd = ctx.saved_tensors
+        kept = ctx.saved_tensors
         dx = dy.clone(memory_format=torch.contiguous_format)
-        dweight = torch.empty_like(weight)
-        rows, columns = len(rstd), x.shape[-1]
-        launch("rms_norm_backward", x.dtype, dx, dweight, dx, x, weight, rstd, rows, columns)
-        return dx, dweight.float()
+        return _norm_backward(dx, dx, *kept)
 
 
 class RMSNormInAttributes(Function):
@@ -76,20 +84,13 @@ class RMSNormInAttributes(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x, weight = x.contiguous(), weight.to(x.dtype)
-        rows, columns = x.numel() // x.shape[-1], x.shape[-1]
-        y, rstd = torch.empty_like(x), torch.empty(rows, dtype=x.dtype, device=x.device)
-        launch("rms_norm", x.dtype, y, rstd, x, weight, rows, columns)
-        ctx.tensors = x.detach(), weight.detach(), rstd
+        y, *kept = _normed(x, weight)
+        ctx.tensors = [tensor.detach() for tensor in kept]
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight, rstd = ctx.tensors
-        dx, dweight = torch.empty_like(x), torch.empty_like(weight)
-        rows, columns = len(rstd), x.shape[-1]
-        launch("rms_norm_backward", x.dtype, dx, dweight, dy.contiguous(), x, weight, rstd, rows, columns)
-        return dx, dweight.float()
+        return _norm_backward(torch.empty_like(ctx.tensors[0]), dy.contiguous(), *ctx.tensors)
 
 
 class SwiGLU(Function):

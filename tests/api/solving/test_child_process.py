@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from service_fakes import (
     sleeps,
     writes_its_pid,
 )
-from waiting import until
+from waiting import is_running, until
 
 from autoac.api.errors import MalformedRequest, SolverDied, SolveTimedOut
 from autoac.api.requests import Kind
@@ -104,7 +103,7 @@ async def test_child_over_its_time_is_killed(profile: Profile, pid_file: Path) -
 async def test_cancelled_solve_kills_its_child(profile: Profile, pid_file: Path) -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(solver(writes_its_pid), request(profile))
-        await to_thread.run_sync(until, pid_file.exists, 10.0)
+        await to_thread.run_sync(until, pid_file.exists)
         group.cancel_scope.cancel()
     assert_gone(pid_file)
 
@@ -180,12 +179,3 @@ def pid_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def assert_gone(pid_file: Path) -> None:
     assert not is_running(int(pid_file.read_text()))
-
-
-def is_running(pid: int) -> bool:
-    """Return True if a process runs. A zombie does not."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False

@@ -22,7 +22,7 @@ from postgres import Server
 from service_app import BOTH, POSTGRES
 from service_fakes import request, save_all, waits_for_a_file
 from sqlalchemy import make_url
-from waiting import listening, until
+from waiting import is_running, listening, until
 
 from autoac.api.cli.health_check import answers
 from autoac.planner.formats.profile import Profile
@@ -180,9 +180,7 @@ def test_worker_killed_in_mid_solve_loses_no_job(machines: Machines, profile: Pr
     child = int(machines.gate.with_suffix(".began").read_text())
     first.kill()
     first.wait()
-    until(
-        lambda: not Path(f"/proc/{child}").exists() or _is_zombie(child)
-    )  # the children end with their worker
+    until(lambda: not is_running(child))  # the children end with their worker
     second = machines.start("worker")
     until(lambda: machines.began == 2)
     # a worker that is stopped gives its job back at once
@@ -193,13 +191,6 @@ def test_worker_killed_in_mid_solve_loses_no_job(machines: Machines, profile: Pr
     machines.gate.touch()
     until(lambda: state(http, url) == "succeeded")
     assert_finished_once(http, url, wanted(profile, 1))
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 @POSTGRES

@@ -121,19 +121,14 @@ def fitted(folder: Path, model: lp.LightningModule, callbacks: list[Any], **argu
 
 
 def assert_same(a: nn.Module, b: nn.Module) -> None:
-    one, other = a.state_dict(), b.state_dict()
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
 
 
 def assert_untouched(model: nn.Module) -> None:
     assert "training_step" not in vars(model)
     assert "log" not in vars(model)
-    for module in model.modules():
-        if isinstance(module, torchmetrics.Metric):
-            continue
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
+    own = [module for module in model.modules() if not isinstance(module, torchmetrics.Metric)]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in own)
 
 
 @pytest.mark.parametrize(

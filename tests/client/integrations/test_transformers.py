@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,11 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
+assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def assert_untouched(model: nn.Module) -> None:
-    for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     with pytest.raises(ac_client.NotApplied):
         ac_client.applied(model)
 
