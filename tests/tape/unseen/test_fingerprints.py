@@ -24,6 +24,7 @@ LENGTH, OPS = 1000, 50
         lambda x: x.view(8, 8),
         lambda x: x[8:24],
         lambda x: x.view(8, 8).t(),
+        lambda x: x[16:32].view(4, 4).t(),
         lambda x: x.view(8, 8)[:, 2:5],
         lambda x: x.view(torch.int16)[1:4],
         lambda x: x[:0],
