@@ -148,9 +148,7 @@ def assemble(step: StepRecord, rounding: int, **head: Any) -> Profile:
             runtime_us=tuple(_runtimes_us(step, [s.begin_mark for s in steps], end_marks)),
             other_nbytes=tuple(other.as_begins(s.begin) for s in steps),
             peak_nbytes=tuple(
-                other.peak(
-                    min(s.work, end) if s.work >= 0 else s.begin, end
-                )  # CPU and GPU have a thread each
+                other.peak(s.begin, end, s.work if s.work >= 0 else s.begin)
                 for s, end in zip(steps, ends, strict=True)
             ),
         ),
@@ -375,9 +373,11 @@ class _LiveBytes:
         """Return the bytes live as the step that begins at `position` does."""
         return self.at[position] + self.added.get(position, 0)
 
-    def peak(self, begin: int, end: int) -> int:
-        """Return the most bytes live between two positions."""
-        return max(self.as_begins(begin), *self.at[begin : end + 1])
+    def peak(self, begin: int, end: int, work: int) -> int:
+        """Return the most bytes live in the step between two positions, from where its work begins."""
+        work = min(work, end)  # CPU and GPU have a thread each
+        at = self.at[work : end + 1]  # what counts from `end` on is the next step's
+        return max(self.as_begins(begin), *at) if work <= begin else max(at)
 
     def workspace(self, begin: int, end: int, outputs: Sequence[AllocatedBlock]) -> int:
         """Return the most bytes that an op between two positions holds in addition to all of its outputs.
