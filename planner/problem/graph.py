@@ -1,7 +1,7 @@
 """Define the Graph: ops, storages and their versions, saved tensors and backward steps, as plain values.
 
 `build` makes a Graph from a Profile. The rest of the planner reads Graphs, so a test can write one by hand.
-`validate.py` checks the invariants below.
+Tests check the invariants below.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Create the tables
 
-The tables are those of `tables.py`, which no migration has changed yet. The first migration that changes them
-must also write out here the tables as they were before; a test fails until it does.
+The tables are those of `tables.py`. Until there is a release, they change in place: the revision is a digest of
+them, so that a database with other tables is refused. The first migration after that must also write out here
+the tables as they were before; a test fails until it does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from alembic import op
 
 from autoac.api.storage.tables import metadata
 
-revision = "0001"
+revision = "7783059842600e85"
 down_revision = None
 branch_labels = None
 depends_on = None
