@@ -1,8 +1,8 @@
 """Create the tables
 
-The tables are those of `tables.py`. Until there is a release, they change in place: the revision is a digest of
-them, so that a database with other tables is refused. The first migration after that must also write out here
-the tables as they were before; a test fails until it does.
+The tables are those of `tables.py`. Until there is a release, they change in place, and the revision is a
+digest of them, so that a database with other tables is refused. The first migration after that must also
+write out here the tables as they were before; a test fails until it does.
 """
 
 from __future__ import annotations
