@@ -493,7 +493,7 @@ class ObservedStep:
         batches = [_own_batch(batch, leaves) for _ in range(subject.loop.forwards)]
         inputs = subject.loop.forwards * self._static.inputs  # as if each forward had a batch of its own
         self._static = self._static.model_copy(update={"inputs": inputs})
-        watches = [] if is_called_compiled(model) else watch_modules(model, self.enter, self.leave)
+        watches = ExitStack() if is_called_compiled(model) else watch_modules(model, self.enter, self.leave)
         try:
             self.begin_forward()
             calls = [partial(model, *args, **kwargs) for args, kwargs in batches]
@@ -525,8 +525,7 @@ class ObservedStep:
         finally:
             self.discard()
             recorder.generators.restore()
-            for watch in watches:
-                watch.remove()
+            watches.close()
 
     def record(self) -> StepRecord:
         """Return the records of the step."""

@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ from autoac.tape.errors import CannotProfile
 from autoac.tape.runtime.cursor import OffPath
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.inductor import compiled_parts, is_called_compiled
-from autoac.tape.torch_facts.module_paths import ModuleHook, Watch, watch_modules
+from autoac.tape.torch_facts.module_paths import ModuleHook, watch_modules
 from autoac.tape.torch_facts.streams import is_capturing
 from autoac.tape.unseen.fingerprints import Comparison
 
@@ -75,7 +76,7 @@ class ModelHooks:
         planning.watch.optimizers.after_step = weakref.WeakMethod(self._optimizer_stepped)
         planning.planner.watch_calls = weakref.WeakMethod(self._watch_submodules)
         self._left_out: ObservedStep | None = None  # of another model, which leaves out this forward
-        self._submodule_handles: list[Watch] = []
+        self._submodule_handles: ExitStack | None = None
         self._watches_parts = True
         self._has_left = False  # some forward has left its policy
         self._compiled = False  # torch.compile ran the last forward as a whole
@@ -136,9 +137,9 @@ class ModelHooks:
             self._submodule_handles = watch_modules(model, self._enter, self._leave, called=called)
 
     def _unwatch_submodules(self) -> None:
-        for handle in self._submodule_handles:
-            handle.remove()
-        self._submodule_handles = []
+        if self._submodule_handles is not None:
+            self._submodule_handles.close()
+        self._submodule_handles = None
 
     def _forward_begins(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         planning, options = self._planning, self._planning.options

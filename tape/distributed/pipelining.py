@@ -46,11 +46,13 @@ def is_input_half() -> bool:
 def held_by_schedule() -> list[Tensor]:
     """Return what the schedule that runs holds: batches, targets, outputs, and buffers to receive into."""
     looked_at, found, rest = set[int](), list[Tensor](), list[Any]()
-    for frame in frames_from(sys._getframe(1) if HOLDERS[0] in sys.modules else None):
-        if PART_OF_TORCH in frame.f_code.co_filename:  # faster than a function call
+    frame = sys._getframe(1) if HOLDERS[0] in sys.modules else None
+    while frame is not None:  # without a function call for each
+        if PART_OF_TORCH in frame.f_code.co_filename:
             rest += (names := frame.f_locals).values()
             if isinstance(names, dict):  # before Python 3.13: a copy, which the frame keeps
                 names.clear()
+        frame = frame.f_back
     while rest:
         if id(one := rest.pop()) in looked_at:
             continue

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Set
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.inductor import (
@@ -81,10 +81,6 @@ class WatchedCompiledCall:
             self._module._compiled_call_impl = self.wrapped
 
 
-Watch = RemovableHandle | WatchedCompiledCall
-"""Removes what watches the calls of a module."""
-
-
 def is_called(model: weakref.ref[nn.Module]) -> bool:
     """Return True if a call of the model is on this thread's stack."""
     called = model()
@@ -108,7 +104,7 @@ def watch_modules(
     leave: Callable[[str], None],
     *,
     called: Set[str] | None = None,
-) -> list[Watch]:
+) -> ExitStack:
     """Call `enter(path)` and `leave(path)` around the forward of each submodule, also when it raises.
 
     A module with several paths is called by the first one. Submodules of compiled modules are skipped, since
@@ -118,25 +114,26 @@ def watch_modules(
         called: paths of modules. If given, modules without submodules inside of any of them are skipped.
 
     Returns:
-        Handles that remove the hooks.
+        What removes the hooks when it is closed.
     """
-
-    handles: list[Watch] = []
     skipped: set[nn.Module] = set()
-    for path, module in model.named_modules():
-        if module is model or module in skipped or (called and _is_part(path, module, called)):
-            continue
-        if isinstance(module, torch.jit.ScriptModule):
-            skipped.update(module.modules())
-            continue
-        if is_compiled(module):
-            skipped.update(module.modules())
-            if not is_optimized(module):  # the compiler would trace the hooks
-                handles.append(WatchedCompiledCall(module, partial(enter, path), partial(leave, path)))
+    with ExitStack() as handles:
+        for path, module in model.named_modules():
+            if module is model or module in skipped or (called and _is_part(path, module, called)):
                 continue
-        handles.append(module.register_forward_pre_hook(ModuleHook(enter, path), prepend=True))
-        handles.append(module.register_forward_hook(ModuleHook(leave, path), always_call=True))
-    return handles
+            if isinstance(module, torch.jit.ScriptModule):
+                skipped.update(module.modules())
+                continue
+            if is_compiled(module):
+                skipped.update(module.modules())
+                if not is_optimized(module):  # the compiler would trace the hooks
+                    watched = WatchedCompiledCall(module, partial(enter, path), partial(leave, path))
+                    handles.callback(watched.remove)
+                    continue
+            before, after = ModuleHook(enter, path), ModuleHook(leave, path)
+            handles.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            handles.callback(module.register_forward_hook(after, always_call=True).remove)
+        return handles.pop_all()
 
 
 def _is_part(path: str, module: nn.Module, modules: Set[str]) -> bool:

@@ -204,12 +204,10 @@ def _forward(
     for batch, route in zip(batches, routes, strict=True):
         cursor = Cursor(route)
         watches = watch_modules(model, cursor.enter, cursor.leave)  # type: ignore[arg-type]
-        with save_recompute_policy(cursor, log=log):
+        with watches, save_recompute_policy(cursor, log=log):
             outs.append(model(batch))
             if len(outs) == len(batches):
                 loss = loss_of(outs)
-        for watch in watches:
-            watch.remove()
     return outs, loss
 
 
