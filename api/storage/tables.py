@@ -1,4 +1,4 @@
-"""The tables. A change here needs a migration in `migrations/versions`, as 0001 there says.
+"""The tables. A change here needs another revision in `migrations/versions`, as 0001 there says.
 
 Times are seconds since 1970 by the database's clock. `number` counts the rows in the order of their creation,
 and lists are paged by it.

@@ -88,7 +88,8 @@ class ModelOnDevice:
         # What planned models that may never train hold, as last measured.
         self._idle: weakref.WeakKeyDictionary[ModelOnDevice, int] = weakref.WeakKeyDictionary()
         self._unreduced = 0  # bytes of gradients that waited for a reduction as a forward began, at most
-        self._uncounted = 0  # bytes on the device that no planned model holds, as last measured
+        # Bytes on the device that no planned model holds, as last measured; on a CPU, of a schedule, at most.
+        self._uncounted = 0
         # Of the batch of a waiting forward of each other model, at most.
         self._batches: weakref.WeakKeyDictionary[ModelOnDevice, int] = weakref.WeakKeyDictionary()
         self._counted: dict[Hashable, tuple[Any, int]] = {}  # by `_once`: when, and how many bytes

@@ -67,8 +67,8 @@ def test_migrations_create_the_tables_of_the_code(database: Database) -> None:
         assert set(metadata.tables) <= set(inspect(connection).get_table_names())
 
 
-def test_first_migration_is_written_out_before_the_tables_change() -> None:
-    """The first migration creates the tables of the code: a database with others must be refused."""
+def test_first_migration_is_named_by_the_tables_of_the_code() -> None:
+    """A database with other tables is refused: the first migration creates those of the code."""
     statements = [
         str(CreateTable(table).compile(dialect=sqlite.dialect())) for table in metadata.sorted_tables
     ]
