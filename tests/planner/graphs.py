@@ -23,20 +23,7 @@ from autoac.planner.formats.profile import (
     Values,
 )
 from autoac.planner.problem.build import build
-from autoac.planner.problem.graph import (
-    BackwardStep,
-    Graph,
-    Moment,
-    Op,
-    OpId,
-    SavedTensor,
-    SavedTensorId,
-    StepId,
-    Storage,
-    StorageId,
-    StorageVersion,
-    VersionId,
-)
+from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.bounds import bounds
 
 MIB = 1 << 20
@@ -546,45 +533,24 @@ def between(found: Profile | Graph, share: float = 0.5) -> int:
     return int(known.floor + share * (known.ceiling - known.floor))
 
 
-def chain(*nbytes: int, runtime_us: Sequence[float] | None = None, static_bytes: int = 0) -> Graph:
-    """Return a chain of ops, the simplest example of a Graph.
+def chain_tape(*nbytes: int, runtime_us: Sequence[float] | None = None, static_bytes: int = 0) -> Tape:
+    """Return a chain of ops, the simplest example of a step.
 
     Op `i` allocates `nbytes[i]` and reads op `i - 1`. Python holds an output until the next op has run.
     Backward goes from the last op to the first. Its step `j` unpacks the output of op `n - 1 - j`, then drops
     the saved tensor.
     """
-    n = len(nbytes)
-    times = list(runtime_us) if runtime_us is not None else [1.0] * n
-    return Graph(
-        ops=tuple(
-            Op(OpId(i), f"op{i}", (VersionId(i - 1),) if i else (), (VersionId(i),), times[i], 0, 0, "")
-            for i in range(n)
-        ),
-        versions=tuple(
-            StorageVersion(
-                VersionId(i),
-                OpId(i),
-                StorageId(i),
-                None,
-                (OpId(i + 1),) if i + 1 < n else (),
-                (SavedTensorId(i),),
-            )
-            for i in range(n)
-        ),
-        storages=tuple(
-            Storage(StorageId(i), size, Moment(min(i + 2, n)), (VersionId(i),))
-            for i, size in enumerate(nbytes)
-        ),
-        saved_tensors=tuple(
-            SavedTensor(SavedTensorId(i), VersionId(i), i + 1, (StepId(n - 1 - i),), Moment(2 * n - i))
-            for i in range(n)
-        ),
-        steps=tuple(
-            BackwardStep(
-                StepId(j), f"step{j}", (SavedTensorId(n - 1 - j),), (SavedTensorId(n - 1 - j),), 1.0, 0, 0
-            )
-            for j in range(n)
-        ),
-        static_bytes=static_bytes,
-        closing_bytes=0,
-    )
+    tape, values, saved = Tape(static=static_bytes), list[int](), list[int]()
+    times = runtime_us if runtime_us is not None else [1.0] * len(nbytes)
+    for size, us in zip(nbytes, times, strict=True):
+        values += tape.op("test.op", values[-1:], size, us=us)
+        saved.append(tape.save(values[-1]))
+    tape.released = [min(i + 2, len(nbytes)) for i in values]
+    for h in reversed(saved):
+        tape.step("step", [h])
+    return tape
+
+
+def chain(*nbytes: int, runtime_us: Sequence[float] | None = None, static_bytes: int = 0) -> Graph:
+    """Return the graph of a chain of ops."""
+    return build(chain_tape(*nbytes, runtime_us=runtime_us, static_bytes=static_bytes).profile())

@@ -21,7 +21,8 @@ def random_log(rng: random.Random, n: int) -> list[Allocate | Release]:
         if live and rng.random() < 0.45:
             log.append(Release(live.pop(rng.randrange(len(live)))))
         else:
-            log.append(Allocate(name, rng.choice([700, 40_000, MIB, 3 * MIB, 9 * MIB, 11 * MIB, 33 * MIB])))
+            nbytes = rng.choice([700, 40_000, *(mib * MIB for mib in (1, 3, 9, 11, 21, 33))])
+            log.append(Allocate(name, nbytes + rng.randrange(9)))
             live.append(name)
     return log
 

@@ -8,23 +8,15 @@ from dataclasses import replace
 import oracles
 import pytest
 from graph_rules import broken_graph_rules
-from graphs import chain
+from graphs import chain_tape
 
 from autoac.planner.errors import InfeasibleBudget
 from autoac.planner.memory.schedule import Recompute, recompute_us, schedule
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.plan import plan
+from autoac.planner.problem.build import build
 from autoac.planner.problem.distant_uses import distant_uses
-from autoac.planner.problem.graph import (
-    Graph,
-    Moment,
-    Op,
-    OpId,
-    Storage,
-    StorageId,
-    StorageVersion,
-    VersionId,
-)
+from autoac.planner.problem.graph import Graph, Moment, OpId
 from autoac.planner.problem.use_groups import joined, later_runs, with_use_groups
 from autoac.planner.report.summary import explain
 from autoac.planner.solver.highs import Stopped
@@ -34,24 +26,18 @@ from autoac.planner.solver.variables import Options
 
 def skip(n: int, nbytes: int = 8) -> Graph:
     """Return a chain whose op 1 is also read by its last op: its first use in backward, and its last."""
-    graph = chain(1, nbytes, *[2] * (n - 2), runtime_us=[20.0, 1.0, *[20.0] * (n - 2)])
-    last = graph.ops[-1]
-    ops = list(graph.ops)
-    ops[-1] = Op(last.id, last.name, (VersionId(1), *last.reads), last.writes, 1.0, 0, 0, "")
-    versions = list(graph.versions)
-    v = versions[1]
-    versions[1] = StorageVersion(v.id, v.op, v.storage, None, (OpId(2), last.id), v.saved_tensors)
-    storages = list(graph.storages)
-    storages[1] = Storage(StorageId(1), nbytes, Moment(n), (VersionId(1),))
-    return Graph(tuple(ops), tuple(versions), tuple(storages), graph.saved_tensors, graph.steps, 0, 0)
+    tape = chain_tape(1, nbytes, *[2] * (n - 2), runtime_us=[20.0, 1.0, *[20.0] * (n - 3), 1.0])
+    tape.reads[-1].insert(0, 1)
+    tape.released[1] = n
+    return build(tape.profile())
 
 
 def test_each_run_serves_the_uses_up_to_its_position() -> None:
     graph = with_use_groups(skip(6), {OpId(1): (OpId(5), OpId(2))})
-    assert [op.name for op in graph.ops[1:3]] == ["op1", "op1@2"]
+    assert [op.name for op in graph.ops[1:3]] == ["m/test.op#1", "m/test.op#1@2"]
     first, second = (graph.versions[graph.ops[run].writes[0]] for run in (1, 2))
-    assert [graph.ops[r].name for r in first.readers] == ["op5"]
-    assert [graph.ops[r].name for r in second.readers] == ["op2"]
+    assert [graph.ops[r].name for r in first.readers] == ["m/test.op#5"]
+    assert [graph.ops[r].name for r in second.readers] == ["m/test.op#2"]
     assert second.saved_tensors == (1,)
     assert not broken_graph_rules(graph)
 
@@ -62,7 +48,7 @@ def test_op_runs_once_for_each_group_and_is_freed_in_between() -> None:
     graph = with_use_groups(base, {OpId(1): (OpId(5), OpId(2))})
     apart = frozenset(OpId(op + (op > 1)) for op in saved)
     runs = [graph.ops[e.op].name for e in schedule(graph, apart) if isinstance(e, Recompute)]
-    assert runs == ["op1", "op5", "op1@2"]
+    assert runs == ["m/test.op#1", "m/test.op#5", "m/test.op#1@2"]
     assert recompute_us(graph, apart) == recompute_us(base, saved) + 1.0
 
 
@@ -131,7 +117,7 @@ def test_plan_recomputes_a_skip_connection_twice_where_once_does_not_fit() -> No
         plan(graph, budget_bytes=budget, options=Options(use_groups=False))
     made = plan(graph, budget_bytes=budget)
     assert made.peak <= budget
-    assert [graph.ops[2].name, made.graph.ops[2].name] == ["op2", "op1@2"]
+    assert [graph.ops[2].name, made.graph.ops[2].name] == ["m/test.op#2", "m/test.op#1@2"]
     assert made.recompute_us == 2 * 1.0 + 1.0  # op 1 twice, and the last op
 
 
