@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from blocks import WithLoss
 from stepping import needs_compiled_plans
-from torch import Tensor, nn
 
 from benchmarks.memory_budget_knob import compare, report
 from benchmarks.models.batches import ModelAndBatch
@@ -16,21 +16,8 @@ pytestmark = [
 ]
 
 
-class Net(nn.Module):
-    """Linear layers and activations, with a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = nn.functional.gelu(layer(x))
-        return x.square().mean()
-
-
 def net() -> ModelAndBatch:
-    return Net(), {"x": torch.randn(256, 32)}
+    return WithLoss(), {"x": torch.randn(256, 32)}
 
 
 @needs_compiled_plans

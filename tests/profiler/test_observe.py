@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from blocks import Body
 from stepping import allocated_peak
 from torch import Tensor, nn
 
@@ -396,16 +397,11 @@ def test_a_compiled_step_that_reads_an_object_is_run_on_a_copy() -> None:
 # torch's own, when it loads decompositions for forward mode
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_forward_mode_zeros_without_memory_are_handled() -> None:
-    class Sloped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 8)
+    def sloped(m: Any, x: Tensor) -> Tensor:
+        y, slope = torch.func.jvp(lambda t: m.inner(t).tanh(), (x,), (torch.ones_like(x),))
+        return y + slope
 
-        def forward(self, x: Tensor) -> Tensor:
-            y, slope = torch.func.jvp(lambda t: self.linear(t).tanh(), (x,), (torch.ones_like(x),))
-            return y + slope
-
-    found = profile(Sloped(), torch.randn(3, 4))  # the parameters' tangents are such zeros
+    found = profile(Body(sloped), torch.randn(3, 4))  # the parameters' tangents are such zeros
     zeros = [i for i, key in enumerate(found.keys()) if "_efficientzerotensor" in key]
     assert zeros
     assert not set(zeros) & set(found.values.op)

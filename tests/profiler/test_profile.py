@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from awkward_modules import ConvNet
+from blocks import Body
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -71,15 +73,11 @@ def test_blocks_of_a_step_add_up_to_the_peak_of_its_plans(make: type[nn.Module])
 
 
 def test_checkpoint_recompute_in_backward_changes_no_buffer() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-
+    class Checkpointed(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.inner, x.sin(), use_reentrant=False).exp()
+            return checkpoint(super().forward, x.sin(), use_reentrant=False).exp()
 
-    model = Checkpointed()
+    model = Checkpointed(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     before = copy.deepcopy(model.state_dict())
     profile(model, torch.randn(6, 4), take_over_checkpoints=False)
     for name, value in model.state_dict().items():
@@ -91,16 +89,8 @@ def test_checkpoint_recompute_in_backward_changes_no_buffer() -> None:
 def test_checkpoint_left_to_torch_has_its_peak_in_the_profile(
     body: Callable[[Tensor], Tensor], reentrant: bool
 ) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = checkpoint(body, x * self.scale, use_reentrant=reentrant)
-            return out.exp().sum()
-
-    model, x = Checkpointed(), torch.linspace(-1, 1, 64 * 64).view(64, 64)
+    model = Body(lambda m, x: checkpoint(body, x @ m.weight, use_reentrant=reentrant).exp().sum())
+    x = torch.linspace(-1, 1, 64 * 64).view(1024, 4)
     found = profile(model, x, take_over_checkpoints=False)
     graph = build(found)
     with AllocatorTimeline(base=found.static.total) as timeline:
@@ -147,35 +137,25 @@ def test_loss_argument_is_part_of_the_step() -> None:
     assert "./aten.mse_loss.default#0" in found.keys()  # noqa: SIM118 - a Profile is not a dict
 
 
+def reasons_to_save(found: Profile) -> dict[str, str]:
+    return {op.name: op.must_save for op in build(found).ops if op.must_save}
+
+
 def test_ops_whose_outputs_decide_are_saved() -> None:
     found = profile(Routed(), torch.randn(12, 16))
-    reasons = {
-        key: found.reasons[found.ops.must_save[i]]
-        for i, key in enumerate(found.keys())
-        if found.ops.must_save[i] >= 0
-    }
+    reasons = reasons_to_save(found)
     assert reasons["./aten.topk.default#0"] == "its values decide"
     assert reasons["./aten.nonzero.default#0"] == "its shape depends on data"
 
 
 def test_ops_shaped_by_an_index_or_mask_may_be_recomputed() -> None:
-    class Picked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def picked(m: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        y = m.inner(batch[0])
+        mask = y > 0
+        return y[batch[1]].exp().sum() + y[mask].exp().sum() + y.masked_select(mask).exp().sum()
 
-        def forward(self, x: Tensor, index: Tensor) -> Tensor:
-            y = self.linear(x)
-            mask = y > 0
-            return y[index].exp().sum() + y[mask].exp().sum() + y.masked_select(mask).exp().sum()
-
-    found = profile(Picked(), torch.randn(6, 4), torch.tensor([0, 0, 3]))
-    reasons = {
-        key: found.reasons[reason]
-        for key, reason in zip(found.keys(), found.ops.must_save, strict=True)
-        if reason >= 0
-    }
-    assert reasons == {"./aten.gt.Scalar#0": "its values decide"}
+    found = profile(Body(picked), (torch.randn(6, 4), torch.tensor([0, 0, 3])))
+    assert reasons_to_save(found) == {"./aten.gt.Scalar#0": "its values decide"}
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.enabled, reason="oneDNN computes no LSTM")
@@ -187,17 +167,9 @@ def test_lstm_on_a_cpu_may_be_recomputed() -> None:
 
 
 def test_attention_is_random_only_with_dropout() -> None:
-    class Attention(nn.Module):
-        def __init__(self, dropout: float) -> None:
-            super().__init__()
-            self.q, self.dropout = nn.Linear(8, 8), dropout
-
-        def forward(self, x: Tensor) -> Tensor:
-            q = self.q(x)
-            return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=self.dropout)
-
     def random_ops(dropout: float) -> list[str]:
-        found = profile(Attention(dropout), torch.randn(1, 2, 4, 8))
+        attention = functools.partial(nn.functional.scaled_dot_product_attention, dropout_p=dropout)
+        found = profile(Body(lambda m, x: attention(*[m.inner(x)] * 3)), torch.randn(1, 2, 4, 4))
         return [key for key, flag in zip(found.keys(), found.ops.flags, strict=True) if flag & 1]
 
     assert random_ops(0.0) == []
@@ -234,12 +206,8 @@ def scratch(x: Tensor) -> Tensor:
 
 
 def test_workspace_freed_before_the_output_is_allocated_counts_once() -> None:
-    class Scratch(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return scratch(x.detach()) * x
-
     x = torch.randn(10, requires_grad=True)
-    found = profile(Scratch(), x)
+    found = profile(Body(lambda _, x: scratch(x.detach()) * x), x)
     assert found.ops.workspace_nbytes[0] == 4000 - x.nbytes
 
 
@@ -250,23 +218,21 @@ def test_two_profilers_cannot_run_at_once() -> None:
         profile(Two(), X)
 
 
-class Penalty(nn.Module):
+def penalty(shift: Tensor) -> nn.Module:
     """Differentiate by the argument itself, and use a leaf that belongs to neither model nor batch."""
 
-    def __init__(self, shift: Tensor) -> None:
-        super().__init__()
-        self.linear, self.shifts = nn.Linear(4, 16), (shift,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.exp(self.linear(x.requires_grad_() + self.shifts[0])).sum()
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = torch.exp(m.inner(x.requires_grad_() + shift)).sum()
         return torch.autograd.grad(y, x, create_graph=True)[0].square().sum()
+
+    return Body(body)
 
 
 def test_gradients_of_leaves_that_forward_makes_are_recorded() -> None:
     x, shift = torch.randn(8, 4), torch.zeros(4, requires_grad=True)
-    model = Penalty(shift)
+    model = penalty(shift)
     found = profile(model, x)
-    parameters = sum(p.nbytes for p in model.parameters())
+    parameters = sum(p.nbytes for p in model.inner.parameters())
     assert found.gradient_nbytes == parameters + x.nbytes + shift.nbytes
     assert x.grad is shift.grad is None
 
@@ -291,7 +257,7 @@ class Keeps(nn.Module):
 
 
 def test_backward_inside_forward_is_not_taken_for_an_unseen_write() -> None:
-    found = profile(Penalty(torch.zeros(4)), X)
+    found = profile(penalty(torch.zeros(4)), X)
     assert set(found.reasons) <= {UNPACKED}
 
 
@@ -306,30 +272,13 @@ def test_saved_tensors_that_become_gradients_count_on_as_such() -> None:
         def backward(ctx: Any, _gradient: Tensor) -> Tensor:
             return ctx.saved_tensors[0]  # type: ignore[no-any-return]
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64))
-
-        def forward(self) -> Tensor:
-            return Fused.apply(self.weight)  # type: ignore[no-any-return]
-
-    found = profile(Model())
-    assert found.gradient_nbytes == 64 * 4
+    found = profile(Body(lambda m, _: Fused.apply(m.weight)), X)
+    assert found.gradient_nbytes == 4 * 4 * 4
     assert not any(op.must_save for op in build(found).ops)
 
 
 def test_parameters_keep_their_attributes_in_the_profiled_forward() -> None:
-    class Quantized(nn.Module):
-        """Read a scale from its frozen weight, as 4-bit layers do."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
-            self.weight.scale = 2.0  # type: ignore[attr-defined]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.linear(x) @ self.weight * self.weight.scale).sin().sum()  # type: ignore[attr-defined,no-any-return]
-
-    assert profile(Quantized(), X).ops.runtime_us
+    """Layers of 4 bits read a scale from their frozen weight."""
+    model = Body(lambda m, x: (m.inner(x) @ m.weight * m.weight.scale).sin().sum())
+    model.weight.requires_grad_(requires_grad=False).scale = 2.0  # type: ignore[attr-defined]
+    assert profile(model, X).ops.runtime_us

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rank_setups import sharded
 from stepping import seeded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,18 +59,9 @@ class Words(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-def sharded(
-    sizes: tuple[int, ...] = (RANKS,), names: tuple[str, ...] = ("shards",), **settings: object
-) -> Words:
-    model, mesh = seeded(Words), init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **settings)  # type: ignore[call-overload]
-    return fully_shard(model, mesh=mesh, **settings)  # type: ignore[call-overload]
-
-
-def tensor_parallel(*, sequence: bool, also_sharded: bool = False) -> Words:
+def tensor_parallel(model: Words, *, sequence: bool, also_sharded: bool = False) -> Words:
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("data", "tensor"))
-    model, between = seeded(Words), Shard(1) if sequence else Replicate()
+    between = Shard(1) if sequence else Replicate()
     for block in model.blocks:
         ways = {
             "up": ColwiseParallel(input_layouts=between),
@@ -87,14 +80,14 @@ def tensor_parallel(*, sequence: bool, also_sharded: bool = False) -> Words:
     return model
 
 
-WAYS: dict[str, Callable[[], nn.Module]] = {
-    "fully sharded": sharded,
-    "kept gathered": lambda: sharded(reshard_after_forward=False),
-    "in another precision": lambda: sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64)),
-    "replicas of shards": lambda: sharded((2, RANKS // 2), ("replicas", "shards")),
-    "tensor parallel": lambda: tensor_parallel(sequence=False),
-    "sequence parallel": lambda: tensor_parallel(sequence=True),
-    "sharded and sequence parallel": lambda: tensor_parallel(sequence=True, also_sharded=True),
+WAYS: dict[str, Callable[[Words], nn.Module]] = {
+    "fully sharded": sharded(),
+    "kept gathered": sharded(reshard_after_forward=False),
+    "in another precision": sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64)),
+    "replicas of shards": sharded(2, RANKS // 2),
+    "tensor parallel": functools.partial(tensor_parallel, sequence=False),
+    "sequence parallel": functools.partial(tensor_parallel, sequence=True),
+    "sharded and sequence parallel": functools.partial(tensor_parallel, sequence=True, also_sharded=True),
 }
 
 
@@ -107,8 +100,8 @@ def ranks_that_send_nothing() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def profiled(build_model: Callable[[], nn.Module], on: torch.device | None = None) -> Profile:
-    model = build_model()
+def profiled(wrap: Callable[[Words], nn.Module], on: torch.device | None = None) -> Profile:
+    model = wrap(seeded(Words))
     watch_sharding()
     optimizer = torch.optim.AdamW(model.parameters())
     return observe(model, (torch.ones(4, 32, dtype=torch.long),), {}, optimizer=optimizer, on=on)
@@ -169,12 +162,12 @@ def test_a_rank_must_be_one_of_the_ranks_and_alone() -> None:
 
 def test_a_sharded_model_with_memory_is_not_copied(one_thread: None) -> None:
     with ranks_that_send_nothing(), pytest.raises(CannotProfile, match="fake_ranks"):
-        profile(sharded(), torch.ones(1, 4, dtype=torch.long), on=DATASHEETS["h100"])
+        profile(sharded()(Words()), torch.ones(1, 4, dtype=torch.long), on=DATASHEETS["h100"])
 
 
 def test_gradients_that_exist_before_a_step_of_a_fake_rank_are_left_to_the_plan() -> None:
     with fake_ranks(RANKS):
-        model, ids = sharded(), torch.ones(4, 32, dtype=torch.long)
+        model, ids = sharded()(Words()), torch.ones(4, 32, dtype=torch.long)
         with pytest.raises(CannotProfile, match=r"Constraints\(gradients='present'\)"):
             observe(model, (ids,), {}, on=DATASHEETS["h100"], accumulates=True)
 

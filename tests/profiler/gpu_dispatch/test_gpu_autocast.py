@@ -18,15 +18,11 @@ from autoac.profiler.gpu_dispatch import gpu_autocast
 H100 = DATASHEETS["h100"]
 
 
-class Softmax(nn.Module):
+class Softmax(nn.Linear):
     """A product, which autocast reduces, and a softmax, which only CUDA's autocast runs in 32 bits."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).softmax(-1)
+        return super().forward(x).softmax(-1)
 
 
 def kinds(found: Profile) -> list[str]:
@@ -37,7 +33,7 @@ CAST = ["_to_copy", "_to_copy", "_to_copy", "addmm", "_to_copy", "_softmax"]
 
 
 def test_autocast_is_an_argument_of_profile() -> None:
-    found = profile(Softmax(), torch.randn(4, 16), on=H100, autocast=torch.bfloat16)
+    found = profile(Softmax(16, 16), torch.randn(4, 16), on=H100, autocast=torch.bfloat16)
     assert kinds(found) == CAST
     assert found.environment.autocast == "bfloat16"
     assert not torch.is_autocast_enabled("cuda")
@@ -51,12 +47,12 @@ def test_ops_of_other_libraries_with_autocast_kernels_are_left_alone() -> None:
         shop.define("keep(Tensor x) -> Tensor")
         shop.impl("keep", torch.clone, "CompositeExplicitAutograd")
         of.impl("keep", torch.clone, "AutocastCUDA")
-        found = profile(Softmax(), torch.randn(4, 16), on=H100, autocast=torch.bfloat16)
+        found = profile(Softmax(16, 16), torch.randn(4, 16), on=H100, autocast=torch.bfloat16)
     assert kinds(found) == CAST
 
 
 def test_autocast_on_the_cpu_uses_the_lists_of_the_cpu() -> None:
-    found = profile(Softmax(), torch.randn(4, 16), autocast=torch.bfloat16)
+    found = profile(Softmax(16, 16), torch.randn(4, 16), autocast=torch.bfloat16)
     assert kinds(found) == CAST[:4] + CAST[5:]
 
 
@@ -65,10 +61,10 @@ def test_note_tells_that_torch_switched_autocast_off() -> None:
         warnings.simplefilter("ignore")
         context = torch.autocast("cuda", dtype=torch.bfloat16)
     with context:
-        found = profile(Softmax(), torch.randn(4, 16), on=H100)
+        found = profile(Softmax(16, 16), torch.randn(4, 16), on=H100)
     assert kinds(found) == ["addmm", "_softmax"]
     assert any(note.startswith("autocast is off") for note in found.notes)
-    plain = profile(Softmax(), torch.randn(4, 16), on=H100)
+    plain = profile(Softmax(16, 16), torch.randn(4, 16), on=H100)
     assert not any(note.startswith("autocast is off") for note in plain.notes)
 
 
@@ -79,7 +75,9 @@ class Checkpointed(Softmax):
 
 def test_checkpoints_of_torch_recompute_under_the_autocast_of_forward() -> None:
     x = torch.randn(4, 16, requires_grad=True)
-    found = observe(Checkpointed(), (x,), {}, on=H100, autocast=torch.bfloat16, take_over_checkpoints=False)
+    found = observe(
+        Checkpointed(16, 16), (x,), {}, on=H100, autocast=torch.bfloat16, take_over_checkpoints=False
+    )
     assert kinds(found) == CAST
 
 
@@ -104,10 +102,10 @@ def test_fake_step_leaves_autocast_unchanged() -> None:
         return *asks, torch.clear_autocast_cache, torch.get_autocast_dtype("cpu")
 
     before = state()
-    profile(Softmax(), torch.randn(4, 16), on=H100, autocast=torch.float16)
+    profile(Softmax(16, 16), torch.randn(4, 16), on=H100, autocast=torch.float16)
     assert state() == before
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert Softmax()(torch.randn(4, 16)).dtype is torch.bfloat16
+        assert Softmax(16, 16)(torch.randn(4, 16)).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import Body
 from torch import Tensor, nn
 
 import ac_client
@@ -61,14 +62,8 @@ BATCHES: list[tuple[Callable[[Any], Tensor], Any]] = [
 ]
 
 
-class Model(nn.Module):
-    def __init__(self, body: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.body = body
-
-    def forward(self, batch: Any) -> Tensor:
-        return self.linear(self.body(batch)).sin().sum()
+def model_of(body: Callable[[Any], Tensor]) -> Body:
+    return Body(lambda m, batch: m.inner(body(batch)).sin().sum())
 
 
 def contents(batch: Any) -> dict[str, Tensor]:
@@ -80,7 +75,7 @@ def contents(batch: Any) -> dict[str, Tensor]:
 def test_fake_step_leaves_the_batch_unchanged(body: Any, batch: Any) -> None:
     batch = copy.deepcopy(batch)
     before, held = copy.deepcopy(contents(batch)), contents(batch)
-    profile(Model(body), batch, on=DATASHEETS["h100"])
+    profile(model_of(body), batch, on=DATASHEETS["h100"])
     after = contents(batch)
     assert after.keys() == before.keys()
     assert all(after[name] is held[name] and torch.equal(after[name], before[name]) for name in before)
@@ -88,7 +83,7 @@ def test_fake_step_leaves_the_batch_unchanged(body: Any, batch: Any) -> None:
 
 def test_each_forward_of_a_step_pops_from_a_dictionary_of_its_own() -> None:
     batch = {"x": X.clone(), "y": Y}
-    assert observe(Model(pops), (batch,), {}, loop=Loop(3)).forward_ends
+    assert observe(model_of(pops), (batch,), {}, loop=Loop(3)).forward_ends
     assert batch.keys() == {"x", "y"}
 
 
@@ -96,12 +91,12 @@ def test_each_forward_of_a_step_pops_from_a_dictionary_of_its_own() -> None:
 def test_first_step_of_a_planned_model_trains_on_the_same_numbers(body: Any, batch: Any) -> None:
     def step(planned: bool) -> tuple[Tensor, dict[str, Tensor]]:
         torch.manual_seed(0)
-        model, own = Model(body), copy.deepcopy(batch)
+        model, own = model_of(body), copy.deepcopy(batch)
         if planned:
             ac_client.apply(model, 1.0)
         model(own).backward()
-        assert model.linear.weight.grad is not None
-        return model.linear.weight.grad, contents(own)
+        assert model.inner.weight.grad is not None
+        return model.inner.weight.grad, contents(own)
 
     (plain, plain_batch), (planned, planned_batch) = step(planned=False), step(planned=True)
     assert torch.equal(plain, planned)
@@ -111,9 +106,9 @@ def test_first_step_of_a_planned_model_trains_on_the_same_numbers(body: Any, bat
 def test_tensors_that_a_forward_adds_to_its_batch_are_held_through_the_step() -> None:
     """The 128 bytes of `batch["x and 1"]` are not needed by backward."""
     torch.manual_seed(0)
-    found = profile(Model(pops), {"x": X, "y": Y})
+    found = profile(model_of(pops), {"x": X, "y": Y})
     graph = build(found)
-    model, own = Model(pops), {"x": X, "y": Y}
+    model, own = model_of(pops), {"x": X, "y": Y}
     with AllocatorTimeline(base=found.static.total) as timeline:
         model(own).backward()
     assert timeline.peak_bytes == simulate(graph, graph.everything).peak.live_bytes
@@ -121,28 +116,16 @@ def test_tensors_that_a_forward_adds_to_its_batch_are_held_through_the_step() ->
 
 @pytest.mark.parametrize("batch", [Pair(X, Y), Bag(X, Y), UserDict({"x": X, "y": Y}), [{"x": X}, (Y,)]])
 def test_tensors_of_a_batch_count_at_any_depth(batch: Any) -> None:
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, _batch: Any) -> Tensor:
-            return self.linear(X).sum()
-
-    assert profile(First(), batch).static.inputs == X.nbytes + Y.nbytes
+    assert profile(Body(lambda m, _: m.inner(X).sum()), batch).static.inputs == X.nbytes + Y.nbytes
 
 
 def test_tensor_passed_twice_stays_one_tensor() -> None:
-    class Asks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Asks(nn.Linear):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return self.linear(x) if x is y else self.linear(x + y)
+            return super().forward(x if x is y else x + y)
 
-    assert len(profile(Asks(), X, X).ops) == 1
-    assert len(profile(Asks(), X, Y).ops) == 2
+    assert len(profile(Asks(4, 4), X, X).ops) == 1
+    assert len(profile(Asks(4, 4), X, Y).ops) == 2
 
 
 def test_output_of_another_module_may_be_written_in_place() -> None:

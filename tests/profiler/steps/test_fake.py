@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import Body
 from stepping import COMPILES, needs_compiled_plans
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -199,12 +200,9 @@ torch.library.impl("autoac_tests::bare", "cpu", torch.clone)
 
 
 def test_op_without_a_fake_kernel_is_refused_by_name() -> None:
-    class Bare(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.ops.autoac_tests.bare(x.detach()) * x
-
+    model = Body(lambda _, x: torch.ops.autoac_tests.bare(x.detach()) * x)
     with pytest.raises(CannotFake, match=r"autoac_tests\.bare.*no fake kernel"):
-        on_h100(Bare(), torch.randn(4, requires_grad=True))
+        on_h100(model, torch.randn(4, requires_grad=True))
 
 
 def test_cudnn_op_is_refused_for_a_gpu() -> None:
@@ -213,29 +211,18 @@ def test_cudnn_op_is_refused_for_a_gpu() -> None:
 
 
 def test_model_may_read_the_integers_of_its_batch() -> None:
-    class Looks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Looks(nn.Linear):
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            return self.linear(x[:, : int(lengths.max())])
+            return super().forward(x[:, : int(lengths.max())])
 
-    found = on_h100(Looks(), torch.randn(2, 64, 4), torch.tensor([3, 5]))
+    found = on_h100(Looks(4, 4), torch.randn(2, 64, 4), torch.tensor([3, 5]))
     assert found.storages.nbytes[-1] == 512  # 2 x 5 x 4 floats, not 2 x 64 x 4
 
 
 def test_op_takes_its_launch_plus_the_longer_of_arithmetic_and_moving() -> None:
-    class Product(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.empty(width, width))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.w
-
     def matmul_us(rows: int, width: int) -> float:
-        return profile(Product(width), torch.empty(rows, width), on=A_CPU).ops.runtime_us[0]
+        product = nn.Linear(width, width, bias=False)
+        return profile(product, torch.empty(rows, width), on=A_CPU).ops.runtime_us[0]
 
     # 1 row: moving 1,000 x 1,000 floats takes longer than 2 * 10**6 operations.
     assert matmul_us(1, 1000) == 1 + (1000 * 1000 + 2 * 1000) * 4 / 1000
@@ -258,19 +245,10 @@ class Twice(torch.autograd.Function):
         return gradient * 2
 
 
-class UsesFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(256))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Twice.apply(x + self.scale).exp().sum()
-
-
 def test_the_arguments_of_a_function_are_not_held_until_the_garbage_collector_runs() -> None:
     gc.disable()
     try:
-        found = profile(UsesFunction(), torch.ones(8, 256), on=A_CPU)
+        found = profile(Body(lambda m, x: Twice.apply(x @ m.weight).exp().sum()), torch.ones(8, 4), on=A_CPU)
     finally:
         gc.enable()
     total, doubled = found.storages.released[:2]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import Body
 from torch import nn
 
 from autoac.profiler.timing.on_device import CACHE_SIZES, cache_overwriter, seconds
@@ -126,15 +127,11 @@ def test_more_work_is_queued_if_the_host_is_slow_and_late_samples_are_left_out(g
 
 
 def test_op_that_waits_for_the_device_keeps_its_time(gpu: Gpu) -> None:
-    class Waits(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.nonzero()
-
-    backlog = Backlog(DEVICE)
-    samples = timed(gpu, nn.Sequential(Waits()), backlog)
+    backlog, waits = Backlog(DEVICE), nn.Sequential(Body(lambda _, x: x.nonzero()))
+    samples = timed(gpu, waits, backlog)
     assert [us for found in samples.values() for us in found] == pytest.approx([KERNEL_US + 1])  # the event
     for _ in range(9):
-        timed(gpu, nn.Sequential(Waits()), backlog)
+        timed(gpu, waits, backlog)
     before = gpu.now
     timed(gpu, nn.Sequential(nn.Tanh()), backlog)
     gpu.synchronize()
