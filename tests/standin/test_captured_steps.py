@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,7 @@ from autoac.profiler import observe
 from autoac.tape.errors import CannotCapture
 from autoac.tape.torch_facts.libraries import pool_nbytes
 from standin.tasks import LanguageModel, ids, of_zoo
-from standin.training import Task
+from standin.training import Task, Training
 
 WARM_UP = 3  # as torch's documentation has it
 REPLAYS = 20
@@ -44,21 +44,6 @@ TASKS: dict[str, Callable[[], Task]] = {
     "dropout": lambda: Task(LanguageModel, ids),
 }
 PINS = {"dropout": Constraints(pin_recompute=("**/aten.native_dropout*",))}
-
-
-@dataclass
-class Run:
-    """Hold what some steps have computed, and the peak of one of them."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    parameters: list[Tensor] = field(default_factory=list)
-    generator: Tensor | None = None
-    peak: int = 0
-    report: ac_client.Report | None = None
-
-    def same_numbers(self, other: Run) -> bool:
-        mine, theirs = ([*run.losses, *run.parameters, run.generator] for run in (self, other))
-        return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
 
 
 class Loop:
@@ -87,7 +72,7 @@ class Loop:
         self.loss = loss.detach()
         return self.loss
 
-    def warm_up(self, steps: int, run: Run) -> None:
+    def warm_up(self, steps: int, run: Training) -> None:
         """Run some steps on a side stream, as torch's documentation does before a capture."""
         side = torch.cuda.Stream()
         for i in range(steps):
@@ -104,16 +89,16 @@ class Loop:
             loss = self.step(updates=updates)
         return graph, loss
 
-    def finish(self, run: Run) -> Run:
-        run.parameters = [parameter.detach().cpu() for parameter in self.model.parameters()]
-        run.generator = torch.cuda.get_rng_state()
+    def finish(self, run: Training) -> Training:
+        run.state = [t.detach().cpu() for t in (*self.model.parameters(), *self.model.buffers())]
+        run.generators = [torch.cuda.get_rng_state()]
         return run
 
 
 @functools.cache
-def eager(name: str, **options: bool) -> Run:
+def eager(name: str, **options: bool) -> Training:
     """Train the plain model."""
-    loop, run = Loop(name, **options), Run()
+    loop, run = Loop(name, **options), Training(None)
     for i in range(WARM_UP + REPLAYS):
         loop.load(i)
         run.losses.append(loop.step().cpu())
@@ -137,13 +122,14 @@ def planned(name: str, budget: int, **options: bool) -> Loop:
     return loop
 
 
-def replayed(gpu: ModuleType, name: str, budget: int, warm_up: int = WARM_UP, **options: bool) -> Run:
+def replayed(gpu: ModuleType, name: str, budget: int, warm_up: int = WARM_UP, **options: bool) -> Training:
     """Train a planned model: eager steps, and then replays of a captured one."""
-    loop, run = planned(name, budget, **options), Run()
+    loop = planned(name, budget, **options)
+    run = Training(ac_client.applied(loop.model))
     loop.warm_up(warm_up, run)
     gpu.reset_peak(0)
     graph, loss = loop.capture()
-    run.peak, run.report = gpu.peak(0), ac_client.applied(loop.model).report()
+    run.peaks.append(gpu.peak(0))
     for i in range(warm_up, WARM_UP + REPLAYS):
         loop.load(i)
         graph.replay()
@@ -158,14 +144,15 @@ def test_replays_equal_eager_steps_and_the_capture_has_the_predicted_peak(
 ) -> None:
     budget = budget_of(name, to_none=to_none)
     run = replayed(gpu, name, budget, to_none=to_none)
-    assert run.report.off_path == ""
-    assert run.report.recomputed > 0
-    assert run.report.predicted_peak_bytes == run.peak <= budget
+    report = run.applied.report()
+    assert report.off_path == ""
+    assert report.recomputed > 0
+    assert report.predicted_peak_bytes == run.peaks[0] <= budget
     assert run.same_numbers(eager(name, to_none=to_none))
 
 
 def test_optimizer_may_step_outside_of_the_graph(gpu: ModuleType) -> None:
-    loop, run = planned("dropout", budget_of("dropout")), Run()
+    loop, run = planned("dropout", budget_of("dropout")), Training(None)
     loop.warm_up(WARM_UP, run)
     graph, loss = loop.capture(updates=False)
     for i in range(WARM_UP, WARM_UP + REPLAYS):
@@ -178,7 +165,7 @@ def test_optimizer_may_step_outside_of_the_graph(gpu: ModuleType) -> None:
 
 def test_replays_find_an_input_that_was_freed(gpu: ModuleType) -> None:
     loop = planned("dropout", budget_of("dropout"))
-    loop.warm_up(WARM_UP, Run())
+    loop.warm_up(WARM_UP, Training(None))
     graph, loss = loop.capture()
     graph.replay()
     assert not loss.isnan()
@@ -192,7 +179,7 @@ def test_capture_that_comes_too_early_is_refused_before_anything_is_captured(gpu
     loop = planned("dropout", budget_of("dropout"))
     with pytest.raises(CannotCapture, match="its plan is not made yet"):
         loop.capture()
-    loop.warm_up(WARM_UP, Run())
+    loop.warm_up(WARM_UP, Training(None))
     graph, loss = loop.capture()
     graph.replay()
     assert not loss.isnan()
@@ -200,11 +187,11 @@ def test_capture_that_comes_too_early_is_refused_before_anything_is_captured(gpu
 
 def test_plan_must_be_compared_before_a_capture_also_that_for_gradients(gpu: ModuleType) -> None:
     loop = planned("dropout", budget_of("dropout"))
-    loop.warm_up(1, Run())
+    loop.warm_up(1, Training(None))
     assert ac_client.applied(loop.model).policy is not None  # makes the plan now
     with pytest.raises(CannotCapture, match="has not yet compared"):
         loop.capture()
-    loop.warm_up(1, Run())
+    loop.warm_up(1, Training(None))
     loop.to_none = False  # gradients stay from here on
     with pytest.raises(CannotCapture, match="has not yet compared"):
         loop.capture()
@@ -218,7 +205,7 @@ def test_plan_that_moves_to_the_host_is_refused_in_a_capture(
     loop = Loop("dropout")
     moves = Constraints(host_budget_bytes=1 << 20)
     ac_client.apply(loop.model, budget_of("dropout") / GIB, optimizer=loop.optimizer, constraints=moves)
-    loop.warm_up(WARM_UP, Run())
+    loop.warm_up(WARM_UP, Training(None))
     policy = ac_client.applied(loop.model).policy
     assert policy.moves
     with pytest.raises(CannotCapture, match="host_budget_gb=0"):
@@ -228,7 +215,7 @@ def test_plan_that_moves_to_the_host_is_refused_in_a_capture(
 def test_another_model_is_planned_beside_the_pool_of_a_graph(gpu: ModuleType) -> None:
     def static() -> int:
         loop = planned("dropout", 1 << 30)
-        loop.warm_up(2, Run())
+        loop.warm_up(2, Training(None))
         policy = ac_client.applied(loop.model).policy
         return policy.predicted.static_bytes
 

@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from autoac.planner.memory.caching_allocator import Allocate, Release, replay
+from autoac.planner.memory.caching_allocator import Allocate, replay
+from tests.planner.memory.test_caching_allocator import random_log
 
 MIB = 1 << 20
 
@@ -109,18 +110,7 @@ def test_copies_between_devices_wait_for_each_other(gpu: ModuleType) -> None:
 
 def test_random_allocations_reserve_what_the_planner_predicts(gpu: ModuleType) -> None:
     for seed in range(12):
-        rng = random.Random(seed)
-        log: list[Allocate | Release] = []
-        live: list[int] = []
-        for name in range(60):
-            if live and rng.random() < 0.45:
-                log.append(Release(live.pop(rng.randrange(len(live)))))
-            else:
-                nbytes = rng.choice([700, 40_000, MIB, 3 * MIB, 9 * MIB, 11 * MIB, 21 * MIB]) + rng.randrange(
-                    9
-                )
-                log.append(Allocate(name, nbytes))
-                live.append(name)
+        log = random_log(random.Random(seed), 60)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         assert torch.cuda.memory_reserved() == 0

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from blocks import Body
 from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
@@ -73,30 +74,19 @@ def test_record_has_a_mark_of_each_thread_that_it_covers(gpu: ModuleType) -> Non
     assert len(record.positions) == len(record.times_ns) == 3
 
 
-class Forking(nn.Module):
-    """Run a part of forward on a thread of TorchScript."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        @torch.jit.script
-        def forked(x: Tensor) -> Tensor:
-            return torch.jit.wait(torch.jit.fork(torch.sin, x))
-
-        self.forked = forked
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.forked(self.first(x)))
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_trace_that_lacks_allocations_is_refused(gpu: ModuleType) -> None:
-    """Their bytes would be missing from every plan."""
-    model, x = Forking().cuda(), torch.randn(4, 8, device="cuda")
+    """Their bytes, here those of a thread of TorchScript, would be missing from every plan."""
+
+    @torch.jit.script
+    def forked(x: Tensor) -> Tensor:
+        return torch.jit.wait(torch.jit.fork(torch.sin, x))
+
+    model = Body(lambda m, x: forked(m.inner(x)) @ m.weight).cuda()
+    x = torch.randn(4, 4, device="cuda")
     with pytest.raises(CannotProfile, match="on threads that") as caught:
         profile(model, x)
-    assert caught.value.where == "Forking"
+    assert caught.value.where == "Body"
     with pytest.raises(CannotProfile, match="this block"), AllocatorTimeline("cuda"):
         model(x)
 

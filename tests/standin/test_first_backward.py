@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from blocks import Body
+from torch import Tensor
 
 from autoac.profiler import profile
 from autoac.tape.torch_facts import libraries
@@ -32,20 +33,12 @@ class Keeps(torch.autograd.Function):
         return gradient.clone()
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(Keeps.apply(self.first(x).tanh()).tanh()).tanh()
-
-
 def test_memory_that_a_library_keeps_counts_at_every_moment(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next step has it from its first op on."""
-    model, x = Model().cuda(), torch.randn(4, 8, device="cuda")
+    model = Body(lambda m, x: (Keeps.apply(m.inner(x).tanh()).tanh() @ m.weight).tanh()).cuda()
+    x = torch.randn(4, 4, device="cuda")
     Keeps.kept.append(torch.empty(0))
     without = profile(model, x)
     Keeps.kept.clear()

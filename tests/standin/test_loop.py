@@ -58,7 +58,6 @@ def train(
         if reset:
             torch.cuda.reset_peak_memory_stats(task.device)
         step(task, model, optimizer, batch, Training(None))
-        optimizer.zero_grad()
         made.clear()
         peaks.append(gpu.peak(task.index))
         corrected.append(at.report().corrected_by_bytes)
@@ -146,7 +145,6 @@ def test_what_is_on_the_device_counts_in_full_before_planned_steps_have_workspac
     for _ in range(4):
         gpu.reset_peak(1)
         step(task, model, optimizer, batch, Training(None))
-        optimizer.zero_grad()
         predicted.append(at.report().predicted_peak_bytes)
     assert predicted[1:] == [gpu.peak(1)] * 3
     assert gpu.peak(1) > budget > gpu.peak(1) - held.nbytes
@@ -205,7 +203,6 @@ def test_planned_model_that_trained_before_counts_from_the_first_step_on(gpu: Mo
     ac_client.apply(first, budget / GIB, optimizer=optimizer)
     for _ in range(3):
         step(task, first, optimizer, batch, Training(None))
-        optimizer.zero_grad()
     budget += torch.cuda.memory_allocated(task.device)
     peaks, corrected, report = train(gpu, task, budget, steps=WATCHED_STEPS + 1)
     assert max(peaks[2:]) <= budget, peaks

@@ -51,7 +51,6 @@ def train(gpu: ModuleType, steps: int, limit: int = 1 << 50, **options: object) 
     for i in range(steps):
         torch.manual_seed(i)
         step(TASK, model, optimizer, batch, done)
-        optimizer.zero_grad()
         reserved.append(torch.cuda.memory_reserved())
     done.peaks.append(gpu.peak(0))
     return done, reserved
@@ -101,7 +100,6 @@ def test_second_model_on_a_full_device_gets_room(gpu: ModuleType) -> None:
         for _ in range(3):
             for one, its_optimizer, _ in (first, second)[: 1 + (model is second[0])]:
                 step(TASK, one, its_optimizer, batch, Training(None))
-                its_optimizer.zero_grad()
     assert torch.cuda.memory_reserved() <= limit
 
 
@@ -123,7 +121,6 @@ def test_memory_that_an_evaluation_has_reserved_is_not_blamed_on_the_plan(
     torch.empty(400 * MIB, dtype=torch.uint8, device="cuda")  # freed at once; the allocator keeps it
     for _ in range(4):
         step(TASK, model, optimizer, batch, Training(None))
-        optimizer.zero_grad()
     assert torch.cuda.memory_reserved() > 400 * MIB
     assert not [r for r in caplog.records if "has reserved" in r.getMessage()]
     torch.cuda.empty_cache()
@@ -137,7 +134,6 @@ def test_memory_that_was_freed_before_the_first_step_is_given_back(
     ac_client.apply(model, 0.5, optimizer=optimizer)
     for _ in range(3):
         step(TASK, model, optimizer, batch, Training(None))
-        optimizer.zero_grad()
     assert torch.cuda.memory_reserved() < 1000 * MIB
     assert not [r for r in caplog.records if "has reserved" in r.getMessage()]
 

@@ -59,13 +59,13 @@ class Training:
     peaks: list[int] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     gradients: list[list[Tensor]] = field(default_factory=list)
-    buffers: list[Tensor] = field(default_factory=list)
+    state: list[Tensor] = field(default_factory=list)  # parameters and buffers
     generators: list[Tensor] = field(default_factory=list)  # states of the host's and the devices' generators
 
     def same_numbers(self, other: Training) -> bool:
-        """Return True if losses, gradients, buffers and generator states are equal, bit for bit."""
+        """Return True if losses, gradients, the model's state and generators' are equal, bit for bit."""
         mine, theirs = (
-            [*one.losses, *(g for step in one.gradients for g in step), *one.buffers, *one.generators]
+            [*one.losses, *(g for step in one.gradients for g in step), *one.state, *one.generators]
             for one in (self, other)
         )
         return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
@@ -85,9 +85,8 @@ def train(gpu: ModuleType, task: Task, budget: int | None = None, steps: int = 4
         gpu.reset_peak(task.index)
         step(task, model, optimizer, batch, done)
         done.peaks.append(gpu.peak(task.index))
-        optimizer.zero_grad()
         engine_lets_go(task.device)
-    done.buffers = [buffer.cpu().clone() for buffer in model.buffers()]
+    done.state = [t.detach().cpu().clone() for t in (*model.parameters(), *model.buffers())]
     done.generators = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
     return done
 
@@ -102,3 +101,4 @@ def step(
     optimizer.step()
     done.losses.append(out["loss"].detach().cpu())
     done.gradients.append([p.grad.cpu().clone() for p in model.parameters() if p.grad is not None])
+    optimizer.zero_grad()
