@@ -433,7 +433,7 @@ def run(name: str, backend: str, exact: bool) -> Facts:
             smallest = error.smallest_found
             break
     planned = made(setup)
-    static = _static_of(tight)
+    static = sum(local(p).nbytes for p in tight.parameters())
     if setup.stages > 1:  # an error would leave the other stages waiting
         plan = ac_client.applied(tight).plan
         unreduced = sum(4 * parameter.numel() for parameter in tight.parameters())
@@ -467,22 +467,9 @@ def run(name: str, backend: str, exact: bool) -> Facts:
     }
 
 
-def _static_of(model: nn.Module) -> int:
-    return sum(local(p).nbytes for p in model.parameters())
-
-
 HEAD = [
-    "setup",
-    "ranks",
-    "equal",
-    "collectives",
-    "plain",
-    "checkpoint",
-    "smallest",
-    "off",
-    "recomputed",
-    "said",
-]
+    "setup", "ranks", "equal", "collectives", "plain", "checkpoint", "smallest", "off", "recomputed", "said",
+]  # fmt: skip
 SCRIPT = """
 import json
 from rank_setups import run
