@@ -8,6 +8,12 @@ import httpx2
 import pytest
 from starlette.testclient import TestClient
 
+JSON = {"Content-Type": "application/json"}
+ZSTD = JSON | {"Content-Encoding": "zstd"}
+NOW = JSON | {"Prefer": "wait=0"}
+TOKEN = "a token of more than sixteen"
+URN = "urn:autoac:problem:"
+
 _POSTGRESQL = pytest.param("postgresql", marks=pytest.mark.slow)
 
 BOTH = pytest.mark.parametrize("size", ["sqlite", _POSTGRESQL], indirect=True)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 import zstandard
-from service_app import Serve
+from service_app import JSON, ZSTD, Serve
 from service_fakes import InProcess, chain_profile, request, save_all
 from starlette.testclient import TestClient
 
@@ -21,8 +21,6 @@ from autoac.planner.formats.profile import Profile
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
-JSON = {"Content-Type": "application/json"}
-ZSTD = JSON | {"Content-Encoding": "zstd"}
 PATHS = ("/v1/policies", "/v1/frontiers", "/v1/floors", "/v1/profiles")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from service_app import Serve
+from service_app import JSON, Serve
 from service_fakes import InProcess, chain_profile, request
 from starlette.testclient import TestClient
 
@@ -19,7 +19,6 @@ pytestmark = pytest.mark.slow
 
 TRIED = 250  # of some 28,000, by a fixed seed
 MARK = '"number to replace"'
-JSON = {"Content-Type": "application/json"}
 NUMBERS = (
     *("0", "-0.0", "-1", "1", "7", "0.5", "1.0000001", "1e0", "1e5", "true", "null", '"7"', "[]"),
     *(str(2**n + d) for n in (31, 32, 53, 62, 63, 64, 100) for d in (-1, 0, 1)),

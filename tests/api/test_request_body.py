@@ -6,14 +6,16 @@ import random
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 
 import anyio
 import httpx2
 import pytest
 import zstandard
+from anyio.abc import TaskGroup
 from fastapi import FastAPI, Request, Response
-from service_app import Serve
+from service_app import JSON, ZSTD, Serve
 from service_fakes import InProcess, chain_profile, request, save_all
 
 from autoac.api import Settings, create_app
@@ -26,8 +28,6 @@ from autoac.api.storage.database import Database
 from autoac.api.storage.keys import Scope, create_key
 
 MIB = 1 << 20
-JSON = {"Content-Type": "application/json"}
-ZSTD = {**JSON, "Content-Encoding": "zstd"}
 
 
 async def post(
@@ -150,6 +150,17 @@ class SlowReader(InProcess):
         return await super().parse_request(kind, body)
 
 
+@asynccontextmanager
+async def clients(app: FastAPI) -> AsyncIterator[tuple[httpx2.AsyncClient, TaskGroup]]:
+    """Run the service on this event loop, and tasks that send requests to it."""
+    async with (
+        app.router.lifespan_context(app),
+        httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as http,
+        anyio.create_task_group() as group,
+    ):
+        yield http, group
+
+
 def large(marker: str) -> bytes:
     return f'{{"marker": "{marker}", "a": "{"x" * SMALL}"}}'.encode()
 
@@ -166,11 +177,7 @@ async def test_large_bodies_of_one_key_delay_no_other_key(database_url: str, dat
         headers = headers | {"Authorization": f"Bearer {key}"}
         return (await http.post("/v1/policies", content=body, headers=headers)).status_code
 
-    async with (
-        app.router.lifespan_context(app),
-        httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as http,
-        anyio.create_task_group() as group,
-    ):
+    async with clients(app) as (http, group):
         for i in range(5):
             group.start_soon(send, http, first, large(f"first {i}"))
         await anyio.wait_all_tasks_blocked()
@@ -195,11 +202,7 @@ async def test_with_one_check_at_a_time_keys_take_turns(database_url: str, datab
         keys = [create_key(connection, name, Scope.PLAN)[1] for name in "ab"]
     solver = SlowReader()
     app = create_app(Settings(database_url=database_url, reads_at_once=1), solver)
-    async with (
-        app.router.lifespan_context(app),
-        httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as http,
-        anyio.create_task_group() as group,
-    ):
+    async with clients(app) as (http, group):
 
         async def send(key: str, marker: str) -> None:
             headers = JSON | {"Authorization": f"Bearer {key}"}
@@ -226,11 +229,7 @@ async def test_large_body_waits_for_its_turn_only_so_long(
     monkeypatch.setattr("autoac.api.request_reader.MOST_WAIT_S", 0.3)
     solver = SlowReader()
     app = create_app(Settings(database_url=database_url, reads_at_once=2), solver)
-    async with (
-        app.router.lifespan_context(app),
-        httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as http,
-        anyio.create_task_group() as group,
-    ):
+    async with clients(app) as (http, group):
         group.start_soon(partial(http.post, "/v1/policies", content=large("first"), headers=JSON))
         while not solver.reading:
             await anyio.sleep(0.01)

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from service_app import Transport
+from service_app import TOKEN, Transport
 from service_fakes import Held, InProcess, Raising, infeasible, out_of_time, save_all
 from waiting import until
 
@@ -34,7 +34,6 @@ from autoac.planner.plan import plan
 pytestmark = pytest.mark.slow
 
 URL = "http://localhost"
-TOKEN = "a token of more than sixteen"
 PROBLEM = {"content-type": "application/problem+json"}
 
 

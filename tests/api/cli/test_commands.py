@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_app import BOTH, POSTGRES, Serve
+from service_app import BOTH, JSON, POSTGRES, Serve
 from service_fakes import request
 from sqlalchemy import text
 
@@ -19,8 +19,6 @@ from autoac.api.storage.tables import policies
 from autoac.planner.formats.profile import Profile
 
 pytestmark = pytest.mark.slow
-
-JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture

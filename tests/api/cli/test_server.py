@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from service_app import TOKEN
 from waiting import listening
 
 from autoac import api
@@ -25,8 +26,6 @@ from autoac.api.storage.database import Database
 from autoac.api.storage.keys import Scope, create_key
 
 pytestmark = pytest.mark.slow
-
-TOKEN = "a token of more than sixteen"
 
 
 def test_commands_children_and_the_service_import_only_what_they_need() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from service_app import BOTH, Serve
+from service_app import BOTH, JSON, TOKEN, URN, Serve
 from service_fakes import Held, Raising, request
 from sqlalchemy import select
 from starlette.testclient import TestClient
@@ -18,10 +18,6 @@ from autoac.api.storage.database import Database
 from autoac.api.storage.keys import Scope, create_key, revoke_key
 from autoac.api.storage.tables import keys
 from autoac.planner.formats.profile import Profile
-
-JSON = {"Content-Type": "application/json"}
-URN = "urn:autoac:problem:"
-TOKEN = "a token of more than sixteen"
 
 
 def bearer(secret: str) -> dict[str, str]:

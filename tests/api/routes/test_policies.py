@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from service_app import Serve
+from service_app import JSON, URN, Serve
 from service_fakes import InProcess, Raising, infeasible, out_of_time, request, save_all
 
 from autoac.api import Settings, create_app
@@ -16,10 +16,6 @@ from autoac.api.errors import SolverDied, SolveTimedOut
 from autoac.api.routes.solves import preferred_wait
 from autoac.planner.errors import InfeasibleBudget
 from autoac.planner.formats.profile import Profile
-
-JSON = {"Content-Type": "application/json"}
-URN = "urn:autoac:problem:"
-
 
 Post = Callable[..., httpx2.Response]
 

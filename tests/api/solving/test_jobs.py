@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
-from service_app import BOTH, Serve
+from service_app import BOTH, JSON, NOW, URN, Serve
 from service_fakes import Held, InProcess, infeasible, out_of_time, request, save_all
 from starlette.testclient import TestClient
 from waiting import until
@@ -25,10 +25,6 @@ from autoac.planner.formats.profile import Profile
 from autoac.planner.minimum_peak import find_minimum_peak
 
 pytestmark = [BOTH, pytest.mark.slow]
-
-JSON = {"Content-Type": "application/json"}
-NOW = JSON | {"Prefer": "wait=0"}
-URN = "urn:autoac:problem:"
 
 
 @pytest.fixture

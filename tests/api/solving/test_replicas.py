@@ -5,23 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from service_app import POSTGRES, Serve
+from service_app import JSON, NOW, POSTGRES, Serve
 from service_fakes import InProcess, Planned, chain_profile, request, save_all
-from sqlalchemy import text
 from starlette.testclient import TestClient
-from waiting import until
-
-from autoac.api import Settings
-from autoac.api.requests import Kind, parse_request
-from autoac.api.storage import queue_of
-from autoac.api.storage.database import Database
-from autoac.api.storage.job_requests import JobRequests
-from autoac.api.storage.job_runs import JobRuns
-from autoac.api.storage.job_store import JobState, JobStore
 
 pytestmark = POSTGRES
-
-JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture
@@ -74,35 +62,8 @@ def test_equal_requests_at_two_replicas_are_solved_once(serve: Serve) -> None:
 
 def test_job_is_shown_and_cancelled_by_another_replica(serve: Serve) -> None:
     one, other = (serve(runner="workers") for _ in range(2))
-    answer = one.post("/v1/policies", content=request(chain_profile()), headers=JSON | {"Prefer": "wait=0"})
+    answer = one.post("/v1/policies", content=request(chain_profile()), headers=NOW)
     job = answer.headers["location"]
     assert other.get(job).content == one.get(job).content
     assert other.delete(job).status_code in (200, 202, 204)
     assert [http.get(job).json()["state"] for http in (one, other)] == ["cancelled"] * 2
-
-
-def submitted(database: Database) -> tuple[JobStore, JobRuns, str]:
-    """Submit a job while nobody runs jobs; return the two sides of the table and the job's id."""
-    settings, queue = Settings(attempts=2), queue_of(database)
-    parsed = parse_request(Kind.POLICY, request(chain_profile()), 60.0)
-    id = JobRequests(database, settings, queue).submit(parsed, "me")[0].id
-    return JobStore(database), JobRuns(database, settings, queue), id
-
-
-def test_job_delivered_again_and_again_fails_after_its_attempts(database: Database) -> None:
-    store, runs, id = submitted(database)
-    queue_id = store.get(id).queue_id
-    assert queue_id is not None
-    for attempt in (1, 2):
-        claimed = runs.claim_delivered(id, queue_id)
-        assert claimed.attempt == attempt
-    assert runs.claim_delivered(id, queue_id) is None
-    assert store.get(id).state is JobState.FAILED
-
-
-def test_job_whose_queue_entry_is_gone_is_delivered_again(database: Database, serve: Serve) -> None:
-    _store, _runs, id = submitted(database)
-    with database.write() as connection:
-        assert connection.execute(text("DELETE FROM procrastinate_jobs")).rowcount == 1
-    http = serve()
-    until(lambda: http.get(f"/v1/jobs/{id}").json()["state"] == "succeeded")

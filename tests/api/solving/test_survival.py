@@ -19,7 +19,7 @@ from typing import Any
 import httpx2
 import pytest
 from postgres import Server
-from service_app import BOTH, POSTGRES
+from service_app import BOTH, NOW, POSTGRES
 from service_fakes import request, save_all, waits_for_a_file
 from sqlalchemy import make_url
 from waiting import is_running, listening, until
@@ -30,8 +30,6 @@ from autoac.planner.formats.profile import Profile
 pytestmark = pytest.mark.slow
 
 FAKES = str(Path(__file__).parents[1] / "service_fakes.py")
-JSON = {"Content-Type": "application/json"}
-NOW = JSON | {"Prefer": "wait=0"}
 
 
 @dataclass
@@ -43,6 +41,10 @@ class Machines:
     embedded: bool
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
     clients: list[httpx2.Client] = field(default_factory=list)
+
+    @property
+    def database_name(self) -> str:
+        return str(make_url(self.database_url).database)
 
     @property
     def gate(self) -> Path:
@@ -116,10 +118,17 @@ class Machines:
 def machines(tmp_path: Path, database_url: str, size: str) -> Iterator[Machines]:
     """Return a service without processes; kill all of its processes afterwards."""
     made = Machines(tmp_path, database_url, embedded=size == "sqlite")
-    try:
-        yield made
-    finally:
-        made.end()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def server(postgres: Server, database_url: str) -> Iterator[Server]:
+    """Return the server of the test's database; end its outages afterwards, since other tests use it too."""
+    yield postgres
+    if postgres.process is None:
+        postgres.start()
+    postgres.set_read_only(False)
 
 
 def state(http: httpx2.Client, url: str) -> str:
@@ -196,98 +205,82 @@ def test_worker_killed_in_mid_solve_loses_no_job(machines: Machines, profile: Pr
 @POSTGRES
 @pytest.mark.parametrize("embedded", [True, False], ids=["embedded", "workers"])
 def test_database_crash_in_mid_solve_loses_no_job(
-    postgres: Server, database_url: str, tmp_path: Path, profile: Profile, embedded: bool
+    server: Server, machines: Machines, profile: Profile, embedded: bool
 ) -> None:
-    machines = Machines(tmp_path, database_url, embedded)
-    try:
-        machines.solve()
-        _, http = machines.serve()
-        urls = {gb: accepted(http, profile, budget_gb=gb) for gb in (1, 2)}
-        until(lambda: machines.began >= 1)
-        postgres.stop()
-        away = http.get("/readyz")
-        assert (away.status_code, away.json()["database"]) == (503, "failed")
-        assert http.get("/livez").status_code == 200
-        refused = http.get("/v1/policies")
-        assert (refused.status_code, refused.json()["type"]) == (503, "urn:autoac:problem:database-away")
-        machines.gate.touch()  # a solve ends while its result cannot be stored
-        postgres.start()
-        for gb, url in urls.items():
-            until(lambda url=url: state(http, url) == "succeeded")
-            assert_finished_once(http, url, wanted(profile, gb))
-        urls[3] = accepted(http, profile, budget_gb=3)
-        until(lambda: state(http, urls[3]) == "succeeded")  # later jobs run too
-        assert all(p.poll() is None for p in machines.running)
-        for one in machines.running:  # the lines of libraries, too
-            for line in machines.log(one).splitlines():
-                assert {"event", "level", "timestamp"} <= json.loads(line).keys()
-    finally:
-        machines.end()
-        if postgres.process is None:  # other tests use it too
-            postgres.start()
+    machines.embedded = embedded
+    machines.solve()
+    _, http = machines.serve()
+    urls = {gb: accepted(http, profile, budget_gb=gb) for gb in (1, 2)}
+    until(lambda: machines.began >= 1)
+    server.stop()
+    away = http.get("/readyz")
+    assert (away.status_code, away.json()["database"]) == (503, "failed")
+    assert http.get("/livez").status_code == 200
+    refused = http.get("/v1/policies")
+    assert (refused.status_code, refused.json()["type"]) == (503, "urn:autoac:problem:database-away")
+    machines.gate.touch()  # a solve ends while its result cannot be stored
+    server.start()
+    for gb, url in urls.items():
+        until(lambda url=url: state(http, url) == "succeeded")
+        assert_finished_once(http, url, wanted(profile, gb))
+    urls[3] = accepted(http, profile, budget_gb=3)
+    until(lambda: state(http, urls[3]) == "succeeded")  # later jobs run too
+    assert all(p.poll() is None for p in machines.running)
+    for one in machines.running:  # the lines of libraries, too
+        for line in machines.log(one).splitlines():
+            assert {"event", "level", "timestamp"} <= json.loads(line).keys()
 
 
 @POSTGRES
 def test_each_worker_solves_again_after_a_failover(
-    postgres: Server, database_url: str, tmp_path: Path, profile: Profile
+    server: Server, machines: Machines, profile: Profile
 ) -> None:
     """The gate holds each solve, and a worker runs one at a time: two that began are of two workers."""
-    machines = Machines(tmp_path, database_url, embedded=False)
-    name = make_url(database_url).database
-    try:
-        workers = [machines.worker_with_probe() for _ in range(2)]
-        _, http = machines.serve()
+    workers = [machines.worker_with_probe() for _ in range(2)]
+    _, http = machines.serve()
 
-        def read_only() -> None:
-            """Refuse writes until each process has noticed; an outage restarts no worker."""
-            postgres.set_read_only(True)
-            until(lambda: http.get("/readyz").json()["database"] == "failed")
-            refused = http.post("/v1/policies", content=request(profile), headers=NOW)
-            assert (refused.status_code, refused.json()["type"]) == (503, "urn:autoac:problem:database-away")
-            assert int(refused.headers["retry-after"]) > 0
-            for worker, _ in workers:
-                until(lambda worker=worker: "in a read-only transaction" in machines.log(worker))
-            assert [probe.get("/livez").status_code for _, probe in workers] == [200, 200]
-            postgres.set_read_only(False)
+    def read_only() -> None:
+        """Refuse writes until each process has noticed; an outage restarts no worker."""
+        server.set_read_only(True)
+        until(lambda: http.get("/readyz").json()["database"] == "failed")
+        refused = http.post("/v1/policies", content=request(profile), headers=NOW)
+        assert (refused.status_code, refused.json()["type"]) == (503, "urn:autoac:problem:database-away")
+        assert int(refused.headers["retry-after"]) > 0
+        for worker, _ in workers:
+            until(lambda worker=worker: "in a read-only transaction" in machines.log(worker))
+        assert [probe.get("/livez").status_code for _, probe in workers] == [200, 200]
+        server.set_read_only(False)
 
-        def restart() -> None:
-            postgres.stop()
-            assert http.get("/readyz").status_code == 503
-            postgres.start()
+    def restart() -> None:
+        server.stop()
+        assert http.get("/readyz").status_code == 503
+        server.start()
 
-        outages = (read_only, restart, lambda: postgres.disconnect(str(name)))
-        for number, outage in enumerate(outages):
-            outage()
-            machines.gate.unlink(missing_ok=True)
-            before = machines.began
-            until(lambda: http.get("/readyz").status_code == 200, seconds=30)
-            urls = [accepted(http, profile, budget_gb=1 + 2 * number + part) for part in range(2)]
-            until(lambda before=before: machines.began == before + 2, seconds=30)
-            machines.gate.touch()
-            for url in urls:
-                until(lambda url=url: state(http, url) == "succeeded", seconds=30)
-        assert [probe.get("/livez").json() for _, probe in workers] == [{"status": "alive"}] * 2
-        assert [process.poll() for process, _ in workers] == [None, None]
-    finally:
-        if postgres.process is None:
-            postgres.start()
-        postgres.set_read_only(False)
-        machines.end()
+    outages = (read_only, restart, lambda: server.disconnect(machines.database_name))
+    for number, outage in enumerate(outages):
+        outage()
+        machines.gate.unlink(missing_ok=True)
+        before = machines.began
+        until(lambda: http.get("/readyz").status_code == 200, seconds=30)
+        urls = [accepted(http, profile, budget_gb=1 + 2 * number + part) for part in range(2)]
+        until(lambda before=before: machines.began == before + 2, seconds=30)
+        machines.gate.touch()
+        for url in urls:
+            until(lambda url=url: state(http, url) == "succeeded", seconds=30)
+    assert [probe.get("/livez").json() for _, probe in workers] == [{"status": "alive"}] * 2
+    assert [process.poll() for process, _ in workers] == [None, None]
 
 
 @POSTGRES
-def test_probe_restarts_a_worker_that_no_job_can_reach(
-    postgres: Server, database_url: str, tmp_path: Path, profile: Profile
-) -> None:
+def test_probe_restarts_a_worker_that_no_job_can_reach(server: Server, machines: Machines) -> None:
     """The server's processes stop answering on the open connections; new connections work."""
-    machines = Machines(tmp_path, database_url, embedded=True)
-    stopped: list[int] = []
+    machines.embedded = True
+    worker, probe = machines.worker_with_probe(lease_s="1")
+    service, http = machines.serve(lease_s="1")
+    until(lambda: http.get("/readyz").status_code == 200)
+    assert http.get("/livez").json() == probe.get("/livez").json() == {"status": "alive"}
+    stopped = server.backends(machines.database_name)
     try:
-        worker, probe = machines.worker_with_probe(lease_s="1")
-        service, http = machines.serve(lease_s="1")
-        until(lambda: http.get("/readyz").status_code == 200)
-        assert http.get("/livez").json() == probe.get("/livez").json() == {"status": "alive"}
-        stopped = postgres.backends(str(make_url(database_url).database))
         for backend in stopped:
             os.kill(backend, signal.SIGSTOP)
         for one in (http, probe):
@@ -302,7 +295,6 @@ def test_probe_restarts_a_worker_that_no_job_can_reach(
     finally:
         for backend in stopped:
             os.kill(backend, signal.SIGCONT)
-        machines.end()
 
 
 def test_stopped_service_gives_its_jobs_back(machines: Machines, profile: Profile) -> None:

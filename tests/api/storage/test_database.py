@@ -15,7 +15,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from postgres import Server
-from service_app import BOTH, POSTGRES, Serve
+from service_app import BOTH, JSON, POSTGRES, URN, Serve
 from service_fakes import InProcess, chain_profile, request, save_all
 from sqlalchemy import event, insert, inspect, select, text
 from sqlalchemy.dialects import sqlite
@@ -38,9 +38,6 @@ from autoac.api.storage.job_runs import JobRuns
 from autoac.api.storage.job_store import Job
 from autoac.api.storage.tables import keys, metadata
 from autoac.planner.formats.profile import Profile
-
-JSON = {"Content-Type": "application/json"}
-URN = "urn:autoac:problem:"
 
 
 @BOTH

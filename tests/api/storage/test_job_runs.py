@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from service_app import BOTH, POSTGRES
+from service_app import BOTH, POSTGRES, Serve
 from service_fakes import chain_profile, request, save_all
 from sqlalchemy import text
+from waiting import until
 
 from autoac.api import Settings
 from autoac.api.requests import Kind, parse_request
@@ -165,6 +166,28 @@ def test_old_delivery_is_void_once_the_job_has_another(database: Database, profi
     assert table.runs.claim_delivered(id, old) is None
     assert not table.runs.requeue_interrupted(id, old)
     assert table.claim() is not None
+
+
+@POSTGRES
+def test_job_delivered_again_and_again_fails_after_its_attempts(database: Database, profile: Profile) -> None:
+    table = Table.of(database)
+    id = table.submit(profile)
+    delivery = table.store.get(id).queue_id
+    assert delivery is not None
+    claimed = [table.runs.claim_delivered(id, delivery) for _ in range(3)]
+    assert [job and job.attempt for job in claimed] == [1, 2, None]
+    assert table.store.get(id).state is JobState.FAILED
+
+
+@POSTGRES
+def test_job_whose_queue_entry_is_gone_is_delivered_again(
+    database: Database, serve: Serve, profile: Profile
+) -> None:
+    id = Table.of(database).submit(profile)
+    with database.write() as connection:
+        assert connection.execute(text("DELETE FROM procrastinate_jobs")).rowcount == 1
+    http = serve()
+    until(lambda: http.get(f"/v1/jobs/{id}").json()["state"] == "succeeded")
 
 
 @POSTGRES

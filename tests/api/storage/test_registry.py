@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import zstandard
-from service_app import BOTH, Serve
+from service_app import BOTH, JSON, URN, Serve
 from service_fakes import InProcess, chain_profile, request, save_all
 from starlette.testclient import TestClient
 
@@ -17,9 +17,6 @@ from autoac.planner import plan
 from autoac.planner.formats.profile import Profile
 
 pytestmark = BOTH
-
-JSON = {"Content-Type": "application/json"}
-URN = "urn:autoac:problem:"
 
 
 @pytest.fixture

@@ -9,14 +9,12 @@ from pathlib import Path
 from urllib.parse import urljoin
 
 import pytest
-from service_app import Serve
+from service_app import JSON, TOKEN, Serve
 from service_fakes import chain_profile, request
 
 import autoac.api.web
 from autoac.api.web import OURS, assets
 
-JSON = {"Content-Type": "application/json"}
-TOKEN = "a token of more than sixteen"
 ID = "0" * 64
 PAGES = ("/", f"/profiles/{ID}", f"/policies/{ID}", "/difference", "/jobs")
 

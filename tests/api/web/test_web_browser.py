@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ import httpx2
 import pytest
 from anyio import to_thread
 from drawings import HOSTILE, hostile, small
+from service_app import TOKEN
 from service_fakes import InProcess, chain_profile
 from serving import Tab, in_chromium, serving
 
@@ -29,7 +31,6 @@ from autoac.planner.offload import plan_with_host
 from autoac.planner.plan import DEFAULT_GAP
 from autoac.planner.units import bytes_from_gb, format_bytes
 
-TOKEN = "a token of more than sixteen"
 AXE = Path(__file__).parents[2] / "vendor" / "axe.min.js"
 READY = '#main[data-ready="true"]'
 
@@ -328,23 +329,15 @@ def test_code_line_on_a_policy_page_fetches_that_policy(visit: Visit, stored: St
         assert line.endswith(f', service="{stored.live.url}", optimizer=optimizer)')
 
 
-def test_pages_report_missing_resources(browser: Any, stored: Stored) -> None:
-    made = Visit(browser, stored.live.url)
-    try:
-        for path in (
-            f"/profiles/{'0' * 64}",
-            f"/policies/{'0' * 64}",
-            "/profiles/unknown",
-            "/policies/unknown",
-        ):
-            made.page.goto(stored.live.url + path)
-            made.page.wait_for_selector('#main[data-ready="missing"]')
-            said = made.page.inner_text("main")
-            assert re.search(r"There is no (profile|policy) ", said)
-            assert "Back to all profiles and policies" in said
-            assert not made.page.locator("main button:visible, main input:visible, main code:visible").count()
-    finally:
-        made.page.close()
+def test_pages_report_missing_resources(opened: Opened) -> None:
+    live, made = opened()
+    for kind, id in itertools.product(("profiles", "policies"), ("0" * 64, "unknown")):
+        made.page.goto(f"{live.url}/{kind}/{id}")
+        made.page.wait_for_selector('#main[data-ready="missing"]')
+        said = made.page.inner_text("main")
+        assert re.search(r"There is no (profile|policy) ", said)
+        assert "Back to all profiles and policies" in said
+        assert not made.page.locator("main button:visible, main input:visible, main code:visible").count()
     assert [text for text in made.complaints if "404" not in text and "422" not in text] == []
 
 
@@ -502,22 +495,16 @@ def test_names_are_shown_as_text_and_pages_have_landmarks(visit: Visit, stored: 
         assert unnamed == []
 
 
-def test_dark_and_light_follow_the_system_and_the_button_is_remembered(browser: Any, stored: Stored) -> None:
-    ground = "() => getComputedStyle(document.body).backgroundColor"
-    light, dark = (Visit(browser, stored.live.url, color_scheme=scheme) for scheme in ("light", "dark"))
-    try:
-        colours = []
-        for made in (light, dark):
-            page = made.go(f"/policies/{stored.ids[1]}")
-            colours.append(page.evaluate(ground))
-        assert colours[0] != colours[1]
-        light.page.click("#theme")
-        assert light.page.evaluate(ground) == colours[1]
-        assert light.go("/").evaluate(ground) == colours[1]
-        assert light.complaints == dark.complaints == []
-    finally:
-        light.page.close()
-        dark.page.close()
+def test_dark_and_light_follow_the_system_and_the_button_is_remembered(visit: Visit, stored: Stored) -> None:
+    ground, page, colours = "() => getComputedStyle(document.body).backgroundColor", visit.page, {}
+    for scheme in ("dark", "light"):
+        page.emulate_media(color_scheme=scheme)
+        visit.go(f"/policies/{stored.ids[1]}")
+        colours[scheme] = page.evaluate(ground)
+    assert colours["light"] != colours["dark"]
+    page.click("#theme")
+    assert page.evaluate(ground) == colours["dark"]
+    assert visit.go("/").evaluate(ground) == colours["dark"]
 
 
 def test_key_is_requested_and_sent_only_in_the_header(opened: Opened) -> None:
