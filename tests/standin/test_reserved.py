@@ -22,10 +22,10 @@ STEPS = 5
 class Layers(nn.Module):
     """Layers whose activations take 8 MiB each, a few of them of odd sizes."""
 
-    def __init__(self, n: int = 8, width: int = 128) -> None:
+    def __init__(self, n: int = 8, width: int = 32) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(n))
-        self.odd = nn.Linear(width, 77)
+        self.odd = nn.Linear(width, 19)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         parts = []
@@ -35,7 +35,7 @@ class Layers(nn.Module):
         return {"loss": torch.stack(parts).sum()}
 
 
-TASK = Task(Layers, lambda: {"x": torch.randn(16384, 128, generator=torch.Generator().manual_seed(0))})
+TASK = Task(Layers, lambda: {"x": torch.randn(65536, 32, generator=torch.Generator().manual_seed(0))})
 
 
 def train(gpu: ModuleType, steps: int, limit: int = 1 << 50, **options: object) -> tuple[Training, list[int]]:
@@ -178,7 +178,7 @@ def test_fit_ends_at_the_sizes_that_run_on_the_device(gpu: ModuleType) -> None:
 
     def sized(size: int) -> tuple[nn.Module, dict[str, Tensor]]:
         torch.manual_seed(0)
-        return Layers(2).to("cuda"), {"x": torch.randn(size * 4096, 128, device="cuda")}
+        return Layers(2).to("cuda"), {"x": torch.randn(size * 16384, 32, device="cuda")}
 
     roomy = ac_client.fit(sized, 24 * MIB / GIB, most=12)
     assert roomy.proven_from is not None
