@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from client.cli.command import run
 
 from ac_client.cli.exit_codes import ERROR, OK
-from ac_client.cli.main import main
 
 ROOT = Path(__file__).parents[3]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
@@ -96,10 +96,9 @@ def test_regenerate_step_runs_an_existing_command_with_known_options(check, tmp_
     words = called(step_of("autoac regenerate"), tmp_path, CONFIG="my models.toml", CHECK=check)
     assert words[:2] == ["-m", "ac_client.cli.main"]
     assert ("--check" in words) == (check == "true")
-    with pytest.raises(SystemExit) as exited:
-        main(words[2:])  # all options are known; only the file is missing
-    assert exited.value.code == ERROR
-    assert "my models.toml: no such file" in capsys.readouterr().err
+    code, _, err = run(capsys, *words[2:])  # all options are known; only the file is missing
+    assert code == ERROR
+    assert "my models.toml: no such file" in err
 
 
 def test_hook_refuses_each_invalid_policy_of_the_repository(tmp_path):
@@ -131,6 +130,4 @@ def test_make_targets_run_existing_commands(capsys):
     lines = re.findall(r"^\t\$\(BIN\)/autoac (.+)$", makefile, re.MULTILINE)
     assert {line.split()[0] for line in lines} == {"demo", "regenerate"}
     for line in lines:
-        with pytest.raises(SystemExit) as exited:
-            main([*line.split(), "--help"])
-        assert exited.value.code == OK
+        assert run(capsys, *line.split(), "--help")[0] == OK

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from client.cli import command
 
 from ac_client.cli.exit_codes import ERROR, OK, USAGE
-from ac_client.cli.main import main
 from autoac.planner import PolicySet
 
 SIZED = """
@@ -39,17 +38,11 @@ def laid(size, mesh):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sized.py").write_text(SIZED)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "sized", raising=False)
+    command.module_in(tmp_path, "sized", SIZED, monkeypatch)
 
 
 def run(capsys: Any, *argv: str) -> tuple[Any, str, str]:
-    with pytest.raises(SystemExit) as exited:
-        main(["fit", *argv])
-    out, err = capsys.readouterr()
-    return exited.value.code, out, err
+    return command.run(capsys, "fit", *argv)
 
 
 def test_the_table_marks_the_fastest_and_the_largest_size(capsys: Any) -> None:

@@ -14,15 +14,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
+from client.cli.command import module_in, run
 from stepping import needs_compiled_plans
 
 import ac_client
 from ac_client import model_loader
 from ac_client.cli import output, plan_commands
 from ac_client.cli.exit_codes import ERROR, INTERRUPTED, OK, USAGE
-from ac_client.cli.main import app, main
-from autoac.planner import Policy, PolicySet, Profile
-from autoac.planner.errors import MalformedPolicy
+from ac_client.cli.main import app
+from autoac.planner import MalformedPolicy, Policy, PolicySet, Profile
 from autoac.planner.formats.policy_set import Bucket
 from autoac.planner.formats.profile import OpFlag
 
@@ -48,21 +48,10 @@ def nothing():
 """
 
 
-def run(capsys, *argv):
-    """Run `autoac ARGV`; return its exit code, stdout and stderr."""
-    with pytest.raises(SystemExit) as exited:
-        main([str(arg) for arg in argv])
-    out, err = capsys.readouterr()
-    return exited.value.code, out, err
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Write a module `small` with a model into the current folder."""
-    (tmp_path / "small.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "small", raising=False)
+    module_in(tmp_path, "small", MODEL, monkeypatch)
     return tmp_path
 
 
@@ -91,14 +80,11 @@ def gb_of(profile_file, share):
 
 def test_plans_of_a_busy_machine_are_the_same(profiled, capsys, monkeypatch):
     budget = gb_of(profiled / "profile.json", 0.3)
-    commands = [
-        ["plan", "profile.json", "--budget-gb", budget, "--json"],
-        ["frontier", "profile.json", "--points", 3, "--json"],
-    ]
-    idle = [run(capsys, *command) for command in commands]
+    commands = f"plan profile.json --budget-gb {budget} --json", "frontier profile.json --points 3 --json"
+    idle = [run(capsys, *command.split()) for command in commands]
     busy = SimpleNamespace(monotonic=itertools.count(0, 10**6).__next__)  # eleven days between two looks
     monkeypatch.setattr(plan_commands, "time", busy)
-    assert [run(capsys, *command) for command in commands] == idle
+    assert [run(capsys, *command.split()) for command in commands] == idle
     assert {code for code, _, _ in idle} == {OK}
 
 
@@ -287,20 +273,16 @@ def test_profile_can_be_read_from_stdin(profiled, capsys, monkeypatch):
         (["plan", "absent.json", "--budget-gb", "1"], ERROR, "absent.json: No such file"),
         (["plan", "small.py", "--budget-gb", "1"], ERROR, "not a valid profile"),
         (["explain", "profile.json"], ERROR, "got a profile"),
-        (["explain", "planned.json", "--html", "x.html"], USAGE, "--profile"),
-        (["plan", "planned.json", "--budget-gb", "1"], ERROR, "got a policy"),
-        (
-            ["explain", "planned.json", "--profile", "planned.json"],
-            ERROR,
-            "planned.json: not a valid profile",
-        ),
+        (["explain", "plan.json", "--html", "x.html"], USAGE, "--profile"),
+        (["plan", "plan.json", "--budget-gb", "1"], ERROR, "got a policy"),
+        (["explain", "plan.json", "--profile", "plan.json"], ERROR, "plan.json: not a valid profile"),
         (["frontier", "list.json"], ERROR, "list.json: not a valid profile: must be a profile"),
         (["plan", "profile.json", "--budget-gb", "1", "--gap", "-1"], USAGE, "from 0 to 1, got -1"),
         (["frontier", "profile.json", "--time-limit", "nan"], USAGE, "time_limit_s must be at least 0"),
         (["plan", "profile.json", "--budget-gb", "1", "-o", "."], ERROR, ".: Is a directory"),
         # Missing folders are found before the work: an infeasible budget or a missing module would say so.
         (
-            ["plan", "profile.json", "--budget-gb", "0.00001", "-o", "no/x.json"],
+            ["plan", "profile.json", "--budget-gb", "1e-5", "-o", "no/x.json"],
             ERROR,
             "no/x.json: No such file",
         ),
@@ -319,7 +301,7 @@ def test_profile_can_be_read_from_stdin(profiled, capsys, monkeypatch):
     ],
 )
 def test_error_is_one_line_on_stderr_and_an_exit_code(argv, code, says, profiled, capsys, monkeypatch):
-    shutil.copy(POLICY_FILE, profiled / "planned.json")
+    shutil.copy(POLICY_FILE, profiled / "plan.json")
     (profiled / "list.json").write_text("[]")
     monkeypatch.delenv("AUTOAC_TOKEN", raising=False)
     monkeypatch.setenv("AUTOAC_DATABASE_URL", f"sqlite:///{profiled}/no-keys.sqlite3")
@@ -391,9 +373,8 @@ def test_import_of_the_command_line_is_light():
 
 def test_commands_have_at_most_35_option_names():
     def names(command):
-        own = {
-            name for option in command.params if option.param_type_name == "option" for name in option.opts
-        }
+        options = [option for option in command.params if option.param_type_name == "option"]
+        own = {name for option in options for name in option.opts}
         return own.union(*map(names, getattr(command, "commands", {}).values()))
 
     found = names(typer.main.get_command(app)) | {"--help"}

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from client.cli.command import run
 
 from ac_client.cli.exit_codes import ERROR, OK
-from ac_client.cli.main import main
 from autoac.planner import Constraints, Policy, PolicySet
 
 POLICY_FILE = Path(__file__).parents[3] / "examples" / "regenerate" / "policies" / "decoder-4gib.json"
@@ -38,10 +38,8 @@ def refused(tmp_path, capsys):
     def explain(content):
         path = tmp_path / "p.json"
         path.write_text(content if isinstance(content, str) else json.dumps(content))
-        with pytest.raises(SystemExit) as exited:
-            main(["explain", str(path)])
-        out, err = capsys.readouterr()
-        assert (exited.value.code, bool(out)) == ((ERROR, False) if err else (OK, True))
+        code, out, err = run(capsys, "explain", path)
+        assert (code, bool(out)) == ((ERROR, False) if err else (OK, True))
         assert err.startswith(f"autoac: {path}: ") or not err
         return err.removeprefix(f"autoac: {path}: ")
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from client.cli.command import run
 
 from ac_client.cli.exit_codes import ERROR, OK
-from ac_client.cli.main import main
 from ac_client.regenerate.config import Config, ModelTable
 from autoac.planner import Constraints, Policy
 from autoac.profiler import DATASHEETS
@@ -55,10 +55,7 @@ SMALL, LARGE = "net-0.06gib.json", "net-0.08gib.json"
 
 def autoac(capsys, *argv):
     """Run `autoac regenerate ARGV`; return its exit code, stdout and stderr."""
-    with pytest.raises(SystemExit) as exited:
-        main(["regenerate", *map(str, argv)])
-    out, err = capsys.readouterr()
-    return exited.value.code, out, err
+    return run(capsys, "regenerate", *argv)
 
 
 def model(folder, text=MODEL):
