@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,97 +68,80 @@ class Training:
         self.optimizer.zero_grad()
 
 
-def batches(size: int = 256) -> Iterator[Tensor]:
-    while True:
-        yield torch.randn(size, WIDTH)
+def plain_step(training: Training, x: Tensor) -> None:
+    training.loss(x).backward()
 
 
-def plain_loop(training: Training, steps: int) -> None:
-    for x, _ in zip(batches(), range(steps), strict=False):
-        training.loss(x).backward()
-        training.step()
+def loss_outside(training: Training, x: Tensor) -> None:
+    logits = training.model(x) @ HEAD
+    loss = F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
+    training.losses.append(loss.detach())
+    loss.backward()
 
 
-def loss_outside(training: Training, steps: int) -> None:
-    for x, _ in zip(batches(), range(steps), strict=False):
-        logits = training.model(x) @ HEAD
-        loss = F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
-        training.losses.append(loss.detach())
-        loss.backward()
-        training.step()
+def accumulation(training: Training, x: Tensor) -> None:
+    for part in (x, x.flip(0)):
+        (training.loss(part) / 2).backward()
 
 
-def accumulation(training: Training, steps: int) -> None:
-    for x, i in zip(batches(), range(2 * steps), strict=False):
-        (training.loss(x) / 2).backward()
-        if i % 2:
-            training.step()
+def two_forwards(training: Training, x: Tensor) -> None:
+    (training.loss(x) + training.loss(x.flip(0))).backward()
 
 
-def two_forwards(training: Training, steps: int) -> None:
-    for x, _ in zip(batches(), range(steps), strict=False):
-        (training.loss(x) + training.loss(x.flip(0))).backward()
-        training.step()
+def two_backwards(training: Training, x: Tensor) -> None:
+    loss = training.loss(x)
+    loss.backward(retain_graph=True)
+    (2 * loss).backward()
 
 
-def two_backwards(training: Training, steps: int) -> None:
-    for x, _ in zip(batches(), range(steps), strict=False):
-        loss = training.loss(x)
-        loss.backward(retain_graph=True)
-        (2 * loss).backward()
-        training.step()
-
-
-def call_of_the_engine(training: Training, steps: int) -> None:
+def call_of_the_engine(training: Training, x: Tensor) -> None:
     """As in the pipeline schedules of Megatron."""
-    for x, _ in zip(batches(), range(steps), strict=False):
-        loss = training.loss(x)
-        torch.autograd.Variable._execution_engine.run_backward(
-            (loss,), (torch.ones(()),), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
-        training.step()
+    loss = training.loss(x)
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (torch.ones(()),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
-def gradient_of_inputs(training: Training, steps: int) -> None:
-    for x, _ in zip(batches(), range(steps), strict=False):
-        training.loss(x.requires_grad_()).backward()
-        assert x.grad is not None
-        training.losses.append(x.grad)
-        training.step()
+def gradient_of_inputs(training: Training, x: Tensor) -> None:
+    training.loss(x.requires_grad_()).backward()
+    assert x.grad is not None
+    training.losses.append(x.grad)
 
 
-def evaluations(training: Training, steps: int) -> None:
-    for x, _ in zip(batches(), range(steps), strict=False):
+def evaluations(training: Training, x: Tensor) -> None:
+    for trains in (True, False):
         training.model.eval()
         with torch.no_grad():
             training.losses.append(training.model(x).mean())
         training.model.train()
-        training.loss(x).backward()
-        training.model.eval()
-        with torch.no_grad():
-            training.losses.append(training.model(x).mean())
-        training.model.train()
-        training.step()
+        if trains:
+            training.loss(x).backward()
 
 
-def forward_without_backward(training: Training, steps: int) -> None:
-    training.loss(next(batches()))
-    plain_loop(training, steps)
+def forward_without_backward(training: Training, x: Tensor) -> None:
+    if not training.losses:
+        training.loss(x)
+    training.loss(x).backward()
 
 
-def growing_batches(training: Training, steps: int) -> None:
-    for i in range(2 * steps):
-        training.loss(torch.randn(256 if i < steps else 320, WIDTH)).backward()
-        training.step()
+def growing_batches(training: Training, x: Tensor) -> None:
+    training.loss(x if len(training.losses) < 3 else torch.randn(320, WIDTH)).backward()
 
 
-def fails_once(training: Training, steps: int) -> None:
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        training.loss(torch.randn(256, WIDTH + 1))
-    plain_loop(training, steps)
+def fails_once(training: Training, x: Tensor) -> None:
+    if not training.losses:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            training.loss(torch.randn(256, WIDTH + 1))
+    training.loss(x).backward()
 
 
 LOOPS = functions_of(globals(), "training")
+
+
+def train(training: Training, steps: int, step: Callable[[Training, Tensor], None] = plain_step) -> None:
+    for _ in range(steps):
+        step(training, torch.randn(256, WIDTH))
+        training.step()
 
 
 def training(*, checkpoints: bool = False) -> Training:
@@ -175,15 +158,15 @@ def budget() -> float:
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_training_whose_first_step_is_observed_equals_plain_training(
-    loop: Callable[[Training, int], None],
+    loop: Callable[[Training, Tensor], None],
 ) -> None:
     plain = training()
     torch.manual_seed(1)
-    loop(plain, 5)
+    train(plain, 5, loop)
     planned = training()
     ac_client.apply(planned.model, budget_gb=budget(), group=None)
     torch.manual_seed(1)
-    loop(planned, 5)
+    train(planned, 5, loop)
     assert planned.model.calls == plain.model.calls
     assert all(map(torch.equal, planned.losses, plain.losses))
     ours, theirs = planned.model.state_dict(), plain.model.state_dict()
@@ -196,7 +179,7 @@ def test_observed_step_over_the_budget_is_said_once(caplog: pytest.LogCaptureFix
         planned = training()
         ac_client.apply(planned.model, budget_gb=limit, group=None)
         with pytest.raises(InfeasibleBudget) if said else nullcontext():
-            plain_loop(planned, 3)
+            train(planned, 3)
         messages = [record.getMessage() for record in caplog.records]
         assert sum("MiB over the budget of 1.00 MiB" in message for message in messages) == said
         caplog.clear()
@@ -216,7 +199,7 @@ def test_step_that_torchs_profiler_watches_takes_what_an_observed_one_takes(
             loss.backward()
         peaks.append(timeline.peak_bytes - 256 * WIDTH * 4)  # of the batch
         one.step()
-        plain_loop(one, 1)
+        train(one, 1)
     observed = observed_step._latest.step() if observed_step._latest.step is not None else None
     assert observed.model() is planned.model
     assert peaks[1] == pytest.approx(observed.peak_nbytes - observed._static.total, rel=0.02)
@@ -246,7 +229,7 @@ def test_interrupted_observed_forward_stands_in_the_way_of_no_other_model() -> N
     first.model.norm.register_forward_pre_hook(_interrupt)
     with pytest.raises(KeyboardInterrupt):
         first.loss(torch.randn(256, WIDTH))
-    plain_loop(second, 2)
+    train(second, 2)
     assert ac_client.applied(second.model).policy is not None
 
 
@@ -264,7 +247,7 @@ def test_backward_that_raises_leaves_no_profile_and_the_next_step_is_observed() 
     assert not torch.autograd._profiler_enabled()
     assert ac_client.applied(planned.model).policy is None
     planned.optimizer.zero_grad()
-    plain_loop(planned, 1)
+    train(planned, 1)
     assert ac_client.applied(planned.model).policy is not None
 
 
