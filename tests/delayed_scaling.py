@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from blocks import Residual
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -82,16 +83,6 @@ def next_step(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Fp8Linear) and module.scaling:
             module.next_step()
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 def hand_written(*, scaling: bool = True) -> nn.Module:

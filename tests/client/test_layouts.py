@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import Residual
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,17 +22,8 @@ MOST = 64
 BUDGET = 76 << 20
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 def make(size: int, mesh: Any) -> Any:
-    model = nn.Sequential(Block(), Block())
+    model = nn.Sequential(Residual(256), Residual(256))
     for block in model:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["dp"])

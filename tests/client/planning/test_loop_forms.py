@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from blocks import Block
 from stepping import measured, peaks, same_gradients, warnings
 from torch import Tensor, nn
 
@@ -16,12 +17,7 @@ from autoac.planner.units import GIB
 WIDTH, ROWS = 32, 256
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
-
+class WritesInPlace(Block):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(self.norm(x))
         return x + self.drop(self.down(torch.nn.functional.relu(hidden, inplace=True).tanh()))
@@ -33,7 +29,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.blocks = nn.ModuleList(WritesInPlace() for _ in range(6))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         for number, block in enumerate(self.blocks):
