@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -116,11 +117,8 @@ def gradients(
     inputs = [torch.randn(ROWS, COLUMNS, requires_grad=True) for _ in range(2)] + [torch.randn(ROWS, COLUMNS)]
     chooser = _policy if nested and policy is not None else None
     try:
-        if policy is None:
-            results = program.run(inputs)
-        else:
-            with save_recompute_policy(policy, cuts=cuts):
-                results = program.run(inputs, nested=chooser)
+        with nullcontext() if policy is None else save_recompute_policy(policy, cuts=cuts):
+            results = program.run(inputs, nested=chooser)
         if not results:
             return []
         loss = torch.stack([(r * r).sum() for r in results]).sum()
@@ -136,11 +134,11 @@ def gradients(
     return [*(i.grad for i in inputs), *(r.detach() for r in results), torch.get_rng_state()]
 
 
-def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Return True if two gradients are equal bit for bit, or both missing."""
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return True if two tensors are equal bit for bit, or both missing."""
     if a is None or b is None:
         return a is b
-    return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+    return a.dtype == b.dtype and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
 def _policy(chance: random.Random) -> object:

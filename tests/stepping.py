@@ -17,22 +17,22 @@ from unittest import mock
 
 import pytest
 import torch
+from programs import same
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import Graph, Policy, build, find_minimum_peak, schedule, simulate
+from autoac.planner import Graph, Policy, Profile, build, find_minimum_peak, plan, schedule, simulate
 from autoac.planner.formats.op_key import OpKey
-from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.schedule import Compute, Recompute
 from autoac.planner.problem.graph import SaveSet
+from autoac.profiler import profile
 from autoac.tape.capture.allocations import AllocationRecord
 from autoac.tape.errors import COMPILED_SINCE
 from autoac.tape.runtime import replay
 from autoac.tape.runtime.nodes import Node, live_versions
-from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts import minor_version
 
@@ -71,9 +71,10 @@ def scalar(out: Any) -> Tensor:
 
 
 def functions_of(namespace: Mapping[str, Any], first: str) -> list[Callable[..., Any]]:
-    """Return the public functions of a module whose first parameter is called `first`: its cases."""
+    """Return a module's own public functions whose first parameter is called `first`: its cases."""
     functions = [f for f in namespace.values() if inspect.isfunction(f) and not f.__name__.startswith("_")]
-    return [f for f in functions if next(iter(inspect.signature(f).parameters), "") == first]
+    own = [f for f in functions if f.__module__ == namespace["__name__"]]
+    return [f for f in own if next(iter(inspect.signature(f).parameters), "") == first]
 
 
 def seed(number: int) -> None:
@@ -187,6 +188,22 @@ def expected_log(graph: Graph, save_set: SaveSet) -> list[tuple[str, str]]:
     return events
 
 
+def policy_for(
+    model: nn.Module, *args: Any, decide: Callable[[str], str] = lambda key: "recompute"
+) -> Policy:
+    """Return a policy for a step of `model`, with the decision of `decide` for the key of each op."""
+    policy = plan(profile(model, *args), budget_gb=1).policy()
+    return policy.model_copy(update={"decisions": {key: decide(key) for key in policy.decisions}})
+
+
+def smallest_found(train: Callable[[], Any]) -> int:
+    """Return the smallest peak found that the error of a training with too small a budget names, in bytes."""
+    with pytest.raises(ac_client.InfeasibleBudget) as refused:
+        train()
+    assert refused.value.smallest_found is not None
+    return refused.value.smallest_found
+
+
 class SeenOps(TorchDispatchMode):
     """Collect the names of the ops that run under the mode."""
 
@@ -236,7 +253,7 @@ def step(
             t.grad = None
     seed(1)
     log = EventLog()
-    logging = functools.partial(save_recompute_policy, log=log)
+    logging = functools.partial(ac_client.save_recompute_policy, log=log)
     region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if isinstance(policy, Policy):
         ac_client.apply(model, policy=policy, strict=True)
@@ -262,11 +279,6 @@ def step(
 def assert_same(plain: Outcome, planned: Outcome) -> None:
     """Assert that outputs, gradients, buffers and the generator state are equal, bit for bit."""
 
-    def same(a: Tensor | None, b: Tensor | None) -> bool:
-        if a is None or b is None:
-            return a is b
-        return a.dtype == b.dtype and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
-
     def all_same(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
         return len(a) == len(b) and all(map(same, a, b))
 
@@ -287,18 +299,11 @@ def nothing_left() -> Iterator[None]:
     What exists before is frozen, and stays so: `gc.get_objects` then returns only what the body leaves.
     """
 
+    ours = {f"autoac.tape.runtime.{name}" for name in ("nodes", "saved_handles", "replay")}
+
     def alive() -> int:
         types = map(type, gc.get_objects())
-        return sum(
-            t is torch.UntypedStorage
-            or t.__module__
-            in (
-                "autoac.tape.runtime.nodes",
-                "autoac.tape.runtime.saved_handles",
-                "autoac.tape.runtime.replay",
-            )
-            for t in types
-        )
+        return sum(t is torch.UntypedStorage or t.__module__ in ours for t in types)
 
     gc.collect()
     gc.freeze()
@@ -317,13 +322,30 @@ def region_on(model: nn.Module) -> Callable[..., None]:
         t.grad = torch.zeros_like(t)
 
     def once(*, backward: bool = True) -> None:
-        with save_recompute_policy("recompute_all"):
+        with ac_client.save_recompute_policy("recompute_all"):
             out = model(x)
         if backward:
             sum(t.sum() for t in tree_leaves(out) if t.requires_grad).backward()  # type: ignore[union-attr]
 
     once()
     return once
+
+
+class ThirdStep:
+    """The allocator's peak over the third step of a training, above what stands."""
+
+    peak = 0
+    timeline: AllocatorTimeline | None = None
+
+    def begin(self, step: int) -> None:
+        if step == 2:
+            self.timeline = AllocatorTimeline()
+            self.timeline.__enter__()
+
+    def end(self) -> None:
+        if self.timeline is not None:
+            self.timeline.__exit__(None, None, None)
+            self.peak, self.timeline = self.timeline.peak_bytes, None
 
 
 class Replays:
@@ -354,8 +376,5 @@ def replays() -> Iterator[Replays]:
             if tensor is not None:
                 seen.born(tensor.untyped_storage())
 
-    replay._replay = watched
-    try:
+    with mock.patch.object(replay, "_replay", watched):
         yield seen
-    finally:
-        replay._replay = original

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.utils.checkpoint as torchs
 from blocks import Block
-from checkpoints import in_torch, nested, ours, plainly, reentrant
-from stepping import SeenOps, seed, seeded, timed_by_flops
+from checkpoints import in_torch, nested, ours, plainly, reentrant, same
+from stepping import SeenOps, gradients, seeded, timed_by_flops
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -24,9 +24,8 @@ import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Policy, bounds, build, find_minimum_peak, plan
 from autoac.planner.units import GIB
-from autoac.profiler import DATASHEETS, profile
+from autoac.profiler import DATASHEETS, CannotProfile, profile
 from autoac.tape.checkpoints.own_checkpoints import checkpoints_are_plain, plain_checkpoints
-from autoac.tape.errors import CannotProfile
 from autoac.tape.torch_facts import private
 from autoac.tape.unseen.ambient_state import AmbientState
 
@@ -34,6 +33,7 @@ by_name = torchs.checkpoint  # as libraries import it
 NAMES = private.checkpoint_generator.__name__, "CheckpointFunction"
 GENERATOR, FUNCTION = (getattr(torchs, name) for name in NAMES)
 ENTER = torch.autograd.graph.saved_tensors_hooks.__enter__
+LEFT_ALONE = ac_client.Constraints(take_over_checkpoints=False)
 
 
 class Net(nn.Module):
@@ -106,32 +106,17 @@ def with_sine(function: Any, x: Tensor) -> Tensor:
 
 PLAIN = {sequential: with_sine, of_remat: with_sine}  # torch_remat alone draws other dropout masks again
 HAS_REMAT = pytest.mark.skipif(find_spec("torch_remat") is None, reason="torch_remat is not installed")
-TAKEN = [
-    in_torch,
-    reentrant,
-    nested,
-    sequential,
-    ours,
-    selective,
-    by_policy,
-    pytest.param(of_remat, marks=HAS_REMAT),
-]
+REMAT = pytest.param(of_remat, marks=HAS_REMAT)
+TAKEN = [in_torch, reentrant, nested, sequential, ours, selective, by_policy, REMAT]
 
 
 def batch() -> Tensor:
     return torch.randn(64, 32, generator=torch.Generator().manual_seed(5))
 
 
-def trained(model: nn.Module, steps: int = 2) -> list[Tensor | None]:
-    for number in range(steps):
-        model.zero_grad()
-        seed(number)
-        model(batch())["loss"].backward()
-    return [p.grad for p in model.parameters()]
-
-
-def same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
-    return all(a is b is None or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))  # type: ignore[arg-type]
+def trained(model: nn.Module, steps: int = 2) -> list[Tensor]:
+    """Return the gradients of the last of some steps."""
+    return [gradients(model, batch(), dropout=number) for number in range(steps)][-1]
 
 
 def tightest(model: nn.Module) -> Policy:
@@ -144,10 +129,10 @@ def tightest(model: nn.Module) -> Policy:
 def test_plan_decides_in_place_of_a_checkpoint(call: Callable[[Any, Tensor], Tensor]) -> None:
     policy = tightest(seeded(Net, call))
     model = ac_client.apply(seeded(Net, call), policy=policy, strict=True)
-    gradients = trained(model)
+    found = trained(model)
     assert model.calls == 2 * len(model.blocks)  # backward runs no function again
     assert ac_client.applied(model).report().recomputed > 0
-    assert same(gradients, trained(seeded(Net, PLAIN.get(call, plainly))))
+    assert same(found, trained(seeded(Net, PLAIN.get(call, plainly))))
 
 
 @pytest.mark.parametrize("call", [in_torch, reentrant, ours, selective], ids=lambda call: call.__name__)
@@ -174,17 +159,12 @@ def composable(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("change", [wrapped, composable], ids=lambda change: change.__name__)
 def test_checkpoints_set_on_modules_are_taken_over(change: Callable[[nn.Module], nn.Module]) -> None:
     def blocks() -> nn.Module:
-        seed(0)
-        return nn.Sequential(*(Block() for _ in range(3)))
-
-    def gradients(model: nn.Module) -> list[Tensor | None]:
-        seed(1)
-        model(batch()).square().mean().backward()
-        return [p.grad for p in model.parameters()]
+        return seeded(lambda: nn.Sequential(*(Block() for _ in range(3))))
 
     assert profile(change(blocks()), batch()).saved == profile(blocks(), batch()).saved
     policy = tightest(change(blocks()))
-    assert same(gradients(ac_client.apply(change(blocks()), policy=policy)), gradients(blocks()))
+    planned = ac_client.apply(change(blocks()), policy=policy)
+    assert same(gradients(planned, batch()), gradients(blocks(), batch()))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
@@ -193,18 +173,12 @@ def test_reentrant_checkpoint_of_inputs_without_a_gradient_still_gives_none() ->
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             return super().forward(reentrant(self.first, x))
 
-    def front() -> Front:
-        seed(0)
-        return Front(in_torch)
-
-    gradients = trained(ac_client.apply(front(), policy=tightest(front())), 1)
-    assert same(gradients, trained(front(), 1))
+    planned = ac_client.apply(seeded(Front, in_torch), policy=tightest(seeded(Front, in_torch)))
+    assert same(trained(planned, 1), trained(seeded(Front, in_torch), 1))
 
 
 def test_checkpoints_are_left_alone_if_told_so() -> None:
-    model = ac_client.apply(
-        seeded(Net, in_torch), 1.0, constraints=ac_client.Constraints(take_over_checkpoints=False)
-    )
+    model = ac_client.apply(seeded(Net, in_torch), 1.0, constraints=LEFT_ALONE)
     assert same(trained(model), trained(seeded(Net, plainly)))
     calls = model.calls
     trained(model, 1)
@@ -214,9 +188,7 @@ def test_checkpoints_are_left_alone_if_told_so() -> None:
 
 
 def test_reentrant_checkpoints_that_are_left_alone_are_observed() -> None:
-    model = ac_client.apply(
-        seeded(Net, reentrant), 1.0, constraints=ac_client.Constraints(take_over_checkpoints=False)
-    )
+    model = ac_client.apply(seeded(Net, reentrant), 1.0, constraints=LEFT_ALONE)
     assert same(trained(model), trained(seeded(Net, reentrant)))
     found = profile(seeded(Net, reentrant), batch(), take_over_checkpoints=False)
     with AllocatorTimeline() as timeline:

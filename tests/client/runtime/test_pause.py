@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import nothing_left, trained
+from stepping import nothing_left, policy_for, trained
 from torch import Tensor, nn
 
 import ac_client
-from ac_client import StaleError
-from autoac.planner import plan
-from autoac.profiler import profile
+from ac_client import StaleError, save_recompute_policy
 from autoac.tape.runtime import policy_context
-from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.region import Region
 
 
@@ -111,12 +108,8 @@ class Alternating(nn.Module):
 def test_module_with_one_saved_op_runs_without_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.linspace(-1, 1, 8).view(2, 4)
     torch.manual_seed(0)
-    policy = plan(profile(Alternating(), x), budget_gb=1).policy()
-    decisions = {
-        key: "recompute" if key.startswith("./aten.tanh") else decision
-        for key, decision in policy.decisions.items()
-    }
-    model = ac_client.apply(Alternating(), policy=policy.model_copy(update={"decisions": decisions}))
+    policy = policy_for(Alternating(), x, decide=lambda key: "recompute" if "tanh" in key else "save")
+    model = ac_client.apply(Alternating(), policy=policy)
     seen: list[str] = []
     dispatch = Region.__torch_dispatch__
 
