@@ -12,12 +12,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import TorchDynamoPlugin
 from ranks import outputs_of_ranks
-from stepping import needs_compiled_plans
+from stepping import ThirdStep, needs_compiled_plans
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ac_client.integrations.accelerate import planned
-from ac_client.measure.memory_timeline import AllocatorTimeline
 from benchmarks.models.modules import Transformer
 
 BUDGET_GB = 0.0026
@@ -42,30 +41,22 @@ def prepared(accelerator: Accelerator, rows: int = 14) -> tuple[nn.Module, torch
     model = Transformer(layers=2, width=32)
     data = list(torch.randn(rows, 64, 32))  # the last batch is short
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return accelerator.prepare(
-        model,
-        optimizer,
-        DataLoader(data, batch_size=4),  # type: ignore[arg-type]
-    )
+    return accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))  # type: ignore[arg-type]
 
 
 def train(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> int:
     """One epoch; the third batch's peak above what stands."""
     torch.manual_seed(1)
-    peak = 0
+    watch = ThirdStep()
     for number, batch in enumerate(loader):
-        timeline = AllocatorTimeline()
-        if number == 2:
-            timeline.__enter__()
+        watch.begin(number)
         with accelerator.accumulate(model):
             loss = model(batch)["logits"].float().square().mean()
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        if number == 2:
-            timeline.__exit__(None, None, None)
-            peak = timeline.peak_bytes
-    return peak
+        watch.end()
+    return watch.peak
 
 
 def state(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:

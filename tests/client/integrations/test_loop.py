@@ -49,10 +49,8 @@ def test_block_is_planned_and_nothing_after_it() -> None:
 
 def test_block_that_raises_leaves_nothing_behind() -> None:
     model, optimizer = model_and_optimizer()
-    with (
-        pytest.raises(RuntimeError, match="normalized_shape"),
-        planned(model, BUDGET_GB, optimizer=optimizer),
-    ):
+    wrong_width = pytest.raises(RuntimeError, match="normalized_shape")
+    with wrong_width, planned(model, BUDGET_GB, optimizer=optimizer):
         model(torch.randn(4, 64, 31))
     with pytest.raises(ac_client.NotApplied):
         ac_client.applied(model)

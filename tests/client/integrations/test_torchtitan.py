@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 import ac_client
 from ac_client.integrations.torchtitan import planned
+from tests.client.planning.test_optimizers import Container
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,18 +31,6 @@ class Config:
     training: Training = field(default_factory=Training)
 
 
-class Container(torch.optim.Optimizer):
-    """One optimizer for each part, as torchtitan's `OptimizersContainer`."""
-
-    def __init__(self, parts: list[nn.Module]) -> None:
-        self.optimizers = [torch.optim.AdamW(part.parameters()) for part in parts]
-        super().__init__([p for part in parts for p in part.parameters()], {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-
 def part() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
@@ -50,7 +38,7 @@ def part() -> nn.Module:
 
 def trained(config: Config, parts: list[nn.Module]) -> list[nn.Module]:
     """Train as torchtitan's Trainer does: the hook is called once the optimizers are built."""
-    optimizers = Container(parts)
+    optimizers = Container([torch.optim.AdamW(part.parameters()) for part in parts])
     if config.model_spec.post_optimizer_build_fn is not None:
         config.model_spec.post_optimizer_build_fn(optimizers, parts, object())
     for _ in range(3):

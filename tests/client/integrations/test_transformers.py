@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from stepping import needs_compiled_plans
+from stepping import ThirdStep, needs_compiled_plans
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import ac_client
 from ac_client.integrations.transformers import POLICIES_FILE as FILE
 from ac_client.integrations.transformers import AutoACCallback, planned
-from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import PolicySet
 from benchmarks.models.gpt2 import gpt2
 
@@ -80,21 +79,12 @@ def assert_untouched(model: nn.Module) -> None:
         ac_client.applied(model)
 
 
-class Watch(TrainerCallback):
-    """The allocator's peak over the third step, above what stands."""
-
-    peak = 0
-    timeline: AllocatorTimeline | None = None
-
+class Watch(TrainerCallback, ThirdStep):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 2:
-            self.timeline = AllocatorTimeline()
-            self.timeline.__enter__()
+        self.begin(state.global_step)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.timeline is not None:
-            self.timeline.__exit__(None, None, None)
-            self.peak, self.timeline = self.timeline.peak_bytes, None
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.end()
 
 
 def trained(folder: Path, callbacks: Sequence[TrainerCallback], **arguments: Any) -> Trainer:
@@ -196,11 +186,8 @@ class Raise(TrainerCallback):
 def test_exception_leaves_nothing_of_planned_behind(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, [Raise(at=3)])
     callbacks = list(trainer.callback_handler.callbacks)
-    with (
-        pytest.raises(Stop),
-        planned(trainer, BUDGET_GB, measure=True) as callback,
-    ):  # within what is measured
-        trainer.train()
+    with pytest.raises(Stop), planned(trainer, BUDGET_GB, measure=True) as callback:
+        trainer.train()  # stops within what is measured
     assert callback.report.predicted_peak_bytes < callback.report.save_all_peak_bytes
     assert callback.report.steps == 2
     assert_untouched(trainer.model)
@@ -271,9 +258,8 @@ def test_checkpointing_of_its_own_is_taken_over(tmp_path: Path, name: str) -> No
 
 
 def test_checkpointing_that_must_not_be_taken_over_is_refused_by_train(tmp_path: Path) -> None:
-    trainer = trainer_of(
-        tmp_path, [AutoACCallback(BUDGET_GB, constraints=ac_client.Constraints(take_over_checkpoints=False))]
-    )
+    rules = ac_client.Constraints(take_over_checkpoints=False)
+    trainer = trainer_of(tmp_path, [AutoACCallback(BUDGET_GB, constraints=rules)])
     trainer.model.activation_checkpointing_enable()
     with pytest.raises(ac_client.CheckpointingActive, match="activation_checkpointing_disable"):
         trainer.train()
