@@ -7,14 +7,17 @@ tests of use groups are in runtime/test_use_groups.py and tests/fuzzers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 
 from ac_client.planning import plan_batch
 from autoac.planner import InfeasibleBudget, Plan, Profile, SolverOutOfTime, plan
 from autoac.planner.solver.variables import Options
+from autoac.tape.runtime.policy_context import active
 from autoac.tape.unseen.fingerprints import Comparison
 
 
@@ -37,6 +40,23 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
             raise of_once from None
 
     monkeypatch.setattr(plan_batch, "plan", quick)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Compile the models of each test from scratch."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def nothing_is_open() -> Iterator[None]:
+    """Assert that a test has left each region, mode and pair of hooks."""
+    yield
+    assert active.region is None
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from ac_client import save_recompute_policy
 from autoac.profiler import CannotProfile
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:.*torch.compiler.disable:UserWarning"),  # of hooks, issued once
     # Dynamo hides these two from users in a way that fails if warnings are errors.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -22,13 +23,6 @@ pytestmark = [
 
 BACKEND = "aot_eager"
 BUDGET_GB = 1.0
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def new_model() -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ import stepping
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from stepping import recomputed
+from stepping import recomputed, smallest_found
 from torch import Tensor, nn
 
 import ac_client
-from autoac.planner import Constraints, InfeasibleBudget, minimum_peak
+from autoac.planner import Constraints, minimum_peak
 from autoac.planner.units import GIB
 from autoac.profiler import profile
 from autoac.tape.runtime.policy_context import save_recompute_policy
@@ -27,6 +27,7 @@ from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts import private
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     # Warnings of torch itself when Inductor is loaded, and of Dynamo about an input that is not a leaf.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -41,13 +42,6 @@ INDUCTOR = pytest.param(
 BACKENDS = ["aot_eager", INDUCTOR]
 
 Function = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def forget_what_is_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Layer(nn.Module):
@@ -93,10 +87,7 @@ def trained(model: nn.Module) -> list[Tensor]:
 
 
 def smallest(function: Function, constraints: Constraints | None = None) -> int:
-    with pytest.raises(InfeasibleBudget) as error:
-        trained(ac_client.apply(Net(function), 1e-6, constraints=constraints))
-    assert error.value.smallest_found is not None
-    return error.value.smallest_found
+    return smallest_found(lambda: trained(ac_client.apply(Net(function), 1e-6, constraints=constraints)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

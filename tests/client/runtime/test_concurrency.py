@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import SeenOps, recomputed
+from stepping import SeenOps, policy_for, recomputed
 from torch import Tensor, nn
 
 import ac_client
-from autoac.planner import Policy, plan
-from autoac.profiler import profile
+from autoac.planner import Policy
 from autoac.tape.runtime.policy_context import active, save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 
@@ -34,12 +33,7 @@ def is_plain(out: Tensor, x: Tensor) -> bool:
     return torch.equal(gradient(out, x), gradient(chain(x), x))
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_open() -> Iterator[None]:
-    yield
-    assert active.region is None
-    assert torch._C._len_torch_dispatch_stack() == 0
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+pytestmark = pytest.mark.usefixtures("nothing_is_open")
 
 
 class Deep(nn.Module):
@@ -59,8 +53,7 @@ class Deep(nn.Module):
 @pytest.fixture(scope="module")
 def policy() -> Policy:
     """Return a policy that recomputes everything."""
-    made = plan(profile(Deep(), torch.ones(4, 8)), budget_bytes=1 << 30).policy()
-    return made.model_copy(update={"decisions": dict.fromkeys(made.decisions, "recompute")})
+    return policy_for(Deep(), torch.ones(4, 8))
 
 
 def gradients_of(model: nn.Module, x: Tensor, *, dropout: bool = True) -> list[Tensor]:
@@ -98,9 +91,7 @@ def test_forwards_of_one_planned_model_on_several_threads(given: str) -> None:
     model = Deep(dropout=0.0)
     want = gradients_of(model, torch.ones(4, 8), dropout=False)
     if given == "policy":
-        made = plan(profile(model, torch.ones(4, 8)), budget_bytes=1 << 30).policy()
-        decisions = dict.fromkeys(made.decisions, "recompute")
-        ac_client.apply(model, policy=made.model_copy(update={"decisions": decisions}))
+        ac_client.apply(model, policy=policy_for(model, torch.ones(4, 8)))
         model.inside = threading.Barrier(3, timeout=30).wait
     else:
         ac_client.apply(model, 1.0)

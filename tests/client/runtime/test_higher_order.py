@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from blocks import Body
-from stepping import assert_same, step
+from stepping import assert_same, policy_for, step
 from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as map_rows
@@ -17,25 +17,18 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention import flex_attention as flex
 
+from ac_client import StaleError, save_recompute_policy
 from autoac.planner import build, plan
 from autoac.profiler import profile
-from autoac.tape.runtime.policy_context import save_recompute_policy
-from autoac.tape.runtime.write_guard import StaleError
 from autoac.tape.torch_facts import minor_version
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     # Warnings of torch itself when Dynamo is loaded, and about an input that is not a leaf.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def forget_what_is_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def thrice(t: Tensor) -> Tensor:
@@ -152,10 +145,8 @@ def test_region_changes_no_bit(body: str) -> None:
 @pytest.mark.parametrize("body", BODIES)
 def test_planned_model_changes_no_bit(body: str) -> None:
     x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
-    policy = plan(profile(made(body), x), budget_bytes=1 << 30).policy()
-    decisions = {k: "save" if "higher_order" in k else "recompute" for k in policy.decisions}
-    everything = policy.model_copy(update={"decisions": decisions})
-    planned = step(lambda: made(body), x, policy=everything)
+    policy = policy_for(made(body), x, decide=lambda key: "save" if "higher_order" in key else "recompute")
+    planned = step(lambda: made(body), x, policy=policy)
     assert_same(step(lambda: made(body), x), planned)
     assert planned.recomputed()
 

@@ -9,23 +9,21 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
-from stepping import recomputed, replays
+from stepping import policy_for, recomputed, replays
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
 import ac_client
-from autoac.planner import plan
-from autoac.profiler import profile
-from autoac.tape.runtime.policy_context import active, save_recompute_policy
+from ac_client import StaleError, save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
-from autoac.tape.runtime.write_guard import StaleError
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler", "nothing_is_open"),
     pytest.mark.skipif(
         not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))),
         reason="Inductor's code for the CPU needs a C++ compiler",
@@ -34,15 +32,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_open() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    assert active.region is None
-    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def greatest(x: Tensor) -> Tensor:
@@ -147,9 +136,7 @@ def test_compiled_autograd_of_a_planned_model() -> None:
         return [p.grad for p in model.parameters()]
 
     want = run()
-    made = plan(profile(model, x), budget_bytes=1 << 30).policy()
-    decisions = dict.fromkeys(made.decisions, "recompute")
-    ac_client.apply(model, policy=made.model_copy(update={"decisions": decisions}))
+    ac_client.apply(model, policy=policy_for(model, x))
     with replays() as made_again:
         assert all(map(torch.equal, run(), want))
     assert made_again.made > 0
