@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from blocks import Block, BlockNet
-from stepping import outcome, peak_of
+from checkpoints import same
+from stepping import allocated_peak, outcome, peak_of
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
@@ -21,7 +21,6 @@ from autoac.planner import build, find_minimum_peak, plan, plan_offload
 from autoac.planner.problem.moves import Link, triggers
 from autoac.planner.shared_code import MOST_VARIANTS
 from autoac.profiler import DATASHEETS, profile
-from autoac.tape.capture.allocations import AllocationRecord
 
 BACKEND = "aot_eager"
 
@@ -125,23 +124,22 @@ def test_compiled_autograd_gives_the_gradients_of_the_unplanned_model(
             ac_client.apply(model, 0.35 / 1024)
             step(model)
             model.zero_grad()
-        torch.manual_seed(2)
-        with AllocationRecord(torch.device("cpu")) as record:
+
+        def run() -> None:
             loss = model(BATCH)
             with compiled_autograd._enable(torch.compile(backend=BACKEND)):
                 loss.backward()
+
+        torch.manual_seed(2)
+        peak = allocated_peak(run)
         if planned:
             assert ac_client.applied(model).report().recomputed > 0
-            policy = ac_client.applied(model).policy
-            assert policy is not None
-            peak = max(accumulate(change.nbytes for change in record.changes))
+            predicted = ac_client.applied(model).policy.predicted
             if compiled is whole:  # what eager ops save stays until a compiled backward ends
-                assert peak + policy.predicted.static_bytes == policy.predicted.peak_bytes
+                assert peak + predicted.static_bytes == predicted.peak_bytes
         return [p.grad for p in model.parameters()]
 
-    want = gradients(False)
-    for got, wanted in zip(gradients(True), want, strict=True):
-        assert torch.equal(got, wanted)
+    assert same(gradients(True), gradients(False))
 
 
 @pytest.mark.parametrize("by_configuration", [False, True])

@@ -15,8 +15,7 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 
 import ac_client
-from autoac.planner import Policy, build, find_minimum_peak, plan, plan_offload
-from autoac.planner.formats.profile import Profile
+from autoac.planner import Policy, Profile, build, find_minimum_peak, plan, plan_offload
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.moves import Link
 from autoac.profiler import observe, profile

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import BlockNet
-from stepping import allocated_peak, outcome, peak_of, trained
+from stepping import allocated_peak, functions_of, outcome, peak_of, trained
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -150,14 +150,7 @@ def compiled_after_a_step(model: nn.Module, budget_gb: float) -> Any:
     return ac_client.apply(compiled, budget_gb)
 
 
-ORDERS = [
-    compiled_before,
-    compiled_after,
-    compiled_after_as_one_graph,
-    compiled_in_place_before,
-    compiled_in_place_after,
-    compiled_after_a_step,
-]
+ORDERS = functions_of(globals(), "model")
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -274,11 +267,8 @@ def test_random_numbers_are_drawn_again_in_backward() -> None:
             decisions = ac_client.applied(model).policy.decisions  # type: ignore[union-attr]
             states = [key for key in decisions if "rng_state" in key]
             assert len(states) == len(plain.layers)
-            draws = ("dropout", "rand", "bernoulli", "rrelu")
-            assert any(
-                decision == "recompute" and any(draw in key for draw in draws)
-                for key, decision in decisions.items()
-            )
+            again = [key for key, decision in decisions.items() if decision == "recompute"]
+            assert any(draw in key for key in again for draw in ("dropout", "rand", "bernoulli", "rrelu"))
         return [p.grad for p in model.parameters()] + [drawn, torch.rand(8)]  # type: ignore[misc]
 
     found = profile(torch.compile(plain, backend=BACKEND), **rows())

@@ -10,13 +10,12 @@ from ranks import outputs_of_ranks
 
 SCRIPT = """
 import json
-from itertools import accumulate
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from stepping import allocated_peak
 import ac_client
-from autoac.tape.capture.allocations import AllocationRecord
 
 class Block(nn.Module):
     def __init__(self):
@@ -46,12 +45,6 @@ def fsdp(model):
         block.compile(backend="aot_eager")
     return fully_shard(model), model
 
-def peak_of_step(call):
-    x = torch.randn(512, 32)
-    with AllocationRecord(torch.device("cpu")) as record:
-        call(x).backward()
-    return max(accumulate(change.nbytes for change in record.changes))
-
 def gradients(kind, budget_gb=None):
     planned = budget_gb is not None
     torch.compiler.reset()
@@ -71,7 +64,7 @@ def gradients(kind, budget_gb=None):
         assert predicted.peak_bytes <= budget_gb * 2**30
         # A thread of gloo may release what it has reduced later than usual, so one step may hold more, and so
         # may the observed one, of which the prediction is made.
-        peaks = [peak_of_step(call) for _ in range(4)]
+        peaks = [allocated_peak(lambda x=torch.randn(512, 32): call(x).backward()) for _ in range(4)]
         late = predicted.peak_bytes - predicted.static_bytes - min(peaks)
         assert 0 <= late <= 3 * sum(p.numel() * p.itemsize for p in model.parameters()), (peaks, predicted)
     return found

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from stepping import allocated_peak
 from torch import Tensor, nn
 
 import ac_client
 from ac_client.measure.forked_call import run_in_child
 from ac_client.planning import plan_batch
-from autoac.tape.capture.allocations import AllocationRecord
 
 TIGHT, LOOSE = 460_000, 590_000
 
@@ -74,15 +73,14 @@ def train(cache: Path, budget_bytes: int, backward: bool = False) -> Outcome:
             call(x).backward(torch.ones(512, 32))
 
         step()
-        with AllocationRecord(torch.device("cpu")) as record:
-            step()
+        peak = allocated_peak(step)
     return Outcome(
         traced,
         counters["inductor"]["fxgraph_cache_miss"] - compiled,
         planning.call_count,
         list(ac_client.applied(model).policy.decisions.values()),  # type: ignore[union-attr]
         [parameter.grad.numpy().tobytes() for parameter in model.parameters()],  # type: ignore[union-attr]
-        max(accumulate(change.nbytes for change in record.changes)),
+        peak,
     )
 
 
