@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
+import stepping
 import torch
 from ranks import outputs_of_ranks
-from stepping import scalar
+from stepping import seeded
 from torch import Tensor, nn
 
 import ac_client
@@ -40,26 +41,17 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def trained(model: nn.Module) -> list[Tensor]:
-    torch.manual_seed(1)
-    for _ in range(2):
-        model.zero_grad()
-        scalar(model(torch.randn(2, 16, 32))).backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def made() -> nn.Module:
-    torch.manual_seed(0)
-    return Transformer()
+    return stepping.trained(model, lambda _: torch.randn(2, 16, 32), 2, lambda x: model(x)["logits"])
 
 
 def test_policy_names_its_ranks_and_mesh(of_two_ranks: Policy, caplog: pytest.LogCaptureFixture) -> None:
     assert of_two_ranks.tools["ranks"] == "2 (mesh 2)"
-    ac_client.apply(made(), policy=of_two_ranks)
+    ac_client.apply(seeded(Transformer), policy=of_two_ranks)
     assert "the policy is for ranks 2 (mesh 2), not 1" in caplog.text
 
 
 def test_policy_of_other_ranks_that_needs_more_here_is_refused(of_two_ranks: Policy) -> None:
-    model = made()
+    model = seeded(Transformer)
     ac_client.apply(model, policy=of_two_ranks, optimizer=torch.optim.Adam(model.parameters()))
     with pytest.raises(OtherRanks) as refused:
         model(torch.randn(2, 16, 32))
@@ -69,7 +61,7 @@ def test_policy_of_other_ranks_that_needs_more_here_is_refused(of_two_ranks: Pol
 def test_policy_of_other_ranks_is_planned_again_within_a_budget(
     of_two_ranks: Policy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = made()
+    model = seeded(Transformer)
     adam = torch.optim.Adam(model.parameters())
     ac_client.apply(model, 1.0, policy=of_two_ranks, optimizer=adam)
     with caplog.at_level(logging.WARNING, logger="ac_client"):
@@ -79,4 +71,4 @@ def test_policy_of_other_ranks_is_planned_again_within_a_budget(
     assert "ranks" not in planned.tools
     assert planned.predicted.static_bytes > of_two_ranks.predicted.static_bytes
     assert planned.budget_bytes == GIB
-    assert all(map(torch.equal, gradients, trained(made())))
+    assert all(map(torch.equal, gradients, trained(seeded(Transformer))))

@@ -23,6 +23,8 @@ from pathlib import Path
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from benchmarks.models.modules import Transformer
+from checkpoints import same
+from rank_setups import local
 from stepping import scalar
 import ac_client
 from autoac.planner import build, simulate
@@ -42,9 +44,6 @@ def tight(model, x, optimizer=None):
     dist.all_reduce(budget, dist.ReduceOp.MAX)
     return int(budget)
 
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
 def step(model, x, seed):
     torch.manual_seed(10 * seed + rank)
     scalar(model(x)).backward()
@@ -52,8 +51,13 @@ def step(model, x, seed):
 def gradients(model):
     return [local(p.grad).clone() for p in model.parameters()]
 
-def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+def step_both(plain, planned, x, seed, clears=True):
+    "Return True if the gradients are the same after a step of each."
+    for model in (plain, planned):
+        if clears:
+            model.zero_grad()
+        step(model, x, seed)
+    return same(gradients(plain), gradients(planned))
 """
 
 Results = list[dict[str, Any]]
@@ -87,9 +91,7 @@ at = ac_client.applied(planned)
 results["equal"] = []
 for i in range(3):
     x = batch(rows=4 + 4 * rank)  # rank 1 has the larger batch
-    plain.zero_grad(), planned.zero_grad()
-    step(plain, x, i), step(planned, x, i)
-    results["equal"].append(same(gradients(plain), gradients(planned)))
+    results["equal"].append(step_both(plain, planned, x, i))
     if i == 1:  # they meet after the first step
         results["policy"] = at.policy.to_json()
         results["shapes"] = [dict(b.shape) for b in at.policies.buckets]
@@ -98,8 +100,7 @@ for i in range(3):
 # Rank 0 alone meets a new shape, in a step of its own and then in one with gradients that are there.
 for i, longer in enumerate([40, 40, 48, 48]):
     x = batch(rows=4, length=longer if rank == 0 else 32)
-    step(plain, x, i), step(planned, x, i)
-    results["equal"].append(same(gradients(plain), gradients(planned)))
+    results["equal"].append(step_both(plain, planned, x, i, clears=False))
 results["buckets"], results["off_path"] = len(at.policies.buckets), at.report().off_path
 """
 
@@ -234,10 +235,7 @@ plain.train(), planned.train()
 for i in range(6):  # with gradients that are there from the fourth on; then rank 0 alone meets a new shape
     if i == 4:
         x = batch(rows=4, length=40 if rank == 0 else 32)
-    if i < 3:
-        plain.zero_grad(), planned.zero_grad()
-    step(plain, x, i), step(planned, x, i)
-    results["equal"].append(same(gradients(plain), gradients(planned)))
+    results["equal"].append(step_both(plain, planned, x, i, clears=i < 3))
 results["buckets"] = len(ac_client.applied(planned).policies.buckets)
 
 # No gradient is touched that is not reduced yet.
@@ -370,10 +368,8 @@ budget = tight(unplanned, batch(rows=4))
 ac_client.apply(planned, budget / GIB, strict=True)
 results["equal"] = []
 for i in range(3):
-    x = batch(rows=4 + 4 * rank)
-    plain.zero_grad(), planned.zero_grad()
-    step(plain, x, i), step(planned, x, i)
-    results["equal"].append(same(gradients(plain), gradients(planned)) and reduced(planned))
+    same_on_rank = step_both(plain, planned, batch(rows=4 + 4 * rank), i)
+    results["equal"].append(same_on_rank and reduced(planned))
 report = ac_client.applied(planned).report()
 results["met"] = dict(ac_client.applied(planned).policies.buckets[0].shape)
 results["off_path"] = report.off_path
@@ -394,9 +390,7 @@ planned.load_state_dict(plain.state_dict())
 ac_client.apply(planned, 1.0)
 results["builds"] = []
 for i in range(3):
-    plain.zero_grad(), planned.zero_grad()
-    step(plain, batch(), i), step(planned, batch(), i)
-    results["builds"].append(same(gradients(plain), gradients(planned)))
+    results["builds"].append(step_both(plain, planned, batch(), i))
 """
 
 
