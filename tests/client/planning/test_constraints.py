@@ -6,16 +6,17 @@ import sys
 
 import pytest
 import torch
+from checkpoints import same
+from stepping import gradients, recomputed, seeded
 from torch import Tensor, nn
 
 import ac_client
-from ac_client import Constraints, InvalidConstraints
+from ac_client import Constraints, InvalidConstraints, save_recompute_policy
 from autoac.planner import build, constrained, plan
 from autoac.planner.formats.profile import DECIDES
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId
 from autoac.profiler import profile
-from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 
 
@@ -35,21 +36,14 @@ class Routed(nn.Module):
 
 
 def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Routed() for _ in range(3)))
-
-
-def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
-    net(x).square().sum().backward()
-    return [p.grad for p in net.parameters()]  # type: ignore[misc]
+    return seeded(lambda: nn.Sequential(*(Routed() for _ in range(3))))
 
 
 def test_planned_model_obeys_constraints_with_the_plain_gradients() -> None:
     x = torch.randn(64, 16)
     rules = Constraints(pin_recompute=("*.experts",), fsdp_units=("*",), forward_budget_bytes=1 << 29)
     planned = ac_client.apply(model(), budget_gb=1.0, constraints=rules)
-    for ours, plain in zip(gradients(planned, x), gradients(model(), x), strict=True):
-        assert torch.equal(ours, plain)
+    assert same(gradients(planned, x), gradients(model(), x))
     policy = ac_client.applied(planned).policy
     assert policy.constraints == rules
     assert {d for key, d in policy.decisions.items() if ".experts." in key} == {"recompute"}
@@ -82,11 +76,9 @@ def test_deciding_ops_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
         "save_recompute_policy",
         lambda policy: save_recompute_policy(policy, log=log),
     )
-    for ours, plain in zip(gradients(net, x), gradients(model(), x), strict=True):
-        assert torch.equal(ours, plain)
-    again = [name for kind, name in log.events if kind == "recompute"]
-    assert again
-    assert not any("topk" in name for name in again)
+    assert same(gradients(net, x), gradients(model(), x))
+    assert recomputed(log)
+    assert not any("topk" in name for name in recomputed(log))
 
 
 def test_gradients_that_would_exist_count_as_in_the_profile_of_a_step_that_finds_them() -> None:
@@ -97,11 +89,8 @@ def test_gradients_that_would_exist_count_as_in_the_profile_of_a_step_that_finds
     assumed = constrained(absent, Constraints(gradients="present"))
     assert assumed.static_bytes == present.static_bytes
     assert assumed.closing_bytes == present.closing_bytes == 0
-    for save_set in (
-        assumed.everything,
-        frozenset[OpId](),
-        frozenset(op.id for op in assumed.ops if op.id % 3),
-    ):
+    some = frozenset(op.id for op in assumed.ops if op.id % 3)
+    for save_set in (assumed.everything, frozenset[OpId](), some):
         assert peak_bytes(assumed, save_set) == peak_bytes(present, save_set)
 
 

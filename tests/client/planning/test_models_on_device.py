@@ -27,12 +27,17 @@ def part(seed: int) -> nn.Module:
     return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
 
 
-@pytest.mark.parametrize("planned", [False, True])
-def test_state_of_an_optimizer_that_models_share_counts_once(planned: bool) -> None:
-    models = [part(0), part(1)]
+def sharing(models: list[nn.Module]) -> torch.optim.Optimizer:
+    """Apply a budget to models that one optimizer trains; return it."""
     optimizer = torch.optim.Adam([p for model in models for p in model.parameters()])
     for model in models:
         ac_client.apply(model, 1.0, optimizer=optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_state_of_an_optimizer_that_models_share_counts_once(planned: bool) -> None:
+    optimizer = sharing(models := [part(0), part(1)])
     for _ in range(4 if planned else 1):
         optimizer.zero_grad()
         models[1](models[0](torch.randn(ROWS, WIDTH))).square().mean().backward()
@@ -109,9 +114,7 @@ def test_input_its_gradient_and_freed_gradients_are_gone_when_the_optimizer_step
 
 def test_needs_of_optimizers_do_not_take_turns_where_a_model_runs_alone_too() -> None:
     models, found = [part(0), part(1)], []
-    optimizer = torch.optim.Adam([p for model in models for p in model.parameters()])
-    for model in models:
-        ac_client.apply(model, 1.0, optimizer=optimizer)
+    optimizer = sharing(models)
     second = ac_client.applied(models[1])._planning.watch.on_device
     for number in range(7):
         models[1](batch() if number % 3 else models[0](batch())).square().mean().backward()

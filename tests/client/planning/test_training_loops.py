@@ -17,21 +17,11 @@ from stepping import same_gradients, warnings
 from torch import Tensor, nn
 
 import ac_client
-from ac_client import Report
+from ac_client import InfeasibleBudget, Report
 from ac_client.planning import plan_batch
-from autoac.planner import (
-    InfeasibleBudget,
-    Plan,
-    Policy,
-    Profile,
-    SolverOutOfTime,
-    build,
-    find_minimum_peak,
-    simulate,
-)
+from autoac.planner import Plan, Policy, Profile, SolverOutOfTime, build, find_minimum_peak, simulate
 from autoac.planner.units import GIB, format_bytes
-from autoac.profiler import observe
-from autoac.profiler.steps.training_loop import Loop
+from autoac.profiler import Loop, observe
 from benchmarks.models.gpt2 import gpt2
 
 ROWS, WIDTH = 128, 32
@@ -73,6 +63,12 @@ def budget_for(
     graph = build(observe(model, batches(), {}, optimizer=optimizer, loop=loop or Loop()))
     peak = simulate(graph, graph.everything).peak.live_bytes
     return graph.static_bytes + int(part * (peak - graph.static_bytes))
+
+
+def budget_with_half_the_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return the smallest peak of a step that finds no gradients, and half of theirs."""
+    profile = observe(model, batches(), {}, optimizer=optimizer)
+    return find_minimum_peak(profile).found + sum(p.nbytes for p in model.parameters()) // 2
 
 
 def several(n: int) -> Step:
@@ -245,9 +241,8 @@ def test_gradient_penalty_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixt
     (said,) = warnings(caplog)
     assert "create_graph=True" in said
     assert "cannot be kept" in said
-    assert "the prediction is stale: a backward with create_graph=True" in str(
-        ac_client.applied(model).report()
-    )
+    report = str(ac_client.applied(model).report())
+    assert "the prediction is stale: a backward with create_graph=True" in report
     assert_gradients_of_the_plain_model(model, Layers(), step)
 
 
@@ -294,9 +289,8 @@ def test_optimizer_that_was_not_passed_is_counted_once_it_steps(
     assert not warnings(caplog)
     report = measured(model, step)
     assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
-    assert ac_client.applied(model).policy.predicted.static_bytes > 3 * sum(
-        p.nbytes for p in plain.parameters()
-    )
+    static = ac_client.applied(model).policy.predicted.static_bytes
+    assert static > 3 * sum(p.nbytes for p in plain.parameters())
 
 
 def test_gradients_that_the_loop_frees_between_forward_and_backward_do_not_count_in_backward(
@@ -313,8 +307,7 @@ def test_gradients_that_the_loop_frees_between_forward_and_backward_do_not_count
 
     plain, model = WithLoss(), WithLoss()
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    profile = observe(plain, batches(), {}, optimizer=sgd)
-    budget = find_minimum_peak(profile).found + sum(p.nbytes for p in plain.parameters()) // 2
+    budget = budget_with_half_the_gradients(plain, sgd)
     at = ac_client.applied(ac_client.apply(model, budget / GIB, optimizer=sgd))
     for _ in range(4):
         step(model)
@@ -335,14 +328,9 @@ def test_gradients_that_the_loop_frees_between_forward_and_backward_do_not_count
 def test_gradients_that_backward_finds_are_planned_for_without_another_profile(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def step(model: nn.Module) -> None:
-        torch.manual_seed(2)
-        model(batches()[0]).backward()
-
-    plain, model = WithLoss(), WithLoss()
+    plain, model, step = WithLoss(), WithLoss(), several(1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    profile = observe(plain, batches(), {}, optimizer=sgd)
-    budget = find_minimum_peak(profile).found + sum(p.nbytes for p in plain.parameters()) // 2
+    budget = budget_with_half_the_gradients(plain, sgd)
     ac_client.apply(model, budget / GIB, optimizer=sgd)
     caplog.set_level(logging.INFO)
     for _ in range(6):
@@ -651,10 +639,10 @@ def test_budget_that_only_a_loop_that_drops_outputs_keeps_is_kept_from_the_first
 
     if not ruled_out:
         monkeypatch.setattr(plan_batch, "plan", plan)
-    smallest_held = find_minimum_peak(observe(Head(), batches(), {})).proven
-    smallest_dropped = find_minimum_peak(
-        observe(Head(), batches(), {}, loop=Loop(drops=frozenset({1})))
-    ).found
+    held, dropped = (
+        observe(Head(), batches(), {}, loop=Loop(drops=d)) for d in (frozenset(), frozenset({1}))
+    )
+    smallest_held, smallest_dropped = find_minimum_peak(held).proven, find_minimum_peak(dropped).found
     budget = (smallest_held + smallest_dropped) // 2
     assert smallest_dropped < budget < smallest_held
     model = ac_client.apply(Head(), budget / GIB)
