@@ -15,20 +15,18 @@ from stepping import expected_log, scalar, seeded
 from torch import nn
 
 import ac_client
+from ac_client import save_recompute_policy
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import plan
-from autoac.planner.formats.profile import Profile
-from autoac.planner.memory.schedule import Recompute, recompute_us, schedule
-from autoac.planner.memory.simulate import peak_bytes, simulate
+from autoac.planner import Graph, Profile, build, plan, schedule, simulate
+from autoac.planner.memory.schedule import Recompute, recompute_us
+from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.plan import decided
-from autoac.planner.problem.build import build
-from autoac.planner.problem.graph import Graph, OpId, SaveSet
+from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.moves import Move, with_moves
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import observe, profile
 from autoac.tape.runtime.cursor import Cursor, Route
 from autoac.tape.runtime.moves.host_memory import host_memory
-from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.module_paths import watch_modules
 from benchmarks.models.modules import Transformer

@@ -9,11 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from blocks import Body
-from stepping import SeenOps, assert_same, functions_of, nothing_left, region_on, same_gradients, step
+from checkpoints import same
+from stepping import (
+    SeenOps,
+    assert_same,
+    functions_of,
+    nothing_left,
+    policy_for,
+    region_on,
+    same_gradients,
+    step,
+)
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ac_client
+from autoac.planner import build, plan
+from autoac.profiler import profile
 from autoac.tape.runtime.policy_context import active, save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 
@@ -215,10 +230,6 @@ def test_region_frees_everything(body: Callable[..., Any]) -> None:
 
 def everything_recomputed(model: nn.Module, x: Tensor | None = None) -> Any:
     """Return a policy that recomputes every op that may be recomputed."""
-    from autoac.planner import plan
-    from autoac.planner.problem.build import build
-    from autoac.profiler import profile
-
     made = profile(model, torch.linspace(-1, 2, 16).view(4, 4).requires_grad_() if x is None else x)
     policy = plan(made, budget_bytes=1 << 30).policy()
     must = {op.name for op in build(made).ops if "storage of its own" in op.must_save}
@@ -290,9 +301,6 @@ def test_reverse_transform_over_a_planned_model_is_an_error_before_anything_runs
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    import torch.distributed as dist
-    from torch.distributed.tensor import init_device_mesh
-
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
@@ -301,9 +309,6 @@ def mesh() -> Iterator[Any]:
 
 def wrapping(kind: str, request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
     """Return what wraps a tensor."""
-    from torch.distributed.tensor import Replicate, distribute_tensor
-    from torch.testing._internal.two_tensor import TwoTensor
-
     if kind == "two tensors":
         return lambda t: TwoTensor(t.clone(), t * 2)
     mesh = request.getfixturevalue("mesh")
@@ -407,25 +412,17 @@ def test_module_that_only_later_writes_to_wrapped_tensors_has_the_plain_gradient
     kind: str, request: pytest.FixtureRequest
 ) -> None:
     """No pause may hide the write."""
-    from torch.distributed.tensor import DTensor, Replicate
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    from autoac.planner import plan
-    from autoac.profiler import profile
-
     mesh = request.getfixturevalue("mesh")
 
     def wrap(t: Tensor) -> Tensor:
-        return (
-            TwoTensor(t, t.clone()) if kind == "two tensors" else DTensor.from_local(t, mesh, [Replicate()])
-        )
+        if kind == "two tensors":
+            return TwoTensor(t, t.clone())
+        return DTensor.from_local(t, mesh, [Replicate()])
 
     torch.manual_seed(0)
     plain, x = WritesWrapped(wrap), torch.randn(4, 8)
-    made = plan(profile(copy.deepcopy(plain), x), budget_gb=1).policy()
-    decisions = {key: "save" if key.startswith("inside") else "recompute" for key in made.decisions}
-    planned = copy.deepcopy(plain)
-    ac_client.apply(planned, policy=made.model_copy(update={"decisions": decisions}))
+    planned, decide = copy.deepcopy(plain), lambda key: "save" if key.startswith("inside") else "recompute"
+    ac_client.apply(planned, policy=policy_for(copy.deepcopy(plain), x, decide=decide))
     for number in range(4):
         for model in (plain, planned):
             model.zero_grad()
@@ -452,8 +449,6 @@ class PartlyWrapped(nn.Module):
 
 
 def two_tensors() -> Callable[[], nn.Module]:
-    from torch.testing._internal.two_tensor import TwoTensor
-
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -476,8 +471,6 @@ def two_tensors() -> Callable[[], nn.Module]:
 
 
 def distributed_tensors(mesh: Any) -> Callable[[], nn.Module]:
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
     return lambda: PartlyWrapped(
         lambda t: distribute_tensor(t, mesh, [Shard(0)]),
         lambda t: DTensor.from_local(t, mesh, [Replicate()]),
@@ -523,9 +516,6 @@ def test_model_with_wrapped_weights(kind: str, request: pytest.FixtureRequest) -
 def test_plan_decides_ops_inside_of_wrapped_tensors(
     kind: str, inside: int, request: pytest.FixtureRequest
 ) -> None:
-    from autoac.planner.problem.build import build
-    from autoac.profiler import profile
-
     make = two_tensors() if kind == "two tensors" else distributed_tensors(request.getfixturevalue("mesh"))
     ops = {op.name: op for op in build(profile(make(), torch.ones(3, 8))).ops}
     for i in range(inside):
@@ -562,8 +552,7 @@ def test_planned_model_with_nested_tensors(layout: torch.layout) -> None:
         model(batch).square().sum().backward()
         return [p.grad for p in model.parameters()]
 
-    for plain, planned in zip(gradients(recomputed=False), gradients(recomputed=True), strict=True):
-        assert torch.equal(planned, plain)
+    assert same(gradients(recomputed=True), gradients(recomputed=False))
 
 
 def chain(x: Tensor) -> Tensor:

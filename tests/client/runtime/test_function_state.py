@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import stepping
 import torch
 from torch import Tensor, nn
 
 import ac_client
-from autoac.tape.runtime.policy_context import save_recompute_policy
-from autoac.tape.runtime.write_guard import ContentsDiffer
+from ac_client import ContentsDiffer, save_recompute_policy
 
 SCALE = [1.0]
 
@@ -73,9 +73,7 @@ def planned(function: Any) -> nn.Module:
 
 
 def gradients(model: nn.Module, step: int) -> list[Tensor]:
-    model.zero_grad()
-    model(torch.randn(8, 16, generator=torch.Generator().manual_seed(step))).backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return stepping.gradients(model, torch.randn(8, 16, generator=torch.Generator().manual_seed(step)))
 
 
 MODELS: dict[str, Callable[[Any], nn.Module]] = {

@@ -12,9 +12,8 @@ from stepping import assert_same, functions_of, nothing_left, region_on, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from autoac.tape.runtime.policy_context import save_recompute_policy
+from ac_client import StaleError, save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
-from autoac.tape.runtime.write_guard import StaleError
 
 F = nn.functional
 

@@ -62,7 +62,7 @@ library.impl("composite", lambda x, y: scores(x, y).float().exp(), "CompositeImp
 tracked, composite = torch.ops.autoac_nested.tracked, torch.ops.autoac_nested.composite
 
 
-def kept_in_32_bits(x: Tensor, y: Tensor) -> Tensor:
+def in_32_bits(x: Tensor, y: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         return scores(x.float(), y.float())
 
@@ -87,18 +87,7 @@ def detached(x: Tensor, y: Tensor) -> Tensor:
     return without_gradient(x.detach(), y.detach()).float() * x.float()
 
 
-BODIES = [
-    scores,
-    outer,
-    casted,
-    detached,
-    tracked,
-    composite,
-    kept_in_32_bits,
-    in_halves,
-    into_a_buffer,
-    bilinear,
-]
+BODIES = [scores, outer, casted, detached, tracked, composite, in_32_bits, in_halves, into_a_buffer, bilinear]
 
 
 class Net(nn.Module):

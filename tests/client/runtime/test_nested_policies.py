@@ -9,9 +9,8 @@ import torch
 from stepping import recomputed
 from torch.utils.checkpoint import CheckpointPolicy as P
 
-from ac_client import PolicyConflict
+from ac_client import PolicyConflict, save_recompute_policy
 from autoac.tape.runtime.nested_policies import PolicyFrame, parse_policy, resolve
-from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.op_facts import facts_of
 

@@ -8,14 +8,11 @@ from stepping import recomputed, same_gradients
 from torch import Tensor, nn
 
 import ac_client
-from ac_client import PinConflict, PolicyConflict, pin
-from autoac.planner import ConflictingPins, plan
+from ac_client import PinConflict, PolicyConflict, pin, save_recompute_policy
+from autoac.planner import ConflictingPins, Stopped, build, plan
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.build import build
-from autoac.planner.solver.highs import Stopped
 from autoac.profiler import profile
-from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.module_pins import pins_of
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import same
 from stepping import nothing_left, recomputed, replays
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from ac_client import split_backward
-from autoac.tape.runtime.policy_context import save_recompute_policy
+from ac_client import save_recompute_policy, split_backward
 from autoac.tape.runtime.replay import EventLog
 
 
@@ -74,12 +74,6 @@ def plainly(model: nn.Module, x: Tensor) -> list[Tensor | None]:
     return gradients(model, x)
 
 
-def assert_equal(a: list[Tensor | None], b: list[Tensor | None]) -> None:
-    assert len(a) == len(b)
-    for one, other in zip(a, b, strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_stage_recomputes_each_op_once_for_both_halves(name: str) -> None:
     model, x = model_and_input(name)
@@ -95,7 +89,7 @@ def test_stage_recomputes_each_op_once_for_both_halves(name: str) -> None:
     halfway = recomputed(log)
     stage_backward_weight(model.parameters(), groups)
     assert sorted(recomputed(log)) == once
-    assert_equal(gradients(model, x), want)
+    assert same(gradients(model, x), want)
     if name == "linears":
         assert sum(LINEAR in op for op in halfway) == 8
         assert len(recomputed(log)) == len(halfway), "the weight half recomputes nothing"
@@ -113,7 +107,7 @@ def test_halves_of_two_microbatches_may_interleave() -> None:
     ]
     for t, group, wanted in zip((x, other), groups, want, strict=True):
         stage_backward_weight(model.parameters(), group)
-        assert_equal(gradients(model, t), wanted)
+        assert same(gradients(model, t), wanted)
     for log in logs:
         assert sum(LINEAR in op for op in recomputed(log)) == 8
 
@@ -186,7 +180,7 @@ def test_graph_tasks_in_a_block_are_one_pass() -> None:
         assert recomputed(log) == ["aten.exp.default", "aten.mm.default"]
         (dw,) = torch.autograd.grad(hidden, w, dhidden)
         assert recomputed(log) == ["aten.exp.default", "aten.mm.default"]
-    assert_equal([dx, dw], list(want))
+    assert same([dx, dw], list(want))
 
 
 def test_second_part_that_unpacks_everything_again_is_a_separate_pass() -> None:
@@ -197,7 +191,7 @@ def test_second_part_that_unpacks_everything_again_is_a_separate_pass() -> None:
     with split_backward():
         (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
         dw = torch.autograd.grad(loss, list(model.parameters()))
-    assert_equal([dx, *dw], want)
+    assert same([dx, *dw], want)
     assert len(recomputed(log)) <= 2 * 16
 
 
@@ -209,7 +203,7 @@ def test_second_whole_backward_in_a_block_is_a_separate_pass() -> None:
     with split_backward():
         out.backward(retain_graph=True)
         first = len(recomputed(log))
-        assert_equal(gradients(model, x), want)
+        assert same(gradients(model, x), want)
         out.backward()
-    assert_equal(gradients(model, x), want)
+    assert same(gradients(model, x), want)
     assert len(recomputed(log)) == 2 * first

@@ -16,12 +16,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
 import ac_client
-from ac_client import checkpoint
+from ac_client import checkpoint, save_recompute_policy
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import Policy, plan
-from autoac.planner.memory.simulate import simulate
+from autoac.planner import Policy, build, plan, simulate
 from autoac.planner.minimum_peak import WORK_LIMIT, search_minimum_peak
-from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import OpId
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.problem.use_groups import later_runs, with_use_groups
@@ -30,7 +28,6 @@ from autoac.planner.solver.time_limit import Allowance, Stopwatch
 from autoac.planner.solver.variables import Options
 from autoac.profiler import profile
 from autoac.tape.runtime.cursor import Cursor, Route
-from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 from benchmarks.models.modules import Block
 

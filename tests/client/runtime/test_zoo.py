@@ -15,9 +15,8 @@ from stepping import Outcome, assert_same, expected_log, step, timed_by_flops
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoac.planner import Graph, Plan, bounds, build, find_minimum_peak, plan
+from autoac.planner import Graph, Plan, Profile, bounds, build, find_minimum_peak, plan
 from autoac.planner.formats.policy import decisions
-from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves

@@ -10,16 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import THEIRS, chain, graded, leaf, replayed, same
+from checkpoints import THEIRS, chain, graded, leaf, replayed, same, selective
 from torch import Tensor, nn
 from torch.utils import checkpoint as torchs
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-    set_checkpoint_debug_enabled,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
 import ac_client
 from ac_client import checkpoint, checkpoint_sequential, save_recompute_policy
@@ -67,9 +61,7 @@ def test_ops_whose_results_decide_are_saved_unless_a_policy_insists(x: Tensor) -
     def f(t: Tensor) -> Tensor:
         return t.exp().where(t > 0, t).sin()
 
-    insist = functools.partial(
-        create_selective_checkpoint_contexts, lambda ctx, op, *a, **k: CheckpointPolicy.MUST_RECOMPUTE
-    )
+    insist = selective(lambda ctx, op, *a, **k: CheckpointPolicy.MUST_RECOMPUTE)
     assert replayed(checkpoint(f, x).sum().backward, "exp", "gt") == [1, 0]
     assert replayed(checkpoint(f, x, context_fn=insist).sum().backward, "exp", "gt") == [1, 1]
 
@@ -195,9 +187,9 @@ def test_invalid_argument_raises_the_error_of_torch_before_the_function_runs(x: 
 
 
 def test_global_debug_switch_of_torch_counts_as_debug(x: Tensor) -> None:
-    with set_checkpoint_debug_enabled(True), pytest.raises(ValueError, match="debug"):
+    with torchs.set_checkpoint_debug_enabled(True), pytest.raises(ValueError, match="debug"):
         checkpoint(chain, x, context_fn=lambda: noop_context_fn())
-    with set_checkpoint_debug_enabled(False):
+    with torchs.set_checkpoint_debug_enabled(False):
         checkpoint(chain, x, debug=True, context_fn=lambda: noop_context_fn())
 
 
@@ -206,7 +198,7 @@ def test_recomputation_stops_early_for_each_early_stop(x: Tensor, enabled: bool)
     def f(t: Tensor) -> Tensor:
         return t.exp().sin() + 1
 
-    with set_checkpoint_early_stop(enabled):
+    with torchs.set_checkpoint_early_stop(enabled):
         loss = checkpoint(f, x, early_stop=enabled).sum()
     assert replayed(loss.backward, "exp", "sin") == [1, 0]
 

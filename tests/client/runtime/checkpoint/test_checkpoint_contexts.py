@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from checkpoints import MM, THEIRS, chain, graded, leaf, replayed, same, selective
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ac_client import PolicyConflict, checkpoint, save_recompute_policy
 from autoac.tape.runtime import nested_policies
@@ -51,7 +50,7 @@ def test_two_backwards_share_an_op_of_a_selective_checkpoint(x: Tensor, w: Tenso
 
 def test_conflicting_selective_policies_are_an_error(x: Tensor, w: Tensor) -> None:
     def insist(word: CheckpointPolicy) -> Any:
-        return functools.partial(create_selective_checkpoint_contexts, lambda ctx, op, *a, **k: word)
+        return selective(lambda ctx, op, *a, **k: word)
 
     def inner(t: Tensor) -> Tensor:
         return checkpoint(chain, t, w, context_fn=insist(CheckpointPolicy.MUST_RECOMPUTE))
@@ -180,9 +179,8 @@ def test_offload_saves_with_one_warning(x: Tensor, word: str) -> None:
     def offload(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy[word]
 
-    contexts = functools.partial(create_selective_checkpoint_contexts, offload)
     with pytest.warns(UserWarning, match="save_on_cpu") as caught:  # noqa: PT031
-        y = checkpoint(chain, x, context_fn=contexts)
+        y = checkpoint(chain, x, context_fn=selective(offload))
         with save_recompute_policy(CheckpointPolicy[word]):
             z = chain(x)
     assert len(caught) == 1

@@ -204,6 +204,5 @@ def test_modules_with_wrapped_parameters_go_to_the_checkpoint_of_torch(x: Tensor
         "partial": functools.partial(doubled, layer),
     }[way]
     checkpoint(call, x).sum().backward()
-    assert len(calls) == (
-        1 if way == "partial" else 2
-    )  # torch's checkpoint calls again; arguments of a partial are not inspected
+    # The checkpoint of torch calls again. Arguments of a partial are not inspected.
+    assert len(calls) == (1 if way == "partial" else 2)
