@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,24 +15,12 @@ from stepping import SeenOps
 from torch import nn
 
 import ac_client
-from ac_client import AlreadyApplied, Fit, InfeasibleBudget, InvalidBudget, NotApplied, timed_sizes
+from ac_client import Constraints, Fit, InfeasibleBudget, InvalidBudget, SolverOutOfTime, timed_sizes
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.model_loader import TrainingSetup
 from ac_client.timed_sizes import MOST_TURNS, PlannedSize, times_in_turns
-from autoac.planner import (
-    Constraints,
-    InvalidLimit,
-    Plan,
-    Profile,
-    SolverOutOfTime,
-    bounds,
-    build,
-    find_minimum_peak,
-    plan,
-    plan_with_host,
-)
-from autoac.profiler import DATASHEETS, Device, profile
-from autoac.profiler.errors import CannotFake
+from autoac.planner import InvalidLimit, Plan, Profile, bounds, build, find_minimum_peak, plan, plan_with_host
+from autoac.profiler import DATASHEETS, CannotFake, Device, profile
 
 MIB_IN_GB = 1 / 1024
 fit = partial(ac_client.fit, accumulates=False)
@@ -160,14 +148,22 @@ def test_training_starts_under_the_policies_of_fit() -> None:
     found = fit(layers, 150 * MIB_IN_GB, on=cpu)
     assert len(found.policies.buckets) == len({found.fastest, found.largest})
     assert found.row(found.largest).plan.recompute_set
+
+    def made() -> tuple[nn.Module, torch.Tensor]:
+        return layers(1)[0].to_empty(device="cpu"), torch.ones(found.largest * ROWS, 255)
+
+    assert peak_of_first_step(made, found.policies) <= found.budget_bytes
+
+
+def peak_of_first_step(make: Callable[[], tuple[nn.Module, torch.Tensor]], policy: Any) -> int:
+    """Return the peak of a step under a policy, with the model and the batch."""
     with AllocatorTimeline() as timeline:
-        model = layers(1)[0].to_empty(device="cpu")
-        rows = torch.ones(found.largest * ROWS, 255)
-        ac_client.apply(model, policy=found.policies, strict=True)
-        timeline.mark("first step")
+        model, rows = make()
+        ac_client.apply(model, policy=policy, strict=True)
+        timeline.mark("step")
         out = model(rows)
         torch.autograd.backward(out, torch.ones_like(out))
-    assert timeline.peak_since("first step") <= found.budget_bytes
+    return timeline.peak_since("step")
 
 
 def real(size: int) -> tuple[nn.Module, torch.Tensor]:
@@ -187,13 +183,7 @@ def test_steps_of_this_machine_find_the_largest_size_that_really_fits() -> None:
         plan(profile(*real(found.largest + 1)), budget_bytes=budget)
     for size in (1, found.all_saved, found.all_saved + 1, found.largest):
         policy = plan(profile(*real(size)), budget_bytes=budget).policy()
-        with AllocatorTimeline() as timeline:
-            model, rows = real(size)
-            ac_client.apply(model, policy=policy, strict=True)
-            timeline.mark("step")
-            out = model(rows)
-            torch.autograd.backward(out, torch.ones_like(out))
-        assert timeline.peak_since("step") <= budget
+        assert peak_of_first_step(partial(real, size), policy) <= budget
     assert 0 < found.all_saved < found.largest < 64
     assert found.proven_from == found.largest + 1
     assert not found.device.endswith("(estimated)")
@@ -282,7 +272,7 @@ def test_times_in_turns_put_the_model_back() -> None:
     assert sorted(calls) == [len(rows)] * 2 * (MOST_TURNS + 1) + [2 * len(rows)] * (MOST_TURNS + 1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    with pytest.raises(NotApplied):
+    with pytest.raises(ac_client.NotApplied):
         ac_client.applied(model)
 
 
@@ -312,7 +302,7 @@ def test_gradients_of_a_loss_with_parameters_are_put_back() -> None:
 def test_a_planned_model_is_refused_before_a_step_runs() -> None:
     model, rows = real(1)
     ac_client.apply(model, budget_gb=1.0)
-    with pytest.raises(AlreadyApplied):
+    with pytest.raises(ac_client.AlreadyApplied):
         fit(lambda size: (model, rows), 1.0, most=1)
     assert ac_client.applied(model).policy is None
 
@@ -374,9 +364,8 @@ def test_a_loss_may_write_a_tensor_on_meta_that_it_closes_over() -> None:
     def storages(device: str) -> Any:
         model, rows = layers(1)
         total = torch.zeros(ROWS, 255, device=device)
-        step = profile(
-            model, rows, loss=lambda out: (out * total.add_(out.detach())).sum(), on=DATASHEETS["h100"]
-        )
+        loss = lambda out: (out * total.add_(out.detach())).sum()  # noqa: E731
+        step = profile(model, rows, loss=loss, on=DATASHEETS["h100"])
         return step.storages, step.ops
 
     assert storages("meta") == storages("cpu")

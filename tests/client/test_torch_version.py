@@ -16,12 +16,12 @@ from autoac.tape.errors import NEWEST_TORCH, OLDEST_TORCH
 ROOT = Path(__file__).parents[2]
 
 
-def run(code: str) -> None:
-    """Run `code` in a process of its own, which ends without an error."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=200, cwd=ROOT
-    )
+def run(code: str, *arguments: str) -> str:
+    """Run `code` in a process of its own, which ends without an error; return its output."""
+    argv = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_dependency_is_the_range_that_is_supported() -> None:
@@ -95,11 +95,7 @@ CASES = ("first", "later", "a part")
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str | None]:
     """Tracebacks of the cases, each in a fork of one process, because importing torch takes long."""
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSED, *CASES], capture_output=True, text=True, timeout=200, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(run(REFUSED, *CASES))
 
 
 @pytest.mark.parametrize("compiles", CASES)
