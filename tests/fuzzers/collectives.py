@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,9 +149,8 @@ def reduce_scatter_tensor(y: Tensor) -> Tensor:
 
 def reduce_scatter_tensor_coalesced(y: Tensor) -> Tensor:
     outs = [y.new_empty(ROWS // _size(), WIDTH) for _ in range(2)]
-    inputs = [y, y.exp()]
     with distributed_c10d._coalescing_manager():
-        for out, each in zip(outs, inputs, strict=True):
+        for out, each in zip(outs, (y, y.exp()), strict=True):
             dist.reduce_scatter_tensor(out, each)
     return _spread(outs[0] * outs[1])
 
@@ -358,11 +358,8 @@ def train(model: nn.Module, x: Tensor, policy: Any) -> list[Step]:
     steps = []
     for _ in range(STEPS):
         model.zero_grad()
-        if policy is None:
+        with nullcontext() if policy is None else save_recompute_policy(policy):
             loss = model(x)
-        else:
-            with save_recompute_policy(policy):
-                loss = model(x)
         before = _group()._get_sequence_number_for_group()
         loss.backward()
         communicated = _group()._get_sequence_number_for_group() - before

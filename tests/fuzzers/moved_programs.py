@@ -27,17 +27,16 @@ from stepping import expected_log
 from torch import Tensor
 from waiting import engine_lets_go
 
+from ac_client import save_recompute_policy
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Graph, build
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.plan import decided
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.moves import Move, with_moves
-from autoac.profiler import observe
-from autoac.profiler.steps.training_loop import Loop
+from autoac.profiler import Loop, observe
 from autoac.tape.runtime.cursor import Cursor, Route
 from autoac.tape.runtime.moves.host_memory import host_memory
-from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.module_paths import watch_modules
 from fuzzers.nested_checkpoints import BATCH, LENGTH, WIDTH

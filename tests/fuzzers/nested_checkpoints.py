@@ -23,7 +23,8 @@ from programs import same
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import checkpoint as torchs
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy as P
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
@@ -34,12 +35,7 @@ BATCH, LENGTH, WIDTH, DEPTH = 2, 32, 32, 4
 
 Checkpoint = Callable[..., Any]
 MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
-DECISIONS = [
-    CheckpointPolicy.MUST_SAVE,
-    CheckpointPolicy.PREFER_SAVE,
-    CheckpointPolicy.PREFER_RECOMPUTE,
-    CheckpointPolicy.PREFER_RECOMPUTE,
-]
+DECISIONS = [P.MUST_SAVE, P.PREFER_SAVE, P.PREFER_RECOMPUTE, P.PREFER_RECOMPUTE]
 
 
 # torch's cache then returns what a layer has written since; only the peak of its step counts here.
@@ -154,10 +150,10 @@ def nesting(seed: int) -> tuple[Call | Layer, ...]:
             return selective(MATMULS)
         drawn = chance.randrange(1 << 30)
 
-        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> P:
             if op in MATMULS or "attention" in str(op):
                 return random.Random(f"{drawn} {op}").choice(DECISIONS)
-            return CheckpointPolicy.PREFER_RECOMPUTE
+            return P.PREFER_RECOMPUTE
 
         return selective(policy)
 

@@ -14,6 +14,7 @@ import json
 import random
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,8 @@ def run(seed: int, mesh: DeviceMesh, policy: Any, log: EventLog | None) -> tuple
         for size in ((ROWS, WIDTH), *[(WIDTH, WIDTH)] * 3)
     ]
     steps = [(chosen.randrange(KINDS), placed(chosen, mesh), chosen.randrange(3)) for _ in range(STEPS)]
-    if policy is None:
+    with nullcontext() if policy is None else save_recompute_policy(policy, log=log):
         loss = forward(leaves, steps, mesh)
-    else:
-        with save_recompute_policy(policy, log=log):
-            loss = forward(leaves, steps, mesh)
     loss.backward()
     gradients = [local(leaf.grad) for leaf in leaves if leaf.grad is not None]
     return loss.detach(), gradients, len(recomputed(log)) if log is not None else 0

@@ -22,19 +22,17 @@ from stepping import expected_log
 from torch import Tensor, nn
 
 import ac_client
+from ac_client import save_recompute_policy
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import Policy, schedule
+from autoac.planner import Graph, Policy, build, schedule, simulate
 from autoac.planner.memory.schedule import Recompute
-from autoac.planner.memory.simulate import simulate
 from autoac.planner.plan import plan_of
-from autoac.planner.problem.build import build
-from autoac.planner.problem.graph import Graph, OpId, SaveSet
+from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.problem.use_groups import UseGroups, later_runs, with_use_groups
 from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.variables import Options
 from autoac.profiler import profile
-from autoac.tape.runtime.policy_context import save_recompute_policy
 from autoac.tape.runtime.replay import EventLog
 from fuzzers.nested_checkpoints import BATCH, LENGTH, WIDTH, Layer
 from fuzzers.random_programs import run_programs
