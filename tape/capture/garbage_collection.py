@@ -10,28 +10,30 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_frozen = False  # now by us, or once by the user: counting the frozen objects visits each
+
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
     """Have the collector skip the objects that exist already. Cycles that are made inside are collected."""
-    if not gc.isenabled() or gc.get_freeze_count():  # frozen by the user, or by another thread
-        yield
-        return
-    gc.freeze()
+    global _frozen
+    frozen, _frozen = _frozen or gc.get_freeze_count() > 0, True
+    if not frozen:
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        _frozen = frozen
+        if not frozen:
+            gc.unfreeze()
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Switch the collector off inside, for code of ours that makes no cycles."""
-    if not gc.isenabled():
-        yield
-        return
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        (gc.enable if enabled else gc.disable)()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autoac.profiler import observe
 from autoac.profiler import static_memory as static
 from autoac.profiler.static_memory import optimizer_bytes
+from autoac.tape.capture import garbage_collection
 from autoac.tape.capture.allocations import AllocationRecord
 from autoac.tape.capture.garbage_collection import frozen_heap, no_garbage_collection
 
@@ -20,8 +21,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def heap_of_a_user() -> Iterator[None]:
+def heap_of_a_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Unfreeze what tests/conftest.py has frozen."""
+    monkeypatch.setattr(garbage_collection, "_frozen", False)
     gc.unfreeze()
     yield
     gc.freeze()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ac_client
 from autoac.profiler.observed_step import ObservedStep
+from autoac.tape.capture import garbage_collection
 from autoac.tape.capture.allocations import AllocationRecord
 from autoac.tape.capture.op_recorder import OpRecorder
 from autoac.tape.capture.step_tape import StepTape
@@ -58,8 +59,9 @@ def train(model: nn.Module, steps: int = 2) -> list[Tensor]:
 
 
 @pytest.fixture
-def thawed() -> Iterator[None]:
+def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo the freeze of tests/conftest.py, inside of which a step freezes nothing."""
+    monkeypatch.setattr(garbage_collection, "_frozen", False)
     gc.unfreeze()
     yield
     gc.freeze()
