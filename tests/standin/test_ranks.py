@@ -26,6 +26,7 @@ from autoac.profiler import observe
 
 DEVICE = torch.device("cuda", rank)
 results = {}
+gc.freeze()  # what is imported: the models below are collected often
 
 class Loss(nn.Module):
     "With the loss in the model, and an odd width to be sharded."
