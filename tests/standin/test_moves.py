@@ -7,7 +7,7 @@ import functools
 import gc
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -78,19 +78,17 @@ def mutated(monkeypatch: pytest.MonkeyPatch, *edits: tuple[str, str]) -> dict[st
     return made
 
 
-def races_of_programs(gpu: ModuleType, *, side: bool = False) -> list[str]:
+def races_of_programs(gpu: ModuleType, *, side: bool = False) -> Iterator[str]:
     stream = torch.cuda.stream(torch.cuda.Stream()) if side else contextlib.nullcontext()
-    found = []
     for seed in SEEDS:
         with stream:
             moved_programs.tried(seed)
         torch.cuda.synchronize()
-        found += gpu.take_races()
-    return found
+        yield from gpu.take_races()
 
 
 def test_side_stream_as_the_stream_of_compute(gpu: ModuleType) -> None:
-    assert races_of_programs(gpu, side=True) == []
+    assert list(races_of_programs(gpu, side=True)) == []
 
 
 MUTATIONS = {
@@ -118,7 +116,7 @@ def test_published_races_would_be_seen(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, mutation: str
 ) -> None:
     mutated(monkeypatch, *MUTATIONS[mutation])
-    assert races_of_programs(gpu)
+    assert any(races_of_programs(gpu))
 
 
 def test_stream_that_is_not_the_current_one_would_be_seen(
@@ -126,7 +124,7 @@ def test_stream_that_is_not_the_current_one_would_be_seen(
 ) -> None:
     text = "            compute = torch.accelerator.current_stream(device)\n            into"
     mutated(monkeypatch, (text, text.replace("accelerator.current", "cuda.default")))
-    assert races_of_programs(gpu, side=True)
+    assert any(races_of_programs(gpu, side=True))
 
 
 @pytest.mark.parametrize("waits", [True, False])
