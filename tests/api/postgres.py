@@ -119,16 +119,16 @@ class Server:
     def _log_tail(self) -> str:
         return (self.folder / "log").read_text()[-500:]
 
-    def stop(self, how: signal.Signals = signal.SIGQUIT) -> None:
-        """Stop the server; SIGQUIT disconnects every client, like a crash."""
+    def stop(self) -> None:
+        """Stop the server and disconnect every client, like a crash."""
         if self.process is not None:
-            self.process.send_signal(how)
+            self.process.send_signal(signal.SIGQUIT)
             self.process.wait(60)
             self.process = None
 
     def remove(self) -> None:
         """Stop the server and delete its folder."""
-        self.stop(signal.SIGINT)
+        self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def url(self, name: str, driver: str = "postgresql+psycopg") -> str:
