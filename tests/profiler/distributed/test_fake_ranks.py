@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_setups import sharded
+from rank_setups import WIDTH, Attention, Words, Wrap, sharded, tensor_parallel
 from stepping import seeded
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ac_client.cli.main import main
@@ -34,61 +25,34 @@ from autoac.tape.distributed.fsdp import watch_sharding
 RANKS = 8
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
+class Projection(Attention):
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return self.o(self.q(x))
 
 
-class Words(nn.Module):
-    def __init__(self, width: int = 64, layers: int = 3) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(256, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.head = nn.Linear(width, 256)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
-def tensor_parallel(model: Words, *, sequence: bool, also_sharded: bool = False) -> Words:
-    mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("data", "tensor"))
-    between = Shard(1) if sequence else Replicate()
+def words() -> Words:
+    """Return a model without attention and RMS norms: a fake step does not know what they allocate inside."""
+    model = seeded(Words)
+    model.norm = nn.LayerNorm(WIDTH)
     for block in model.blocks:
-        ways = {
-            "up": ColwiseParallel(input_layouts=between),
-            "down": RowwiseParallel(output_layouts=between),
-        }
-        parallelize_module(
-            block, mesh["tensor"], {**ways, **({"norm": SequenceParallel()} if sequence else {})}
-        )
-    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
-    head = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
-    parallelize_module(model, mesh["tensor"], {"embedding": embedding, "head": head})
-    if also_sharded:
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh["data"])
-        fully_shard(model, mesh=mesh["data"])
+        block.n1, block.attn, block.n2 = nn.LayerNorm(WIDTH), Projection(), nn.LayerNorm(WIDTH)
     return model
 
 
-WAYS: dict[str, Callable[[Words], nn.Module]] = {
+WAYS: dict[str, Wrap] = {
     "fully sharded": sharded(),
     "kept gathered": sharded(reshard_after_forward=False),
     "in another precision": sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64)),
     "replicas of shards": sharded(2, RANKS // 2),
-    "tensor parallel": functools.partial(tensor_parallel, sequence=False),
-    "sequence parallel": functools.partial(tensor_parallel, sequence=True),
-    "sharded and sequence parallel": functools.partial(tensor_parallel, sequence=True, also_sharded=True),
+    "tensor parallel": tensor_parallel(),
+    "sequence parallel": tensor_parallel(sequence=True),
+    "sharded and sequence parallel": tensor_parallel(sequence=True, also_sharded=True),
 }
+IDS = torch.ones(4, 32, dtype=torch.long)
+
+
+def loss(logits: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), IDS.flatten())
 
 
 @contextmanager
@@ -100,13 +64,14 @@ def ranks_that_send_nothing() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def profiled(wrap: Callable[[Words], nn.Module], on: torch.device | None = None) -> Profile:
-    model = wrap(seeded(Words))
+def profiled(wrap: Wrap, on: torch.device | None = None) -> Profile:
+    model = wrap(words())
     watch_sharding()
     optimizer = torch.optim.AdamW(model.parameters())
-    return observe(model, (torch.ones(4, 32, dtype=torch.long),), {}, optimizer=optimizer, on=on)
+    return observe(model, (IDS,), {}, loss=loss, optimizer=optimizer, on=on)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_fake_rank_holds_what_a_real_one_does(way: str, one_thread: None) -> None:
     with ranks_that_send_nothing():
@@ -162,14 +127,14 @@ def test_a_rank_must_be_one_of_the_ranks_and_alone() -> None:
 
 def test_a_sharded_model_with_memory_is_not_copied(one_thread: None) -> None:
     with ranks_that_send_nothing(), pytest.raises(CannotProfile, match="fake_ranks"):
-        profile(sharded()(Words()), torch.ones(1, 4, dtype=torch.long), on=DATASHEETS["h100"])
+        profile(sharded()(Words()), IDS, loss=loss, on=DATASHEETS["h100"])
 
 
 def test_gradients_that_exist_before_a_step_of_a_fake_rank_are_left_to_the_plan() -> None:
     with fake_ranks(RANKS):
-        model, ids = sharded()(Words()), torch.ones(4, 32, dtype=torch.long)
+        model = sharded()(Words())
         with pytest.raises(CannotProfile, match=r"Constraints\(gradients='present'\)"):
-            observe(model, (ids,), {}, on=DATASHEETS["h100"], accumulates=True)
+            observe(model, (IDS,), {}, loss=loss, on=DATASHEETS["h100"], accumulates=True)
 
 
 SCRIPT = """
