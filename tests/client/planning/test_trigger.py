@@ -141,9 +141,10 @@ def test_more_microbatches_that_wait_need_no_profile() -> None:
         (PLANNED, 0, 1),
         (PLANNED, 1, 0),
         (LOOSE, 0, 0),
+        (replace(PLANNED, forward_nbytes=LIMIT - PLANNED.peak), 0, 0),
         (replace(PLANNED, form=Form(tries=trigger.MOST_TRIES)), 0, 2),
     ],
-    ids=["", "in the middle", "fits", "twice"],
+    ids=["", "in the middle", "fits", "fits exactly", "twice"],
 )
 def test_forward_that_ran_other_ops_is_observed(planned: PlannedFor, waiting: int, tries: int) -> None:
     assert trigger.form_rule(planned, planned.form, waiting, left=True)[0].tries == tries

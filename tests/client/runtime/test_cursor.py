@@ -67,6 +67,12 @@ WALKS: dict[str, tuple[Route, str, str, str]] = {
         "expected a/gelu#0, found relu",
     ),
     "unknown ops in several modules": (ROUTE, "x >a y <a >c z <c", "- - -", "expected ./embed#0, found x"),
+    "an unknown op, until its module ends": (
+        ROUTE,
+        "embed >a mm gelu >a.b exp <a.b mm <a >c mm <c loss",
+        "save recompute save - save recompute save",
+        "expected a.b/mm#0, found exp",
+    ),
     "an unknown module": (
         ROUTE,
         "embed >new conv <new >a mm gelu <a >c mm <c loss",

@@ -141,6 +141,7 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (change("static.parameters", -1), "parameters"),
         (change("static.parameters", 2**60), "parameters"),
         (change("saved.dropped", [10**9]), "must refer to rows below"),
+        (change("saved.dropped", [7]), "dropped after backward step 1, which unpacks it, got moment 7"),
     ],
 )
 def test_error_for_a_malformed_profile_names_the_field(
