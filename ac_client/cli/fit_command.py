@@ -214,7 +214,7 @@ def _lines(found: Fit) -> Iterator[str]:
         )
     others = [str(row.size) for row in found.rows if row.size not in found.profiled]
     if others:
-        yield f"Interpolated between the profiles of other sizes: {', '.join(others)}."
+        yield f"Joined from the profiles of a few sizes: {', '.join(others)}."
 
 
 def _rate(per_second: float) -> str:

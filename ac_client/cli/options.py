@@ -30,7 +30,8 @@ ProfileFile = Annotated[
     Path, typer.Argument(metavar="PROFILE", help="A profile written by `autoac profile`.")
 ]
 Gap = Annotated[
-    float, typer.Option(help="Stop once a plan is proven to be within this fraction of the best one.")
+    float,
+    typer.Option(help="Stop once the best plan is proven to save at most this fraction of the extra time."),
 ]
 TimeLimit = Annotated[
     float,

@@ -336,8 +336,8 @@ class BatchPlanner:
             self.warn_once(
                 "observed",
                 f"the step before this one was observed, without a plan, and took {format_bytes(peak)}, "
-                f"{format_bytes(peak - budget)} over the budget of {format_bytes(budget)}. From this step on "
-                "there is a plan. To observe with less memory, train on a smaller batch first",
+                f"{format_bytes(peak - budget)} over the budget of {format_bytes(budget)}. Steps from here on "
+                "run under a plan, if one fits. To observe with less memory, train on a smaller batch first",
             )
         if device_of(call.model).type == "cuda":
             torch.cuda.empty_cache()  # its segments would get holes in the first planned steps
