@@ -30,8 +30,7 @@ ProfileFile = Annotated[
     Path, typer.Argument(metavar="PROFILE", help="A profile written by `autoac profile`.")
 ]
 Gap = Annotated[
-    float,
-    typer.Option(help="Stop once the best plan is proven to save at most this fraction of the extra time."),
+    float, typer.Option(help="Stop once no plan can save more than this fraction of the extra time.")
 ]
 TimeLimit = Annotated[
     float,

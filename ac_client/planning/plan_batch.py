@@ -336,7 +336,7 @@ class BatchPlanner:
             self.warn_once(
                 "observed",
                 f"the step before this one was observed, without a plan, and took {format_bytes(peak)}, "
-                f"{format_bytes(peak - budget)} over the budget of {format_bytes(budget)}. Steps from here on "
+                f"{format_bytes(peak - budget)} over the budget of {format_bytes(budget)}. Steps from now on "
                 "run under a plan, if one fits. To observe with less memory, train on a smaller batch first",
             )
         if device_of(call.model).type == "cuda":

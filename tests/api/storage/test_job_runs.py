@@ -19,6 +19,7 @@ from autoac.api.storage.database import Database
 from autoac.api.storage.job_requests import JobRequests
 from autoac.api.storage.job_runs import JobRuns, OwnerBusy
 from autoac.api.storage.job_store import Job, JobState, JobStore, prune
+from autoac.api.storage.tables import jobs
 from autoac.planner.formats.profile import Profile
 
 
@@ -206,6 +207,8 @@ def test_what_is_old_and_not_needed_is_deleted(database: Database, profile: Prof
     assert job is not None
     assert table.runs.succeed(job, RESULT)
     waits = table.submit(chain_profile(5, model="Other"), budget_gb=2)
+    with database.write() as connection:
+        connection.execute(jobs.update().values(created_at=0))  # a job's age counts from its end
     nothing = {"jobs": 0, "policies": 0, "profiles": 0}
     for days, deleted in ((1, nothing), (0, {"jobs": 1, "policies": 1, "profiles": 1}), (0, nothing)):
         with database.write() as connection:
@@ -235,3 +238,11 @@ def test_cancelled_jobs_cost_no_turn(database: Database, profile: Profile) -> No
     mine = table.submit(profile, "a", budget_gb=6)
     table.submit(profile, "b", budget_gb=7)
     assert [table.claim_in_turn(), table.claim_in_turn()] == [first, mine]
+
+
+@POSTGRES
+def test_claims_count_running_jobs_one_at_a_time(database: Database) -> None:
+    free = text("SELECT pg_try_advisory_xact_lock(hashtextextended('autoac claim', 0))")
+    with database.write() as connection, database.read() as other:
+        Table.of(database).runs._busy_owners(connection)
+        assert not other.scalar(free)

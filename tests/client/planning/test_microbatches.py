@@ -95,12 +95,13 @@ def test_more_in_flight_than_before_are_planned_for(caplog: pytest.LogCaptureFix
     assert report.measured_peak_bytes <= 340_000
 
 
-def test_microbatches_of_other_sizes_wait_with_their_bytes() -> None:
+@pytest.mark.parametrize(("second", "counted"), [(ROWS // 2, 3), (ROWS, 4)])
+def test_microbatches_of_other_sizes_wait_with_their_bytes(second: int, counted: int) -> None:
     model = ac_client.apply(WithLoss(), 340_000 / GIB)
-    rows = (ROWS, ROWS // 2, ROWS // 2, ROWS // 4)
+    rows = (ROWS, second, ROWS // 2, ROWS // 4)
     for number in range(3):
         step(model, ORDERS["one after the other"], number, rows)
-    assert ac_client.applied(model).policy.predicted.microbatches == 3
+    assert ac_client.applied(model).policy.predicted.microbatches == counted
     report = measured(model, lambda one: step(one, ORDERS["one after the other"], 3, rows))
     assert report.recomputed
     assert report.measured_peak_bytes <= report.predicted_peak_bytes

@@ -126,7 +126,8 @@ def test_first_compilation_inside_a_region_is_an_error(monkeypatch: pytest.Monke
 
 def test_compiled_autograd_of_a_planned_model() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    layers = (nn.Linear(4, 4), nn.GELU(), nn.Sigmoid(), nn.Linear(4, 4), nn.Tanh())
+    model, x = nn.Sequential(*layers), torch.randn(3, 4)
 
     def run() -> list[Tensor | None]:
         model.zero_grad()

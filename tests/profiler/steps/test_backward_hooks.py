@@ -93,6 +93,7 @@ def test_tensors_held_by_a_hook_are_held_in_the_profile_too() -> None:
 
         model[0].register_forward_hook(hold)
         graph = build(profile(model, X))
+        assert not held or graph.storages[1].released == len(graph.ops) + len(graph.steps)
         return simulate(graph, graph.everything).peak.live_bytes
 
     assert peak(held=True) == peak(held=False) + 8 * 64 * 4

@@ -107,7 +107,8 @@ def test_times_of_an_older_method_are_not_used(tmp_path: Path, monkeypatch: pyte
     times = Times(tmp_path / "times.sqlite3")
     times.keep_ops("a machine", {"mm": (1.0, 0.0, 5)})
     times.keep_backward("a machine", "a step", [1.0])
-    assert times.ops("a machine", ["mm"])
+    times.keep_ops("a machine", {"mm": (2.0, 0.0, 5)})
+    assert times.ops("a machine", ["mm"]) == {"mm": (1.0, 0.0, 5)}, "new times would change plans"
     monkeypatch.setattr(cache, "METHOD", cache.METHOD + 1)
     assert not times.ops("a machine", ["mm"])
     assert times.backward("a machine", "a step", 1) is None
