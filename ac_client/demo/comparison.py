@@ -16,7 +16,7 @@ from ac_client.demo.setting import DecoderSetting, Setting, UNetSetting
 from ac_client.measure.forked_call import iterate_in_child
 
 SETTINGS = DecoderSetting(), UNetSetting()
-SMALL = DecoderSetting(layers=2, width=128, vocabulary=256, tokens=128, keep_gradients=False)
+SMALL = DecoderSetting(layers=2, width=128, heads=4, vocabulary=256, tokens=128, keep_gradients=False)
 
 LEAST_TURNS = 20  # also after the time limit
 TURNS_OF_A_ROW = 5  # about as long as a row takes before its first turn

@@ -12,7 +12,7 @@ from client.demo.synthetic import demo, model, ours
 from rich.console import Console
 from serving import CHROMIUM, NO_CHROMIUM
 
-from ac_client.demo.comparison import Ratio
+from ac_client.demo.comparison import SETTINGS, SMALL, Ratio
 from ac_client.demo.demo_page import COLUMNS, cells, render_page
 from ac_client.demo.terminal import render
 
@@ -21,6 +21,13 @@ AXE = Path(__file__).parents[2] / "vendor" / "axe.min.js"
 
 def missed(result):
     return [check.promise for check in result.checks if check.kept is False]
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, SMALL], ids=str)
+def test_models_of_the_demo_can_be_built(setting):
+    model = setting.build()
+    assert list(setting.blocks(model))
+    model(**setting.inputs())
 
 
 def test_good_result_keeps_every_promise():
