@@ -468,8 +468,17 @@ def run(name: str, backend: str, exact: bool) -> Facts:
 
 
 HEAD = [
-    "setup", "ranks", "equal", "collectives", "plain", "checkpoint", "smallest", "off", "recomputed", "said",
-]  # fmt: skip
+    "setup",
+    "ranks",
+    "equal",
+    "collectives",
+    "plain",
+    "checkpoint",
+    "smallest",
+    "off",
+    "recomputed",
+    "said",
+]
 SCRIPT = """
 import json
 from rank_setups import run

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 class DecoderSetting:
     """Size of a GPT-2 and its batch.
 
-    With the default, a step takes a tenth of a second, most of it in kernels. A minute has many of them.
+    With the default, a step takes a tenth of a second, most of it in kernels. A minute has many steps.
     """
 
     layers: int = 3

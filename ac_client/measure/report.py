@@ -86,7 +86,7 @@ class Report:
             return f"{self.model}: {budget}; the first training step will plan it"
         recompute = f"{time(self.recompute_us)} of recompute for {self.recomputed} of {self.ops} ops"
         moves = f", {size(self.moved_bytes)} moved to the host" if self.moved_bytes else ""
-        gap = f"; no plan saves over {self.gap:.1%} of it" if self.gap is not None and self.gap < 1 else ""
+        gap = f"; no plan takes over {self.gap:.1%} less" if self.gap is not None and self.gap < 1 else ""
         recording = f", {time(self.recording_us)} of recording in forward" if self.recording_us else ""
         measured_step = "not measured yet"
         if self.measured_step_us is not None:

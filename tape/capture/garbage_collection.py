@@ -10,22 +10,24 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_frozen = False  # now by us, or once by the user: counting the frozen objects visits each
+_frozen = False
+"""True while a record has frozen the heap, and for good once the user had: counting visits each object."""
 
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
     """Have the collector skip the objects that exist already. Cycles that are made inside are collected."""
     global _frozen
-    frozen, _frozen = _frozen or gc.get_freeze_count() > 0, True
-    if not frozen:
+    is_first = not _frozen and not gc.get_freeze_count()
+    _frozen = True
+    if is_first:
         gc.freeze()
     try:
         yield
     finally:
-        _frozen = frozen
-        if not frozen:
+        if is_first:  # a record that began inside may end later
             gc.unfreeze()
+            _frozen = False
 
 
 @contextmanager
@@ -36,4 +38,5 @@ def no_garbage_collection() -> Iterator[None]:
     try:
         yield
     finally:
-        (gc.enable if enabled else gc.disable)()
+        if enabled:
+            gc.enable()

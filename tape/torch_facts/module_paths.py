@@ -14,12 +14,7 @@ import torch
 from torch import nn
 
 from autoac.tape.torch_facts import private
-from autoac.tape.torch_facts.inductor import (
-    call_outside_dynamo,
-    is_compiled,
-    is_optimized,
-    keep_dynamo_out,
-)
+from autoac.tape.torch_facts.inductor import call_outside_dynamo, is_compiled, is_optimized, keep_dynamo_out
 
 ROOT = "."
 """The path of the model itself, in op keys such as `./aten.add.Tensor#0`."""

@@ -61,6 +61,17 @@ def test_heap_frozen_by_the_user_stays_frozen() -> None:
         gc.unfreeze()
 
 
+def test_heap_is_frozen_again_after_records_that_overlap() -> None:
+    first, second = frozen_heap(), frozen_heap()
+    for record in (first, second):
+        record.__enter__()
+    for record in (first, second):
+        record.__exit__(None, None, None)
+    assert gc.get_freeze_count() == 0
+    with frozen_heap():
+        assert gc.get_freeze_count() > 0
+
+
 def test_garbage_collection_switched_off_by_the_user_stays_off() -> None:
     gc.disable()
     try:

@@ -19,6 +19,7 @@ import httpx2
 import pytest
 import yaml
 from prometheus_client import start_http_server
+from service_app import TOKEN
 from service_fakes import request
 
 from autoac.planner import Policy, Profile
@@ -26,7 +27,6 @@ from autoac.planner import Policy, Profile
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
-TOKEN = "a token of more than sixteen"
 
 Step = tuple[str, str]
 
