@@ -22,8 +22,8 @@ from torch import nn
 
 from ac_client.compiled.policy_parts import PartCalls
 from ac_client.planning.batch_shape import ModelCall, leaves_of
-from ac_client.planning.trigger import ELSEWHERE, TOGETHER, Form, PlannedFor, Warned
-from autoac.planner import Plan, Policy, Profile
+from ac_client.planning.trigger import ELSEWHERE, SMALL, TOGETHER, Form, PlannedFor, Warned
+from autoac.planner import OtherProfile, Plan, Policy, Profile, as_planned
 from autoac.planner.errors import Holding
 from autoac.planner.formats.policy import SAVE, Decision, cudnn_text
 from autoac.planner.formats.policy_set import Extent, Shape
@@ -279,6 +279,15 @@ class PlannedBucket:
         following = self.step.following[waiting - 1 :] if waiting else ()
         extent = Extent.of_leaves(leaves_of(call.args, call.kwargs))
         return bool(following) and Extent.of(following[0]).covers(extent)
+
+    def takes_more(self, found: Profile, than: Profile) -> bool:
+        """Return True if a step takes more under the plan by the profile `found` than by `than`."""
+        counted = map(self.planned_for.counted_in, (found, than))
+        try:
+            now, before = (as_planned(self.policy, profile).peak for profile in counted)
+        except OtherProfile:
+            return True
+        return now > before + SMALL
 
     def load(self, loaded: LoadedPolicy, step: ProfiledStep, terms: PlannedFor) -> None:
         """Carry the policy out from the next forward on. It was planned for `step` and `terms`."""

@@ -317,8 +317,8 @@ class ModelPlanning:
             if is_capturing():
                 raise CannotCapture(self._name, f"a plan is to be made for another form of step: {form}")
             try:
-                plan = partial(self._plan_observed, bucket, form)
-                self.planner.observe(call, key_of(call.args, call.kwargs), plan)
+                key = key_of(call.args, call.kwargs)
+                self.planner.observe(call, key, partial(self._plan_observed, bucket, form))
                 return True
             except ProfilerBusy as busy:
                 self.planner.warn_once(
@@ -333,7 +333,8 @@ class ModelPlanning:
     ) -> PlannedBucket:
         """Plan `bucket` from the profile of a step that was observed for `form`, if it has that form.
 
-        If steps of two forms take turns, the plan of the one with more ops, forwards or passes stays.
+        If steps of two forms take turns, the plan of the one with more ops, forwards or passes stays. So does
+        a corrected plan, if the step does not show what the corrections are for.
 
         Args:
             found: the profile.
@@ -355,6 +356,11 @@ class ModelPlanning:
                 bucket.planned_for = replace(planned, form=replace(planned.form, tries=MOST_TRIES))
                 return bucket
         bucket.shown = shown
+        if shown.over > planned.form.over and not bucket.takes_more(found, present):
+            bucket.planned_for = replace(planned, form=shown)
+            if planned.peak > planned.limit:
+                self.planner.warn_over_budget(planned.peak, "measured steps take more than an observed one")
+            return bucket
         held = replace(planned.present, optimizers=optimizers_in(found))
         terms = replace(
             planned, form=shown, present=held, correction=Correction(withheld=planned.correction.withheld)

@@ -439,13 +439,8 @@ class BatchPlanner:
         stored = PolicyFile(profile, (budget, constraints))
         if (found := stored.read()) is not None:
             return found, as_planned(found, step)
-        made = plan(
-            profile,
-            budget_bytes=budget,
-            constraints=constraints,
-            start=() if start is None else (start,),
-            progress=PlanNotice(what),
-        )
+        notice, starts = PlanNotice(what), () if start is None else (start,)
+        made = plan(profile, budget_bytes=budget, constraints=constraints, start=starts, progress=notice)
         stored.write(made.policy())
         if share < 1:  # what the others' share takes is none of this step's
             made = replace(as_planned(made.policy(), step), bound_us=made.bound_us, gained_us=made.gained_us)
@@ -513,14 +508,9 @@ class BatchPlanner:
 
     def warn_over_budget(self, needs: int, reason: str) -> None:
         """Warn that no plan keeps the budget."""
-        log.warning(
-            "%s: the budget of %s cannot be kept, because the step needs at least %s (%s). It runs under the "
-            "plan with the smallest peak that was found",
-            self.name,
-            format_bytes(self.options.budget_bytes or 0),
-            format_bytes(needs),
-            reason,
-        )
+        budget, least = format_bytes(self.options.budget_bytes or 0), format_bytes(needs)
+        words = f"the budget of {budget} cannot be kept, because the step needs at least {least} ({reason})"
+        log.warning("%s: %s. It runs under the plan with the smallest peak that was found", self.name, words)
 
     def plan(
         self, call: ModelCall, profile: Profile, observation: Observation | None = None, *, running: str = ""
@@ -581,8 +571,7 @@ class BatchPlanner:
             rank_nbytes: held by the neediest rank beyond what the profile counts.
         """
         skipped = skipped_modules(call.model, self.called)
-        shape: Shape = call.shape
-        following: tuple[Shape, ...] = ()
+        shape, following = call.shape, tuple[Shape, ...]()
         if observation is not None:
             shape, following = observation.shape, observation.group_of(profile)
         return ProfiledStep(shape, following, profile, rank_nbytes, skipped, self._dropped_nbytes)
@@ -633,7 +622,6 @@ def _check_idle() -> None:
 
 def check_hooks() -> None:
     """Raise what forbids saved-tensor hooks, before anything has run."""
-    enter_saved_tensor_hooks(
-        hooks := torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one)
-    )
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one)
+    enter_saved_tensor_hooks(hooks)
     hooks.__exit__()
