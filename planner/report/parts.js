@@ -49,9 +49,9 @@ const parts = (() => {
     span.append(...content);
     return span;
   }
-  /* A table. One of the class `cards` turns each row into a card on a narrow screen; ARIA's roles keep it a table. */
+  /* A table. On a narrow screen its rows may be cards or two lines (timeline.css); ARIA's roles keep it a table. */
   function headed(table, names, rows, caption) {
-    const head = make("thead"), tr = make("tr"), body = make("tbody"), cards = table.classList.contains("cards");
+    const head = make("thead"), tr = make("tr"), body = make("tbody");
     names.forEach((name, i) => {
       const kind = rows.length && rows[0].children[i] ? rows[0].children[i].className : "";
       const th = make(name ? "th" : "td", name, kind.startsWith("wide") || kind.startsWith("text") ? kind : "");
@@ -63,7 +63,6 @@ const parts = (() => {
     const inside = [head, body];
     if (caption) inside.unshift(make("caption", caption));
     table.replaceChildren(...inside);
-    if (!cards) return;
     const roles = [[table, "table"], [head, "rowgroup"], [body, "rowgroup"], [tr, "row"]];
     for (const th of tr.children) roles.push([th, th.tagName === "TH" ? "columnheader" : "cell"]);
     for (const one of rows) {

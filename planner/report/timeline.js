@@ -443,7 +443,9 @@ function timeline(root, picture) {
       name.setAttribute("aria-expanded", "false");
       const inner = layer.modules.map(one => {
         const decisions = [one.keeps.length ? `keeps ${one.keeps.join(", ")}` : "", one.moves.length ? `moves ${one.moves.join(", ")}` : "", one.recomputes.length ? `recomputes ${one.recomputes.join(", ")}` : ""].filter(Boolean).join("; ");
-        const tr = row("inner", moduleName(one.name), wide(decisions), size(Math.round(one.kept_bytes / n)), ...moved(one.moved_bytes / n), size(Math.round(one.recomputed_bytes / n)), time(one.recompute_us / n));
+        const named = make("span", moduleName(one.name));
+        named.append(make("small", decisions));
+        const tr = row("inner", named, "", size(Math.round(one.kept_bytes / n)), ...moved(one.moved_bytes / n), size(Math.round(one.recomputed_bytes / n)), time(one.recompute_us / n));
         tr.hidden = true;
         return tr;
       });
