@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,15 @@ def test_page_opens_at_the_peak_with_what_is_live_there(opened: Opened, small_pi
     assert "transformer.h.1" in table
     assert format_bytes(measured) in opened.text("facts")
     assert "+1.00 % compared with predicted" in opened.text("facts")
+
+
+def test_large_gap_asks_for_more_time_only_if_the_step_would_gain(
+    browser: Any, small_picture: Picture, tmp_path: Path
+) -> None:
+    for step_us, words in ((1e12, "too little of the step"), (1.0, "a longer time limit may find")):
+        made = Opened(browser, replace(small_picture, gap=0.2, step_us=step_us), tmp_path)
+        assert words in made.text("facts")
+        made.close("file:")
 
 
 def test_the_cursor_shows_the_module_under_it_and_a_click_stays(opened: Opened) -> None:
