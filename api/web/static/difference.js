@@ -3,8 +3,8 @@
 
 service.run(async () => {
   const {find, json, run, table, text, toPolicy, toProfile} = service;
-  const {row, size, time} = parts;
-  const LISTED = 100, SHOWN = 200;
+  const {make, moduleName, row, size, time} = parts;
+  const LISTED = 100, SHOWN = 40;
   const wanted = new URLSearchParams(location.search), sides = [find("before"), find("after")];
   const {items} = await json(`/v1/policies?limit=${LISTED}`);
   for (const select of sides) {
@@ -14,6 +14,7 @@ service.run(async () => {
     select.value = given || "";
   }
   find("none").hidden = items.length > 1 || wanted.size > 0;
+  find("pick").hidden = !find("none").hidden;
 
   let asked = 0;
   async function compare() {
@@ -34,9 +35,15 @@ service.run(async () => {
       found.held ? "" : "The profile of one was deleted: bytes are not known, and ops that backward does not need count as saved."].filter(Boolean).join(" ");
     const signed = (value, form) => value ? `${value > 0 ? "+" : "−"}${form(Math.abs(value))}` : "";
     const bytes = found.held ? ["held", "recompute"] : [];
-    find("changes-title").textContent = found.rows.length > SHOWN ? `What changes: the first ${SHOWN} of ${found.rows.length} rows` : "What changes";
-    table(find("changes"), ["modules", "op", "first", "second", ...bytes], found.rows.slice(0, SHOWN).map(one =>
-      row("", `${one.module || "outside all modules"}${one.modules.length > 1 ? ` (${one.modules.length} modules)` : ""}`, text(one.op), text(one.before), text(one.after), ...(found.held ? [signed(one.held_bytes, size), signed(one.recompute_us, time)] : []))), "No op is decided otherwise.");
+    function list(changes) {
+      const rows = changes.map(one => row("", `${one.module ? moduleName(one.module) : "outside all modules"}${one.modules.length > 1 ? ` (${one.modules.length} modules)` : ""}`, text(one.op), text(one.before), text(one.after), ...(found.held ? [signed(one.held_bytes, size), signed(one.recompute_us, time)] : [])));
+      const rest = found.rows.slice(changes.length), more = make("button", `${rest.length} more`);
+      more.type = "button";
+      more.onclick = () => { list(found.rows); find("changes").closest(".scroll").focus(); };
+      if (rest.length) rows.push(row("", more, ...["op", "first", "second", ...bytes].map(() => "")));
+      table(find("changes"), ["modules", "op", "first", "second", ...bytes], rows, "No op is decided otherwise.");
+    }
+    list(found.rows.slice(0, SHOWN));
     find("answer").hidden = false;
   }
   for (const select of sides) select.onchange = () => run(compare);

@@ -406,6 +406,7 @@ def test_empty_service_explains_how_to_begin(opened: Opened) -> None:
     assert not page.is_visible("#profiles")
     page = made.go("/difference")
     assert "Two policies are needed" in page.inner_text("#none")
+    assert not page.is_visible("#pick")
     page = made.go("/jobs")
     assert "No job was asked for" in page.inner_text("#jobs")
     live.policy(chain_profile(), 1 << 30)
@@ -467,7 +468,7 @@ def test_two_policies_are_compared(visit: Visit, stored: Stored) -> None:
 
 def test_difference_without_a_profile_has_no_bytes(opened: Opened) -> None:
     live, made = opened()
-    profiles = [chain_profile(1 << 20), chain_profile(1 << 20, 1 << 20)]
+    profiles = [chain_profile(1 << 20), chain_profile(*[1 << 20] * 50)]
     ids = [live.policy(profile, 1 << 45) for profile in profiles]
     for deleted in (False, True):
         if deleted:
@@ -476,6 +477,9 @@ def test_difference_without_a_profile_has_no_bytes(opened: Opened) -> None:
         assert ("was deleted" in page.inner_text("#verdict")) == deleted
         assert page.locator("#changes thead th").count() == (4 if deleted else 6)
         assert "absent" in page.inner_text("#changes")
+        assert page.locator("#changes tbody tr").count() == 41
+        page.click("#changes button")
+        assert page.locator("#changes tbody tr").count() == 49
     assert made.complaints == []
 
 
