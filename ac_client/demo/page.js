@@ -1,6 +1,10 @@
 /* Draw the demo's rows: live memory over time, both axes from zero. */
 "use strict";
 
+for (const table of document.querySelectorAll("table")) {  // without JavaScript they stay as they are
+  table.className = "cards";
+  parts.headed(table, [...table.tHead.rows[0].cells].map(cell => cell.textContent), [...table.tBodies[0].rows]);
+}
 JSON.parse(document.getElementById("data").textContent).forEach((rows, number) => {
   const box = document.querySelectorAll(".memory")[number];
   const colors = ["plain", "blocks", "plan"];

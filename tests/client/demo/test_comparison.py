@@ -127,6 +127,9 @@ def test_page_has_no_fault_that_axe_finds_on_a_narrow_screen(browser, tmp_path):
     file.write_text(render_page(demo()), "utf-8")
     page = browser.new_page(viewport={"width": 390, "height": 900}, bypass_csp=True)
     page.goto(file.as_uri())
+    assert page.evaluate(
+        "() => [...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)"
+    )
     page.evaluate(f"() => {{ {AXE.read_text('utf-8')} }}")
     found = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
     assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == []
