@@ -105,7 +105,7 @@ def find_frontier(
     bound_us, moments = 0.0, None
     for point in range(1, points):
         budget = low + (high - low) * (points - 1 - point) // (points - 1)
-        on_progress = None if progress is None else _with_point(progress, point, points - 1)
+        on_progress = None if progress is None else _with_point(progress, point + 1, points)
         search = Search(
             problem,
             budget,

@@ -21,7 +21,7 @@ from autoac.planner import (
 from autoac.planner.frontier import _monotone
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.plan import plan as planned
-from autoac.planner.solver.highs import Stopped
+from autoac.planner.solver.highs import Progress, Stopped
 
 few = settings(max_examples=25, derandomize=True, deadline=None)
 
@@ -68,7 +68,10 @@ def test_plan_far_below_its_budget_gets_its_peak_as_budget_and_the_bound_of_its_
 @pytest.mark.slow
 def test_frontier_of_a_transformer_is_monotone_from_floor_to_ceiling() -> None:
     graph = build(graphs.gpt2(3))
-    made = find_frontier(graph, points=6)
+    seen: list[Progress] = []
+    made = find_frontier(graph, points=6, progress=seen.append)
+    assert {(now.point, now.points) for now in seen} - {(0, 0)} <= {(n, 6) for n in range(2, 7)}
+    assert seen[-1].point == 6
     peaks = [plan.peak for plan in made.plans]
     times = [plan.recompute_us for plan in made.plans]
     assert peaks == sorted(set(peaks))

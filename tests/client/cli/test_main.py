@@ -218,7 +218,7 @@ def test_frontier_prints_a_line_for_each_plan(profiled, capsys, monkeypatch):
     monkeypatch.setattr(output, "SILENCE_S", 0.0)
     code, out, err = run(capsys, "frontier", "profile.json", "--points", "4")
     assert code == OK
-    assert any("4 budgets, point 1 of 3" in line for line in err.splitlines())
+    assert any("4 budgets, point 2 of 4" in line for line in err.splitlines())
     assert out.startswith("smallest peak ")
     code, said, _ = run(capsys, "frontier", "profile.json", "--points", "4", "--json")
     data = json.loads(said)
