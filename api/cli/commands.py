@@ -203,8 +203,9 @@ def create(
     from autoac.api.settings import Settings
     from autoac.api.storage.keys import Scope, create_key
 
-    if not name.isprintable() or not 1 <= len(name) <= MOST_OF_A_NAME:
-        raise typer.BadParameter(f"NAME must be 1 to {MOST_OF_A_NAME} printable characters, got {name!r}")
+    if not name.isprintable() or name != name.strip() or not 1 <= len(name) <= MOST_OF_A_NAME:
+        text = f"NAME must be 1 to {MOST_OF_A_NAME} printable characters, no space at its ends, got {name!r}"
+        raise typer.BadParameter(text)
     with _one_line_errors(), _ready_database(Settings.load()) as database, database.write() as connection:
         key, secret = create_key(connection, name, Scope[scope.upper()])
     if as_json:

@@ -82,8 +82,10 @@ def test_prune_deletes_what_is_older(
 @pytest.mark.usefixtures("environment")
 def test_name_of_a_key_is_printable_and_not_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "create", "ci"]) == 0
-    for name, code in (("ci", 1), ("token", 1), ("loopback", 1), ("", 2), ("a\nb", 2), ("x" * 101, 2)):
-        assert main(["keys", "create", name]) == code
+    for name in ("ci", "token", "loopback"):
+        assert main(["keys", "create", name]) == 1
+    for name in ("", " ", "ci ", "a\nb", "x" * 101):
+        assert main(["keys", "create", name]) == 2
     assert "another caller is called ci: choose another name" in capsys.readouterr().err
 
 
