@@ -19,7 +19,7 @@ service.run(async () => {
     const {title, detail} = job.problem, details = make("details");
     details.open = opened.has(job.id);
     details.ontoggle = () => { if (details.open) opened.add(job.id); else opened.delete(job.id); };
-    details.append(make("summary", title), make("p", detail));
+    details.append(make("summary", title), ...detail.split("\n").map(line => make("p", line)));
     return details;
   }
   function cancelButton(job) {
@@ -47,7 +47,7 @@ service.run(async () => {
     }
     const between = (from, to) => from ? service.duration(Math.max(0, (to ? Date.parse(to) : now) - Date.parse(from)) / 1000) : "";
     const focused = document.activeElement && document.activeElement.dataset.job;
-    table(find("jobs"), ["job", "profile", "asked for", "state", "waited", "took", "result", "asked", ""], jobs.map(job => {
+    table(find("jobs"), ["job", "profile", "asked for", "state", "waited", "took", "result", "requested", ""], jobs.map(job => {
       const profile = profiles.get(job.profile_digest), state = text(job.state), name = make("span", `${job.kind} `);
       name.append(make("span", job.id.slice(0, 8), "soft"));
       if (running.has(job.id)) state.firstChild.append(make("span", running.get(job.id), "soft how"));

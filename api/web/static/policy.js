@@ -16,7 +16,7 @@ service.run(async () => {
   }
   document.title = `${about.model}, ${size(about.budget_bytes)} · autoac`;
   find("timeline").querySelector('[data-part="model"]').textContent = about.model;
-  find("which").textContent = size(about.budget_bytes);
+  find("which").textContent = `within ${size(about.budget_bytes)}`;
   find("made").replaceChildren("Planned ", service.when(about.created_at), ` by ${about.created_by} · id ${id.slice(0, 12)}`);
   find("to-profile").href = toProfile(about).href;
   find("to-difference").href = service.at(`/difference?before=${id}`);

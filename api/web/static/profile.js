@@ -30,7 +30,7 @@ service.run(async () => {
     if (!points.length) return;
     find("hollow").hidden = points.every(proven);
     table(find("points"), ["peak", "budget", "recompute", "of the step", "proven gap", "note"], points.map(point => row("", size(point.peak_bytes), size(point.budget_bytes), time(point.recompute_us),
-      share(point.recompute_us, point.step_us), `${(100 * point.gap).toFixed(1)} %${proven(point) ? "" : `, ${point.stopped}`}`, text(point.kink ? "less memory costs much more from here" : ""))), "");
+      share(point.recompute_us, point.step_us), gap(point), text(point.kink ? "less memory costs much more from here" : ""))), "");
     unit = unitOf(points[points.length - 1].peak_bytes);
     find("unit").textContent = unit[0];
     slider.max = String(points.length - 1);
@@ -39,6 +39,7 @@ service.run(async () => {
     draw();
   }
   const proven = point => point.stopped === "optimal";
+  const gap = plan => `${(100 * plan.gap).toFixed(1)} %${proven(plan) ? "" : `, ${plan.stopped}`}`;
   const overhead = point => point.step_us ? 100 * point.recompute_us / point.step_us : 0;
   const within = bytes => points.reduce((best, point) => point.peak_bytes <= bytes ? point : best, null);
 
@@ -141,13 +142,17 @@ service.run(async () => {
     await learn();
     service.say(`The frontier has ${points.length} points.`);
   }, frontier ? {"Cache-Control": "no-cache"} : {}));
-  find("plan").onclick = () => run(() => submit("/v1/policies", {profile_digest: digest, budget_bytes: budget}, async () => {
-    await policies(true);
-    service.say("The policy is stored.");
-  }));
+  find("plan").onclick = () => {
+    const planned = budget;
+    find("progress").textContent = "";
+    run(() => submit("/v1/policies", {profile_digest: digest, budget_bytes: planned}, async () => {
+      await policies(true);
+      find("progress").textContent = `Planned for ${size(planned)}: the policy is in the list below.`;
+    }));
+  };
 
   const policies = pages(find("policies"), () => `/v1/policies?profile=${digest}`, items => table(find("policies"), ["budget", "peak", "recompute", "of the step", "proven gap", "planned"], items.map(policy => row("", toPolicy(policy), size(policy.peak_bytes),
-    time(policy.recompute_us), share(policy.recompute_us, policy.step_us), `${(100 * policy.gap).toFixed(1)} %`, made(policy.created_at, policy.created_by))), "No policy is planned from this profile."));
+    time(policy.recompute_us), share(policy.recompute_us, policy.step_us), gap(policy), made(policy.created_at, policy.created_by))), "No policy is planned from this profile."));
   await Promise.all([learn(), policies()]);
   find("main").dataset.ready = "true";
   const [live] = (await Promise.all(["running", "queued"].map(state => json(`/v1/jobs?kind=frontier&profile=${digest}&limit=1&state=${state}`)))).flatMap(page => page.items);

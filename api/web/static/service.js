@@ -64,7 +64,7 @@ const service = (() => {
       if (answer.ok) return answer;
       if (answer.status === 401) {
         if (key !== used) continue;  // another request got one meanwhile
-        const why = used ? "The service does not know that key, or it was revoked." : "The service shows what it has to who has a key.";
+        const why = used ? "The service does not know that key, or it was revoked." : "This service shows its content only with a key.";
         if (await askForKey(why)) continue;
       }
       let problem = {};
@@ -118,7 +118,7 @@ const service = (() => {
   const toProfile = row => link(row.model || "(no name)", `/profiles/${row.profile_digest || row.digest}`);
   const toPolicy = row => link(size(row.budget_bytes), `/policies/${row.id}`);
   function when(iso) {
-    const time = make("time", iso.slice(0, 16).replace("T", " "));
+    const time = make("time", `${iso.slice(0, 16).replace("T", " ")} UTC`);
     time.dateTime = iso;
     time.title = `${iso.slice(0, 19).replace("T", " ")} UTC`;
     return time;
@@ -175,6 +175,7 @@ const service = (() => {
     older.onclick = () => { before.push(cursor); cursor = next; run(read); };
     newer.onclick = () => { cursor = before.pop(); run(read); };
     bar.append(newer, older);
+    bar.hidden = true;
     element.closest(".scroll").after(bar);
     return again => { if (again) { before.length = 0; cursor = ""; } return read(); };
   }

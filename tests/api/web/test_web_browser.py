@@ -293,6 +293,7 @@ def test_frontier_is_computed_watched_cancelled_and_chosen_from(visit: Visit, st
     budget = bytes_of(clicked)
     page.click("#plan")
     visit.until("() => document.querySelectorAll('#policies tbody tr').length === 2")
+    visit.until("() => document.querySelector('#progress').textContent.startsWith('Planned for ')")
     newest = live.http.get("/v1/policies").json()["items"][0]
     assert newest["budget_bytes"] == budget
     page.reload()
@@ -361,6 +362,7 @@ def test_tables_can_be_read(visit: Visit, stored: Stored, width: int) -> None:
             assert row.bounding_box()["height"] < (400 if width < 900 else 100)
             row.locator("summary").click()
             assert "the step needs at least" in row.inner_text()
+            assert row.locator("details p").count() > 2  # one for each line
 
 
 def test_axe_finds_nothing(visit: Visit, stored: Stored) -> None:
