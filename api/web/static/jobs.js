@@ -47,13 +47,13 @@ service.run(async () => {
     }
     const between = (from, to) => from ? service.duration(Math.max(0, (to ? Date.parse(to) : now) - Date.parse(from)) / 1000) : "";
     const focused = document.activeElement && document.activeElement.dataset.job;
-    table(find("jobs"), ["job", "profile", "asked for", "state", "waited", "took", "result", "requested", ""], jobs.map(job => {
+    table(find("jobs"), ["job", "profile", "asked for", "state", "waited", "took", "result", "requested"], jobs.map(job => {
       const profile = profiles.get(job.profile_digest), state = text(job.state), name = make("span", `${job.kind} `);
       name.append(make("span", job.id.slice(0, 8), "soft"));
       if (running.has(job.id)) state.firstChild.append(make("span", running.get(job.id), "soft how"));
       const {budget_bytes, points} = job.options;
       const tr = row("", name, text(profile ? service.toProfile(profile) : job.profile_digest.slice(0, 12)), text(budget_bytes ? size(budget_bytes) : points ? `${points} points` : ""),
-        state, between(job.created_at, job.started_at || job.finished_at), between(job.started_at, job.finished_at), text(result(job)), service.made(job.created_at, job.owner), final(job) ? "" : cancelButton(job));
+        state, between(job.created_at, job.started_at || job.finished_at), between(job.started_at, job.finished_at), text(final(job) ? result(job) : cancelButton(job)), service.made(job.created_at, job.owner));
       tr.dataset.state = job.state;
       return tr;
     }), find("state").value ? `No job is ${find("state").value}.` : "No job was asked for. Plan a budget, or compute a frontier, on the page of a profile.");

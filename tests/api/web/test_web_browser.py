@@ -434,6 +434,9 @@ def test_jobs_show_progress_and_can_be_cancelled(visit: Visit, stored: Stored) -
             "() => document.querySelector('tr[data-state=running]')?.textContent.includes('best 2.5 ms')"
         )
         button = page.get_by_role("button", name=f"Cancel the frontier job {job[:8]}")
+        page.locator("#jobs summary").first.click()
+        cut = "() => (all => all.scrollWidth - all.clientWidth)(document.querySelector('.scroll'))"
+        assert page.evaluate(cut) <= 0  # neither the button nor an error
         button.focus()
         page.keyboard.press("Enter")
         visit.until("() => !document.querySelector('tr[data-state=running]')")
