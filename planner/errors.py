@@ -21,13 +21,12 @@ dict that `to_dict` returns, and pickle. No other file encodes them.
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autoac.planner.units import GIB, exact_bytes, format_bytes, gb_from_bytes, printable
+from autoac.planner.units import ceil_gb, exact_bytes, format_bytes, printable
 
 _PUBLISHED = {  # names in `to_dict`, where they differ from the argument's
     "message": "detail",
@@ -246,10 +245,10 @@ class InfeasibleBudget(PlannerError):
             lines.append(f"That peak is at {peak_at}, while these are live:")
             lines += holdings_in_lines(self.live)
         lines.append(
-            f"Pass budget_gb={_ceil_gb(needed)} or more, or use an optimizer with less state or fewer "
+            f"Pass budget_gb={ceil_gb(needed)} or more, or use an optimizer with less state or fewer "
             "temporaries (foreach=False). That peak is the optimizer's, so a smaller batch does not help."
             if peak_at == OPTIMIZER_STEP
-            else f"Pass budget_gb={_ceil_gb(needed)} or more, or use a smaller batch."
+            else f"Pass budget_gb={ceil_gb(needed)} or more, or use a smaller batch."
         )
         super().__init__("\n".join([*lines, *self.constraints]))
 
@@ -279,12 +278,5 @@ class SolverOutOfTime(PlannerError):
             return
         super().__init__(
             f"{tried}; the smallest peak found is {format_bytes(smallest_found)} (proven bound "
-            f"{format_bytes(proven_floor)}): pass budget_gb={_ceil_gb(smallest_found)} or more"
+            f"{format_bytes(proven_floor)}): pass budget_gb={ceil_gb(smallest_found)} or more"
         )
-
-
-def _ceil_gb(nbytes: int) -> str:
-    """Return `nbytes` in GiB as text, rounded up by at most 0.1 %, so that a budget of that many GiB fits."""
-    digits = max(3, 3 - math.floor(math.log10(gb_from_bytes(max(nbytes, 1)))))
-    scale: int = 10**digits
-    return f"{-(-nbytes * scale // GIB) / scale:.{digits}f}"

@@ -22,6 +22,17 @@ def gb_from_bytes(nbytes: int) -> float:
     return nbytes / GIB
 
 
+def ceil_gb(nbytes: int) -> str:
+    """Return `nbytes` in GiB as text, rounded up by at most 0.1 %, so that a budget of that many GiB fits.
+
+    >>> ceil_gb(83_000_000)
+    '0.07730'
+    """
+    digits = max(3, 3 - math.floor(math.log10(gb_from_bytes(max(nbytes, 1)))))
+    scale: int = 10**digits
+    return f"{-(-nbytes * scale // GIB) / scale:.{digits}f}"
+
+
 def rounded_bytes(nbytes: int, multiple: int) -> int:
     """Return `nbytes` rounded up to a multiple of `multiple`, as an allocator rounds sizes.
 

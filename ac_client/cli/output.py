@@ -288,12 +288,11 @@ def one_line(error: BaseException) -> str:
 
 
 def _infeasible(error: InfeasibleBudget) -> str:
-    from autoac.planner.units import format_bytes, gb_from_bytes
+    from autoac.planner.units import ceil_gb, format_bytes
 
     text = f"no plan fits in {format_bytes(error.budget)}: "
     text += f"the step needs at least {format_bytes(error.proven_floor)}"
     smallest = error.smallest_found
     if smallest is not None:
-        gb = -(-gb_from_bytes(smallest) * 1000 // 1) / 1000
-        text += f" (proven); a plan exists for {max(gb, gb_from_bytes(smallest)):.6g} GiB"
+        text += f" (proven); a plan exists for {ceil_gb(smallest)} GiB"
     return ". ".join([text, *error.constraints])
