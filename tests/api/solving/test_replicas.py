@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -48,15 +51,25 @@ def test_replicas_share_what_is_stored(replicas: tuple[TestClient, TestClient]) 
         assert asked[0].content == asked[1].content, path
 
 
-def test_equal_requests_at_two_replicas_are_solved_once(serve: Serve) -> None:
-    solved = []
+def test_equal_requests_at_two_replicas_at_once_are_solved_once(serve: Serve) -> None:
+    """The second request comes while the first is solved, and waits for it."""
+    solved, begun, ended = [], threading.Event(), threading.Event()
 
     def counted(profile: Any, **options: Any) -> Planned:
         solved.append(options)
+        begun.set()
+        assert ended.wait(60)
         return save_all(profile, **options)
 
-    texts = [post_policy(serve(InProcess(counted))).content for _ in range(2)]
-    assert texts[0] == texts[1]
+    replicas = [serve(InProcess(counted)) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(post_policy, replicas[0])
+        assert begun.wait(60)
+        second = pool.submit(post_policy, replicas[1])
+        time.sleep(1.0)
+        assert not second.done()
+        ended.set()
+        assert first.result(60).content == second.result(60).content
     assert len(solved) == 1
 
 
