@@ -470,10 +470,7 @@ class SizeSearch:
         most_us = (1 + MAY_BE_LESS) * self._us(self._rows[largest])
         likely = [(k, part) for k, part in parts if self._us(part, k) < most_us]
         splits = [PlannedSize(part.size, part.plan.policy(), k) for k, part in likely]
-        first = splits[:1]  # takes the place of a step of its size; a second one does not
-        others = [way for way in ways[1:] if way.size not in {way.size for way in first}]
-        second = [way for way in splits[1:] if way.size not in {way.size for way in others}][:1]
-        ways = [ways[0], *first, *second, *others][:MOST_TIMED]
+        ways = [ways[0], *splits[:1], *ways[1:], *splits[1:2]][:MOST_TIMED]
         taken = self._times(ways)
         if not taken:
             return by_speed[0], [], None
@@ -491,7 +488,7 @@ class SizeSearch:
         return fastest, equals, split
 
     def _times(self, ways: list[PlannedSize]) -> list[list[float]]:
-        """Return the times of steps in turns; nothing if there was no room, or if batches have one shape."""
+        """Return the times of steps in turns; nothing if there was no room."""
         try:
             taken = times_in_turns(self._sizes.setup, ways, self._sizes.autocast)
         except torch.OutOfMemoryError:

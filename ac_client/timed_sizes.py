@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,9 +14,7 @@ from torch import nn
 from ac_client.applied_model import applied
 from ac_client.apply import apply
 from ac_client.model_loader import TrainingSetup
-from ac_client.planning.batch_shape import shape_of
-from autoac.planner import Policy, PolicySet
-from autoac.planner.formats.policy_set import Bucket
+from autoac.planner import Policy
 from autoac.profiler.plain_step import run_batches, steps_put_back
 from autoac.profiler.steps.training_loop import TrainingStep
 
@@ -40,10 +38,9 @@ def times_in_turns(
 ) -> list[list[float]]:
     """Return the microseconds of a few steps of each way, without the optimizer's step.
 
-    The ways take turns, so that what else the machine does adds to all alike. A step of each before is not
-    counted. There are seven turns, or as many as a minute has room for, but at least three. Gradients,
-    buffers and generators are put back. A plan is chosen by the shape of the batch: if two sizes share one,
-    nothing runs, and the result is empty.
+    The ways take turns, so that what else the machine does adds to all alike. Each step runs as it would in
+    training: under no other plan than its own, and after a step that is not counted. There are seven turns,
+    or as many as a minute has room for, but at least three. Gradients, buffers and generators are put back.
 
     Args:
         setup: returns the model and the batch of a size. The first one's model runs all steps.
@@ -56,33 +53,26 @@ def times_in_turns(
     first = setup(ways[0].size)
     model, device = first.model, first.device
     steps = [_step(first, model), *(_step(setup(way.size), model) for way in ways[1:])]
-    buckets = [
-        Bucket(shape=dict(shape_of(tuple(step.args), step.kwargs)), policy=way.policy)
-        for step, way in zip(steps, ways, strict=True)
-    ]
-    if any(a.shape == b.shape for a, b in combinations(buckets, 2)):
-        return []
     taken: list[list[float]] = [[] for _ in ways]
     with steps_put_back(model, steps, device) as note_leaves:
-        apply(model, policy=PolicySet(buckets=tuple(buckets)))
-        try:
-            applied(model).plan_in_eval()
-            turns, turn, begins = MOST_TURNS, -1, time.perf_counter()
-            while turn < turns:
-                for place in range(len(ways)):
-                    number = (turn + place) % len(ways)
+        turns, turn, begins = MOST_TURNS, 0, time.perf_counter()
+        while turn < turns:
+            for place in range(len(ways)):
+                number = (turn + place) % len(ways)
+                run = partial(run_batches, steps[number], ways[number].batches, device, autocast)
+                apply(model, policy=ways[number].policy)
+                try:
+                    applied(model).plan_in_eval()
+                    run(note_leaves)
                     began = time.perf_counter()
-                    note = note_leaves if turn < 0 else None
-                    run_batches(steps[number], ways[number].batches, device, autocast, note)
-                    if turn >= 0:
-                        taken[number].append((time.perf_counter() - began) * 1e6)
-                turn_s = (time.perf_counter() - begins) / (turn + 2)
-                if turn < 0:
-                    turns = max(LEAST_TURNS, min(MOST_TURNS, int(ENOUGH_S / turn_s)))
-                turn += 1
-                log.info("turn %d of %d, about %.0f s more", turn, turns, turn_s * (turns - turn))
-        finally:
-            applied(model).remove()
+                    run()
+                    taken[number].append((time.perf_counter() - began) * 1e6)
+                finally:
+                    applied(model).remove()
+            turn += 1
+            turn_s = (time.perf_counter() - begins) / turn
+            turns = max(LEAST_TURNS, min(MOST_TURNS, int(ENOUGH_S / turn_s)))
+            log.info("turn %d of %d, about %.0f s more", turn, turns, turn_s * (turns - turn))
     return taken
 
 

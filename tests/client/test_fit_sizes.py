@@ -269,7 +269,7 @@ def test_times_in_turns_put_the_model_back() -> None:
     ways = [PlannedSize(2, policies[2], 2), PlannedSize(4, policies[4])]
     taken = times_in_turns(lambda size: TrainingSetup(model, (real(size)[1],)), ways, None)
     assert [len(times) for times in taken] == [MOST_TURNS, MOST_TURNS]
-    assert sorted(calls) == [len(rows)] * 2 * (MOST_TURNS + 1) + [2 * len(rows)] * (MOST_TURNS + 1)
+    assert sorted(calls) == [len(rows)] * 2 * (2 * MOST_TURNS) + [2 * len(rows)] * 2 * MOST_TURNS
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     with pytest.raises(ac_client.NotApplied):
@@ -285,7 +285,7 @@ def test_a_model_in_eval_is_timed_under_its_plans() -> None:
     with SeenOps() as ops:
         times_in_turns(lambda _: TrainingSetup(model, (rows,)), [PlannedSize(8, tight.policy())], None)
     assert again > 0
-    assert ops.ran["gelu"] == (4 + again) * (MOST_TURNS + 1)
+    assert ops.ran["gelu"] == (4 + again) * 2 * MOST_TURNS
     assert not model.training
 
 
@@ -335,11 +335,16 @@ def test_sizes_with_batches_of_one_shape_get_the_policy_of_the_largest() -> None
     assert [bucket.policy for bucket in found.policies.buckets] == [found.row(found.largest).plan.policy()]
 
 
-def test_sizes_with_batches_of_one_shape_are_not_timed() -> None:
-    model, row = Repeated(real(1)[0]), torch.ones(1, 63)
-    policy = plan(profile(model, row, 256), budget_bytes=1 << 30).policy()
-    ways = [PlannedSize(size, policy) for size in (1, 2)]
-    assert times_in_turns(lambda size: TrainingSetup(model, (row, size * 256)), ways, None) == []
+def test_sizes_with_batches_of_one_shape_are_each_timed_under_their_own_plan() -> None:
+    model, row = Repeated(real(8)[0]), torch.ones(1, 63)
+    steps = [profile(model, row, rows) for rows in (256, 512)]
+    tight = plan(steps[0], budget_bytes=find_minimum_peak(steps[0]).found)
+    again = sum("gelu" in tight.graph.ops[op].name for op in tight.recompute_set)
+    ways = [PlannedSize(1, tight.policy()), PlannedSize(2, plan(steps[1], budget_bytes=1 << 30).policy())]
+    with SeenOps() as ops:
+        times_in_turns(lambda size: TrainingSetup(model, (row, size * 256)), ways, None)
+    assert again > 0
+    assert ops.ran["gelu"] == (4 + again + 4) * 2 * MOST_TURNS
 
 
 def classes(size: int, *, closed_over: bool) -> dict[str, Any]:
