@@ -115,9 +115,9 @@ def test_compiled_function_is_recomputed_and_needs_no_more_than_its_ops(
     reason="this torch wraps no regions",
 )
 @pytest.mark.parametrize("backend", [INDUCTOR])
-@pytest.mark.parametrize(("function", "n_recomputed"), [(mixed, 3), (counted, 0)])
+@pytest.mark.parametrize(("function", "n_planned"), [(mixed, 3), (counted, 0)])
 def test_compiled_function_whose_code_is_wrapped_is_planned_as_one_that_is_not(
-    function: Function, n_recomputed: int, backend: str
+    function: Function, n_planned: int, backend: str
 ) -> None:
     budget_gb = 1.06 * smallest(torch.compile(function, backend=backend)) / GIB  # follows measured times
     policies = []
@@ -132,7 +132,8 @@ def test_compiled_function_whose_code_is_wrapped_is_planned_as_one_that_is_not(
     assert policy.predicted.save_all_peak_bytes == plain.predicted.save_all_peak_bytes
     assert policy.decisions.keys() == plain.decisions.keys()
     calls = [how for key, how in policy.decisions.items() if "CompiledFunction" in key]
-    assert calls == ["recompute"] * n_recomputed
+    assert len(calls) == n_planned
+    assert ("recompute" in calls) == bool(n_planned), calls
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
