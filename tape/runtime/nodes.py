@@ -120,6 +120,8 @@ class Source:
 
 _serials = itertools.count()
 
+_NO_HANDLES: list[weakref.ref[Any]] = []  # of a version that has none yet
+
 next_order: Callable[[], int] = itertools.count().__next__  # of nodes: forward order over all regions
 
 
@@ -155,7 +157,7 @@ class NodeVersion:
         self.recipe: Recipe | None = None  # of that tensor, computed when first needed
         self.serial = next(_serials)  # names this version without keeping it alive
         self.uses = 0
-        self.handles: list[weakref.ref[Any]] = []  # every RecomputedHandle made for it, alive or not
+        self.handles = _NO_HANDLES  # every RecomputedHandle made for it, alive or not
         # With use groups: the versions that other runs of the op make, last first, each with its group.
         self.later_runs: tuple[tuple[UseGroup, NodeVersion], ...] = ()
         self.counter: int | None = None  # version counter of the tensor, noted before the mode pauses

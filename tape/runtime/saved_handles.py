@@ -81,7 +81,10 @@ class RecomputedHandle:
         self._last: weakref.ref[Tensor] | None = None  # the tensor that the last unpack returned
         self._last_task = -1  # the graph task of the last unpack
         self._used_in = -1  # the pass that consumed the use
-        version.handles.append(ref)
+        if version.handles:
+            version.handles.append(ref)
+        else:
+            version.handles = [ref]
         # No lock, which would cost as much as the count: see `add_use`.
         if version.uses:
             version.uses += 1
@@ -102,17 +105,10 @@ class RecomputedHandle:
                 running, consumes = latest, True
             else:
                 running, consumes = graph.current_pass()
-            if (
-                self._last_task == running.task
-                and self._last is not None
-                and (last := self._last()) is not None
-            ):
+            is_again = self._last_task == running.task
+            if is_again and self._last is not None and (last := self._last()) is not None:
                 return last
-            if (
-                running.split is not None
-                and self._used_in == running.first_task
-                and self._last_task != running.task
-            ):
+            if running.split is not None and self._used_in == running.first_task and not is_again:
                 running = graph.restart()
             if self.trigger is not None and consumes:
                 self.trigger.fetch(running)

@@ -559,17 +559,18 @@ class TrackedStorages:
 
 def move_handles(old: NodeVersion, new: NodeVersion, written: Recipe | None) -> None:
     """Move the handles on `old` that view nothing of what was `written` to `new`; with None, all handles."""
-    staying = []
+    staying: list[weakref.ref[Any]] = []
+    moved: list[weakref.ref[Any]] = []
     for ref in old.handles:
         handle = ref()
         if handle is not None and (written is None or disjoint(written, handle.recipe)):
             handle.move_to(new)
             if written is None:
                 handle.contents = None  # the contents changed
-            new.handles.append(ref)
+            moved.append(ref)
         else:
             staying.append(ref)
-    old.handles = staying
+    old.handles, new.handles = staying, [*new.handles, *moved]
 
 
 class ForwardHolds:

@@ -7,8 +7,11 @@ from torch import Tensor
 
 from autoac.tape.torch_facts import private
 
-Recipe = tuple[torch.dtype, torch.Size, tuple[int, ...], int, bool, bool]
-"""A view of a storage: dtype, size, stride, offset, conjugate bit, negative bit."""
+Recipe = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, bool, bool]
+"""A view of a storage: dtype, size, stride, offset, conjugate bit, negative bit.
+
+The garbage collector stops looking at plain tuples of numbers, which a `torch.Size` is not.
+"""
 
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
@@ -18,7 +21,7 @@ def recipe_of(tensor: Tensor) -> Recipe:
     dtype = tensor.dtype
     return (
         dtype,
-        tensor.shape,
+        tuple(tensor.shape),
         tensor.stride(),
         tensor.storage_offset(),  # type: ignore[return-value]
         tensor.is_conj() if dtype in _COMPLEX else False,
