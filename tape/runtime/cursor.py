@@ -249,14 +249,14 @@ class Cursor:
         """
         route, i = self.route, self._position
         if self._unplanned is not None and not self._unplanned.reported:
-            self._position, self._unplanned = (
-                self._unplanned.position,
-                self._unplanned._replace(reported=True),
-            )
-            self._depart(self._unplanned.path)
+            self._unplanned = unplanned = self._unplanned._replace(reported=True)
+            self._position = unplanned.position
+            self._depart(unplanned.path)
             self._position = i
-        if self._modules[-1] in self._side_modules and (
-            i > route.last_in_module or route.modules[i] != self._modules[-1]
+        if (
+            self._side_modules
+            and self._modules[-1] in self._side_modules
+            and (i > route.last_in_module or route.modules[i] != self._modules[-1])
         ):
             return None
         if not self._lost and i < len(route.ops) and route.ops[i] == op:

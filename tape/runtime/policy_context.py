@@ -80,11 +80,8 @@ class save_recompute_policy:
             region = self._outermost()
             region.open()
             active.region = region
-        site = (
-            None
-            if isinstance(self._policy, PlannedPolicy)
-            else self._site or (caller.f_code, caller.f_lineno)
-        )
+        is_planned = isinstance(self._policy, PlannedPolicy)
+        site = None if is_planned else self._site or (caller.f_code, caller.f_lineno)
         frame = PolicyFrame(self._policy, caller.f_code.co_filename, caller.f_lineno, self._checkpoint, site)
         region.push_policy(frame)
         self._entered = region, frame

@@ -430,35 +430,37 @@ class TrackedStorages:
             if not strided:
                 raise UnsupportedTensor
             origin = arg.untyped_storage().__dict__.get(key)
-            if type(origin) is NodeVersion and origin.counter is not None and origin.written_in_pause(arg):
-                origin = None
             if type(origin) is NodeVersion:
-                if origin.suspect and arg is not unread and not self.as_written(origin, arg):
-                    stand_ins.append(self._read_source(arg, None, reads))
-                    continue
-                if origin.later_runs:
-                    origin = origin.serving(self.position)
-                reads[origin] = None
-                if origin.recipe_if_returned(arg) is not None:
-                    stand_ins.append(origin)
-                elif not arg.is_nested:
-                    stand_ins.append(VersionView(origin, recipe_of(arg)))
+                if origin.counter is not None and origin.written_in_pause(arg):
+                    origin = None
+                elif origin.suspect and arg is not unread and not self.as_written(origin, arg):
+                    origin = self._table.get(arg)
                 else:
-                    raise UnsupportedTensor
-                continue
+                    if origin.later_runs:
+                        origin = origin.serving(self.position)
+                    reads[origin] = None
+                    if origin.recipe_if_returned(arg) is not None:
+                        stand_ins.append(origin)
+                    elif not arg.is_nested:
+                        stand_ins.append(VersionView(origin, recipe_of(arg)))
+                    else:
+                        raise UnsupportedTensor
+                    continue
             source = origin() if origin is not None else None
             known = source is not None and source.is_first_read(arg)
-            stand_ins.append(source if known else self._read_source(arg, source, reads))
+            unseen = origin is _written_unseen
+            stand_ins.append(source if known else self._read_source(arg, source, reads, unseen=unseen))
         return tuple(stand_ins)
 
     def _read_source(
-        self, tensor: Tensor, source: Source | None, reads: dict[NodeVersion, None]
+        self, tensor: Tensor, source: Source | None, reads: dict[NodeVersion, None], *, unseen: bool
     ) -> Source | SourceView:
         """Return what a node holds in place of `tensor`, which no recorded op made.
 
         Args:
             source: the Source of its storage, if an earlier node has read that storage.
             reads: of the node, which tells its calls of this method from those of other nodes.
+            unseen: an unseen kernel writes the storage.
         """
         if not has_storage(tensor):
             raise UnsupportedTensor
@@ -475,13 +477,12 @@ class TrackedStorages:
                 source.keep_copy()
                 self._copied[address] = source
                 return source
-            storage = tensor.untyped_storage()
-            if storage.__dict__.get(self.key) is _written_unseen:
+            if unseen:
                 source.keep_copy()  # nothing would show the next write
                 if self._graph.tape is not None:
                     self._compare_with_last_read(tensor, self._graph.tape)
                 return source
-            self._since_pause.append(self._table.put(storage, weakref.ref(source)))  # as `enter`
+            self.enter(tensor.untyped_storage(), weakref.ref(source))
             return source
         return source.argument_for(tensor)
 
@@ -525,13 +526,15 @@ class TrackedStorages:
                 return None
             _makes_plain.add(node.name)
         storage = tensor.untyped_storage()
-        if self.key in storage.__dict__:
+        entries: dict[str, Any] = storage.__dict__
+        if self.key in entries:
             return None  # the storage of an argument
         if written and any(has_storage(old) and old.untyped_storage() is storage for old in written):
             return None  # from outside: its origin was dropped before the write
-        version = NodeVersion(node, tensor)
-        # As `enter`, whose call would double the cost.
-        self._since_pause.append(self._table.put(storage, version))
+        # As `enter`, whose calls would double the cost.
+        entries[self.key] = version = NodeVersion(node, tensor)
+        self._table.refs.append(ref := weakref.ref(storage))
+        self._since_pause.append(ref)
         if self.cuts is not None:
             self.cuts.note_made(storage, version.serial)
         if self.compares_reads:

@@ -122,10 +122,11 @@ def detached_alias(tensor: Tensor) -> Tensor:
     if excluded:
         private.set_dispatch_key_excluded(_COUNTS_VERSIONS, False)
     try:
-        if kind is not Tensor and is_wrapper(tensor):
+        if kind is Tensor or kind is Parameter:
+            return private.make_subclass(Tensor, tensor)
+        if is_wrapper(tensor):
             return tensor.detach()  # only the dispatch of the subclass can detach it
-        is_base = kind is Tensor or issubclass(kind, Parameter)
-        return private.make_subclass(Tensor if is_base else kind, tensor)
+        return private.make_subclass(Tensor if issubclass(kind, Parameter) else kind, tensor)
     finally:
         if excluded:
             private.set_dispatch_key_excluded(_COUNTS_VERSIONS, True)

@@ -82,8 +82,8 @@ class StorageTable(Generic[T]):
     Attributes:
         name: the attribute of storages that holds their entry, for code too hot for a call:
             `storage.__dict__.get(table.name)`.
-        refs: of the storages that have an entry, and of some that had one: at most twice as many in all, or
-            `PRUNED_AT`.
+        refs: of the storages that have an entry, and of some that had one: `put` leaves at most twice as many
+            in all, or `PRUNED_AT`.
     """
 
     def __init__(self) -> None:
