@@ -71,7 +71,7 @@ def times_in_turns(
                     applied(model).remove()
             turn += 1
             turn_s = (time.perf_counter() - begins) / turn
-            turns = max(LEAST_TURNS, min(MOST_TURNS, int(ENOUGH_S / turn_s)))
+            turns = max(turn, LEAST_TURNS, min(MOST_TURNS, int(ENOUGH_S / turn_s)))
             log.info("turn %d of %d, about %.0f s more", turn, turns, turn_s * (turns - turn))
     return taken
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -274,6 +276,19 @@ def test_times_in_turns_put_the_model_back() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     with pytest.raises(ac_client.NotApplied):
         ac_client.applied(model)
+
+
+def test_last_turn_is_the_last_of_all_if_turns_become_slower(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, rows = real(1)
+    way = PlannedSize(1, plan(profile(model, rows), budget_bytes=3 << 20).policy())
+    ticks = itertools.accumulate(itertools.chain([0.1] * 13, itertools.repeat(20.0)))  # three for each turn
+    monkeypatch.setattr(timed_sizes, "time", SimpleNamespace(perf_counter=ticks.__next__))
+    with caplog.at_level(logging.INFO, "ac_client.fit"):
+        (taken,) = times_in_turns(lambda _: TrainingSetup(model, (rows,)), [way], None)
+    assert len(taken) == 5
+    assert caplog.messages[-1] == "turn 5 of 5, about 0 s more"
 
 
 def test_a_model_in_eval_is_timed_under_its_plans() -> None:
