@@ -23,7 +23,7 @@ from torch import nn
 from ac_client.compiled.policy_parts import PartCalls
 from ac_client.planning.batch_shape import ModelCall, leaves_of
 from ac_client.planning.trigger import ELSEWHERE, SMALL, TOGETHER, Form, PlannedFor, Warned
-from autoac.planner import OtherProfile, Plan, Policy, Profile, as_planned
+from autoac.planner import Plan, PlannerError, Policy, Profile, as_planned
 from autoac.planner.errors import Holding
 from autoac.planner.formats.policy import SAVE, Decision, cudnn_text
 from autoac.planner.formats.policy_set import Extent, Shape
@@ -285,7 +285,7 @@ class PlannedBucket:
         counted = map(self.planned_for.counted_in, (found, than))
         try:
             now, before = (as_planned(self.policy, profile).peak for profile in counted)
-        except OtherProfile:
+        except PlannerError:  # other ops, or a constraint that `found` does not meet
             return True
         return now > before + SMALL
 

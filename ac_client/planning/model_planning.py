@@ -358,7 +358,7 @@ class ModelPlanning:
         bucket.shown = shown
         if shown.over > planned.form.over and not bucket.takes_more(found, present):
             bucket.planned_for = replace(planned, form=shown)
-            if planned.peak > planned.limit:
+            if planned.peak > self.options.limit:
                 self.planner.warn_over_budget(planned.peak, "measured steps take more than an observed one")
             return bucket
         held = replace(planned.present, optimizers=optimizers_in(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
+from ac_client.planning.plan_batch import BatchPlanner
 from ac_client.planning.trigger import WATCHED_STEPS
 from autoac.planner import Bounds, bounds, build
 from autoac.planner.units import GIB
@@ -130,6 +132,42 @@ def test_plan_stays_if_an_observed_step_does_not_show_what_it_is_corrected_for(
     assert report.corrections == 1
     assert report.corrected_by_bytes > 0
     assert "(measured steps take more than an observed one)" in caplog.text
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_observed_step_that_takes_more_in_backward_is_planned_if_it_meets_the_constraints(
+    gpu: ModuleType, caplog: pytest.LogCaptureFixture, meets: bool
+) -> None:
+    """It has the ops of the first step. If it does not meet them, the plan stays, and training goes on."""
+    task, known = task_of("cuda:1"), bounds_of("cuda:1")
+    model, optimizer, batch = task.made()
+    rules = ac_client.Constraints(gradients="absent")
+    ac_client.apply(model, between(known, 0.6) / GIB, optimizer=optimizer, constraints=rules)
+    made = partial(torch.empty, known.ceiling - known.floor, dtype=torch.uint8, device=task.device)
+    for i in range(6):
+        if i == 2:
+            model.head.weight.register_hook(lambda _: made() is None or None)
+        torch.cuda.reset_peak_memory_stats(task.device)
+        model(**batch)["loss"].backward()
+        optimizer.step()
+        if meets or i != 2:
+            optimizer.zero_grad()
+    assert "and the next step is observed" in caplog.text
+    assert (ac_client.applied(model).report().corrected_by_bytes == 0) == meets
+    assert ("no plan could be made for that (gradients must be" in caplog.text) != meets
+
+
+def test_no_warning_says_that_a_budget_cannot_be_kept_which_the_plan_keeps(
+    gpu: ModuleType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of a peak is below the budget if that is for reserved bytes."""
+    known = bounds_of("cuda:1")
+    limit, more = between(known, 0.6), known.ceiling - known.floor
+    monkeypatch.setattr(BatchPlanner, "limit_of", lambda *_: limit)
+    _, _, report = train_with_more(gpu, 2 * limit, {i: more for i in range(2, 8) if i != 3})
+    assert "and the next step is observed" in caplog.text
+    assert limit < report.predicted_peak_bytes < 2 * limit
+    assert "cannot be kept" not in caplog.text
 
 
 def test_counter_that_stays_equal_over_a_step_does_not_loosen_the_plan(gpu: ModuleType) -> None:
