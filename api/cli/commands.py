@@ -204,7 +204,7 @@ def create(
     from autoac.api.storage.keys import Scope, create_key
 
     if not name.isprintable() or name != name.strip() or not 1 <= len(name) <= MOST_OF_A_NAME:
-        text = f"NAME must be 1 to {MOST_OF_A_NAME} printable characters, no space at its ends, got {name!r}"
+        text = f"NAME must be 1 to {MOST_OF_A_NAME} printable characters, without spaces around, got {name!r}"
         raise typer.BadParameter(text)
     with _one_line_errors(), _ready_database(Settings.load()) as database, database.write() as connection:
         key, secret = create_key(connection, name, Scope[scope.upper()])
