@@ -359,7 +359,8 @@ class ModelPlanning:
         if shown.over > planned.form.over and not bucket.takes_more(found, present):
             bucket.planned_for = replace(planned, form=shown)
             if planned.peak > self.options.limit:
-                self.planner.warn_over_budget(planned.peak, "measured steps take more than an observed one")
+                why = "steps take more than predicted, and an observed one does not show why"
+                self.planner.warn_over_budget(planned.peak, why)
             return bucket
         held = replace(planned.present, optimizers=optimizers_in(found))
         terms = replace(

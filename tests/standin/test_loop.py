@@ -131,7 +131,7 @@ def test_plan_stays_if_an_observed_step_does_not_show_what_it_is_corrected_for(
     assert recomputed[1] < recomputed[4] == recomputed[7], recomputed
     assert report.corrections == 1
     assert report.corrected_by_bytes > 0
-    assert "(measured steps take more than an observed one)" in caplog.text
+    assert "(steps take more than predicted, and an observed one does not show why)" in caplog.text
 
 
 @pytest.mark.parametrize("meets", [True, False])
