@@ -20,8 +20,8 @@ from autoac.profiler.steps.training_loop import TrainingStep
 
 log = logging.getLogger("ac_client.fit")
 
-MOST_TURNS, LEAST_TURNS = 7, 3
-ENOUGH_S = 60.0  # for all turns
+MOST_TURNS, LEAST_TURNS = 21, 3
+ENOUGH_S = 20.0  # for all turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ def times_in_turns(
     """Return the microseconds of a few steps of each way, without the optimizer's step.
 
     The ways take turns, so that what else the machine does adds to all alike. Each step runs as it would in
-    training: under no other plan than its own, and after a step that is not counted. There are seven turns,
-    or as many as a minute has room for, but at least three. Gradients, buffers and generators are put back.
+    training: under no other plan than its own, and after a step that is not counted. There are 21 turns,
+    or as many as twenty seconds allow, but at least three. Gradients, buffers and generators are put back.
 
     Args:
         setup: returns the model and the batch of a size. The first one's model runs all steps.

@@ -20,7 +20,7 @@ import ac_client
 from ac_client import Constraints, Fit, InfeasibleBudget, InvalidBudget, SolverOutOfTime, timed_sizes
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.model_loader import TrainingSetup
-from ac_client.timed_sizes import MOST_TURNS, PlannedSize, times_in_turns
+from ac_client.timed_sizes import LEAST_TURNS, MOST_TURNS, PlannedSize, times_in_turns
 from autoac.planner import InvalidLimit, Plan, Profile, bounds, build, find_minimum_peak, plan, plan_with_host
 from autoac.profiler import DATASHEETS, CannotFake, Device, profile
 
@@ -132,12 +132,19 @@ def test_a_size_that_changes_nothing_is_an_error() -> None:
         fit(lambda _: layers(2), 600 * MIB_IN_GB, on="h100")
 
 
-def test_long_steps_take_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take as many turns as for long steps."""
     monkeypatch.setattr(timed_sizes, "ENOUGH_S", 0.0)
+
+
+@pytest.mark.parametrize(("enough_s", "turns"), [(0.0, LEAST_TURNS), (1e9, MOST_TURNS)])
+def test_long_steps_take_fewer_turns(monkeypatch: pytest.MonkeyPatch, enough_s: float, turns: int) -> None:
+    monkeypatch.setattr(timed_sizes, "ENOUGH_S", enough_s)
     model, rows = real(2)
     policy = plan(profile(model, rows), budget_bytes=3 << 20).policy()
     [times] = times_in_turns(lambda _: TrainingSetup(model, (rows,)), [PlannedSize(2, policy)], None)
-    assert len(times) == timed_sizes.LEAST_TURNS
+    assert len(times) == turns
 
 
 def test_packed_sequences_are_admitted_up_to_the_largest_size(found: Fit) -> None:
@@ -270,8 +277,8 @@ def test_times_in_turns_put_the_model_back() -> None:
     model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
     ways = [PlannedSize(2, policies[2], 2), PlannedSize(4, policies[4])]
     taken = times_in_turns(lambda size: TrainingSetup(model, (real(size)[1],)), ways, None)
-    assert [len(times) for times in taken] == [MOST_TURNS, MOST_TURNS]
-    assert sorted(calls) == [len(rows)] * 2 * (2 * MOST_TURNS) + [2 * len(rows)] * 2 * MOST_TURNS
+    assert [len(times) for times in taken] == [LEAST_TURNS, LEAST_TURNS]
+    assert sorted(calls) == [len(rows)] * 2 * (2 * LEAST_TURNS) + [2 * len(rows)] * 2 * LEAST_TURNS
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     with pytest.raises(ac_client.NotApplied):
@@ -284,6 +291,7 @@ def test_last_turn_is_the_last_of_all_if_turns_become_slower(
     model, rows = real(1)
     way = PlannedSize(1, plan(profile(model, rows), budget_bytes=3 << 20).policy())
     ticks = itertools.accumulate(itertools.chain([0.1] * 13, itertools.repeat(20.0)))  # three for each turn
+    monkeypatch.setattr(timed_sizes, "ENOUGH_S", 20.0)
     monkeypatch.setattr(timed_sizes, "time", SimpleNamespace(perf_counter=ticks.__next__))
     with caplog.at_level(logging.INFO, "ac_client.fit"):
         (taken,) = times_in_turns(lambda _: TrainingSetup(model, (rows,)), [way], None)
@@ -300,7 +308,7 @@ def test_a_model_in_eval_is_timed_under_its_plans() -> None:
     with SeenOps() as ops:
         times_in_turns(lambda _: TrainingSetup(model, (rows,)), [PlannedSize(8, tight.policy())], None)
     assert again > 0
-    assert ops.ran["gelu"] == (4 + again) * 2 * MOST_TURNS
+    assert ops.ran["gelu"] == (4 + again) * 2 * LEAST_TURNS
     assert not model.training
 
 
@@ -359,7 +367,7 @@ def test_sizes_with_batches_of_one_shape_are_each_timed_under_their_own_plan() -
     with SeenOps() as ops:
         times_in_turns(lambda size: TrainingSetup(model, (row, size * 256)), ways, None)
     assert again > 0
-    assert ops.ran["gelu"] == (4 + again + 4) * 2 * MOST_TURNS
+    assert ops.ran["gelu"] == (4 + again + 4) * 2 * LEAST_TURNS
 
 
 def classes(size: int, *, closed_over: bool) -> dict[str, Any]:
