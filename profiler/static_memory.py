@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autoac.planner.formats.profile import Profile, StaticBytes
 from autoac.planner.units import rounded_bytes
-from autoac.profiler.timing.on_device import seconds
+from autoac.profiler.timing.on_device import cache_overwriter, least_s
 from autoac.profiler.timing.roofline import Device
 from autoac.tape.distributed.ddp import buckets_of
 from autoac.tape.distributed.fsdp import local, parameters_of
@@ -364,7 +364,6 @@ def optimizer_step_us(optimizer: torch.optim.Optimizer, device: torch.device) ->
     The copy has parameters, gradients and state of its own, and the caches have none of them, as after a
     backward. If it cannot step, as without room for these, the result is 0.
     """
-    caches = partial(torch.ones, 1 << 24, dtype=torch.uint8, device=device)
 
     def own(parameter: Tensor) -> Tensor:
         copied = torch.zeros_like(local(parameter)).requires_grad_()
@@ -374,10 +373,11 @@ def optimizer_step_us(optimizer: torch.optim.Optimizer, device: torch.device) ->
     total_s = 0.0
     try:
         with generators_restored(device), torch.no_grad(), _silent_step_hooks():
+            before = cache_overwriter(device, cpu_nbytes=1 << 24)
             for one in (one for one in unwrapped(optimizer) if not _held_by(one)):
                 trained = [[p for p in group["params"] if p.requires_grad] for group in one.param_groups]
                 twin = _copy_on({}, one, [{"params": list(map(own, group))} for group in trained])
-                total_s += min(seconds(partial(type(one).step, twin), device, caches) for _ in range(6))
+                total_s += least_s(partial(type(one).step, twin), device, before)
     except Exception:  # noqa: BLE001 - the optimizer is the user's code
         return 0.0
     return 1e6 * total_s

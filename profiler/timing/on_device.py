@@ -34,6 +34,8 @@ from autoac.tape.torch_facts.private import (
 )
 from autoac.tape.torch_facts.storage_table import has_storage
 
+Call = Callable[[], object]
+
 PRODUCT_ROWS = 768  # rows and columns of the products that measure the peak on the CPU
 PRODUCT_ROWS_ON_GPU = 4096
 COPIED_NBYTES = 2**26  # copied to measure the bandwidth
@@ -97,14 +99,16 @@ def _memory_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def least_s(call: Callable[[], object], device: torch.device, runs: int = 5) -> float:
-    """Return the shortest time of several calls, in seconds. The first call warms up."""
-    return min(seconds(call, device) for _ in range(runs + 1))
+def least_s(call: Call, device: torch.device, before: Call = lambda: None) -> float:
+    """Return the shortest time of several calls, in seconds. The first call warms up.
+
+    Args:
+        before: runs before each call and is not timed.
+    """
+    return min(seconds(call, device, before) for _ in range(6))
 
 
-def seconds(
-    call: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None
-) -> float:
+def seconds(call: Call, device: torch.device, before: Call = lambda: None) -> float:
     """Return the time of one call: by the host's clock on the CPU, by events of the stream elsewhere.
 
     On a GPU, work is queued ahead of the call. If the device runs out of work before the host has launched
@@ -135,10 +139,10 @@ def seconds(
             return float(begin_event.elapsed_time(end_event)) / 1e3
 
 
-def cache_overwriter(device: torch.device) -> Callable[[], object]:
-    """Return a function that replaces what the caches of `device` hold; on the CPU it does nothing."""
+def cache_overwriter(device: torch.device, cpu_nbytes: int = 0) -> Call:
+    """Return a function that replaces what the caches of `device` hold; on the CPU it writes `cpu_nbytes`."""
     if device.type == "cpu":
-        return lambda: None
+        return torch.empty(cpu_nbytes, dtype=torch.uint8).zero_ if cpu_nbytes else lambda: None
     cache_nbytes = torch.get_device_module(device).get_device_properties(device).L2_cache_size
     if torch.version.hip is not None:
         cache_nbytes += CACHE_BEHIND_L2_ON_ROCM

@@ -42,6 +42,12 @@ def profile_of(size: int) -> Profile:
     return profile(model, batch, on=DATASHEETS["h100"])
 
 
+@pytest.fixture(autouse=True)
+def few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take as many turns as for long steps."""
+    monkeypatch.setattr(timed_sizes, "ENOUGH_S", 0.0)
+
+
 @pytest.fixture(scope="module")
 def found() -> Fit:
     return fit(layers, 600 * MIB_IN_GB, on="h100")
@@ -130,12 +136,6 @@ def test_a_model_that_runs_other_ops_from_step_to_step_is_profiled_at_each_size(
 def test_a_size_that_changes_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="steps of the sizes 2, 3, 5 all take"):
         fit(lambda _: layers(2), 600 * MIB_IN_GB, on="h100")
-
-
-@pytest.fixture(autouse=True)
-def few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take as many turns as for long steps."""
-    monkeypatch.setattr(timed_sizes, "ENOUGH_S", 0.0)
 
 
 @pytest.mark.parametrize(("enough_s", "turns"), [(0.0, LEAST_TURNS), (1e9, MOST_TURNS)])
