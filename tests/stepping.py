@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Graph, Policy, Profile, build, find_minimum_peak, plan, schedule, simulate
-from autoac.planner.formats.op_key import OpKey
+from autoac.planner.formats.op_key import OpKey, name_in_keys
 from autoac.planner.memory.schedule import Compute, Recompute
 from autoac.planner.problem.graph import SaveSet
 from autoac.profiler import profile
@@ -33,13 +33,22 @@ from autoac.tape.capture.allocations import AllocationRecord
 from autoac.tape.errors import COMPILED_SINCE
 from autoac.tape.runtime import replay
 from autoac.tape.runtime.nodes import Node, live_versions
-from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts import minor_version
 
 M = TypeVar("M", bound=nn.Module)
 
 COMPILES = minor_version() >= COMPILED_SINCE
 needs_compiled_plans = pytest.mark.skipif(not COMPILES, reason="compiled models are refused under this torch")
+
+
+class EventLog:
+    """The compute and recompute events of a run, in order, as `planner/memory/schedule.py` defines them."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []  # (kind, name of the op in keys)
+
+    def __call__(self, kind: str, name: str) -> None:
+        self.events.append((kind, name_in_keys(name)))
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,7 @@ from autoac.tape.capture.op_recorder import RecordedStorage
 from autoac.tape.errors import CannotFake
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.op_facts import OpFacts, facts_of
-from autoac.tape.torch_facts.op_signature import outputs_of, tensors_in
+from autoac.tape.torch_facts.op_signature import Args, Kwargs, outputs_of, tensors_in
 from autoac.tape.torch_facts.private import FakeTensorMode
 from autoac.tape.torch_facts.storage_table import StorageTable, has_storage, watching_resizes
 from autoac.tape.torch_facts.view_recipes import make_view, recipe_of
@@ -26,11 +26,7 @@ from autoac.tape.torch_facts.view_recipes import make_view, recipe_of
 # Autograd writes these sums into a new or unshared gradient, but for tensor subclasses into a new tensor:
 # `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp, and `index_backward` and
 # `value_selecting_reduction_backward` in torch/csrc/autograd/FunctionsManual.cpp.
-_IN_PLACE_FOR_REAL = {
-    torch.ops.aten.add.Tensor,
-    torch.ops.aten.index_put.default,
-    torch.ops.aten.scatter.src,
-}
+_IN_PLACE_FOR_REAL = {torch.ops.aten.add.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.scatter.src}
 
 
 class FakeAllocations(KnownValues):
@@ -99,9 +95,7 @@ class FakeAllocations(KnownValues):
         """Return the block at `address`. No address is used twice."""
         return self._blocks[address - 1] if address else None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if out is NotImplemented or func is torch.ops.prim.device.default:  # called very often
@@ -116,7 +110,7 @@ class FakeAllocations(KnownValues):
             self._now_us += self._runtime_us(facts, func, args, kwargs, out)
         return out
 
-    def _run(self, facts: OpFacts, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, facts: OpFacts, func: Any, args: Args, kwargs: Kwargs) -> Any:
         on_meta = list(filter(_has_no_values, tensors_in(args, kwargs)))
         if not on_meta:
             return super()._run(facts, func, args, kwargs)
@@ -172,7 +166,7 @@ class FakeAllocations(KnownValues):
             else:
                 change.block.freed_at = position
 
-    def _note_output(self, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _note_output(self, tensor: Tensor, args: Args, kwargs: Kwargs) -> None:
         if not has_storage(tensor):
             return
         storage = tensor.untyped_storage()

@@ -11,7 +11,7 @@ would build attention masks that it does without in training.) The output of an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from autoac.tape.distributed.wrapped_tensors import wraps_others
 from autoac.tape.errors import CannotFake
 from autoac.tape.torch_facts.op_facts import OpFacts, facts_of, written_tensors
-from autoac.tape.torch_facts.op_signature import outputs_of, tensors_in
+from autoac.tape.torch_facts.op_signature import Args, Kwargs, outputs_of, tensors_in
 from autoac.tape.torch_facts.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -55,9 +55,7 @@ class KnownValues(TorchDispatchMode):
     def is_infra_mode(cls) -> bool:
         return True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # called very often
             return func(*args, **kwargs)
@@ -65,7 +63,7 @@ class KnownValues(TorchDispatchMode):
             return NotImplemented  # the ops on what they wrap come one by one
         return self._run(facts_of(func), func, args, kwargs)
 
-    def _run(self, facts: OpFacts, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, facts: OpFacts, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run an op for real if it reads only known tensors, else on fake tensors."""
         inputs = list(tensors_in(args, kwargs))
         if not all(map(self._is_known, inputs)):

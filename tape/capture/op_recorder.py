@@ -41,19 +41,13 @@ from autoac.tape.torch_facts.op_facts import (
     unread_argument,
     written_tensors,
 )
-from autoac.tape.torch_facts.op_signature import flops_of, outputs_of, signature_of, tensors_in
+from autoac.tape.torch_facts.op_signature import Args, Kwargs, flops_of, outputs_of, signature_of, tensors_in
 from autoac.tape.torch_facts.rng import UsedGenerators, generator_of
 from autoac.tape.torch_facts.storage_table import StorageTable, has_storage
 from autoac.tape.torch_facts.streams import has_streams
 from autoac.tape.torch_facts.view_recipes import Recipe, recipe_of
 from autoac.tape.unseen.function_calls import SMALL, FunctionCall
-from autoac.tape.unseen.moving_weights import (
-    MOVES,
-    Memory,
-    memory_of,
-    moving_weights,
-    parameter_of,
-)
+from autoac.tape.unseen.moving_weights import MOVES, Memory, memory_of, moving_weights, parameter_of
 
 CROSSES_FORWARDS = "another forward reads it"
 CROSSES_STREAMS = "another stream reads it"
@@ -209,7 +203,7 @@ class OpRecorder:
         for reader in self._readers.of(storage) or ():
             self.record.ops[reader].force_save(reason)
 
-    def begin(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunningOp:
+    def begin(self, facts: OpFacts, args: Args, kwargs: Kwargs) -> RunningOp:
         """Record an op that is about to run. The caller sets its marks, and calls `end`."""
         index = len(self.record.ops)
         written = written_tensors(facts, args, kwargs)
@@ -230,14 +224,7 @@ class OpRecorder:
         return RunningOp(op, written, operands)
 
     def _add_op(
-        self,
-        facts: OpFacts,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        reads: tuple[int, ...],
-        reason: str,
-        *,
-        draws: bool,
+        self, facts: OpFacts, args: Args, kwargs: Kwargs, reads: tuple[int, ...], reason: str, *, draws: bool
     ) -> RecordedOp:
         """Record an op that reads `reads`, and that cannot run again for `reason`; "" if it can."""
         pin = self.pins.get(self.module)
@@ -267,9 +254,7 @@ class OpRecorder:
         self.record.ops.append(op)
         return op
 
-    def end(
-        self, running: RunningOp, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-    ) -> None:
+    def end(self, running: RunningOp, func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
         """Record what the op of `begin` has returned and written."""
         op, index, written = running.op, len(self.record.ops) - 1, running.written
         op.flops = flops_of(func, args, kwargs, out)
@@ -287,13 +272,13 @@ class OpRecorder:
         tensors: Iterable[Tensor],
         op: int,
         unread: Sequence[Tensor] = (),
-        described: Tensor | None = None,
+        like: Tensor | None = None,
     ) -> tuple[int, ...]:
         """Note that `op` reads `tensors`; return their versions.
 
         Args:
             unread: tensors from outside of which `op` does not need the contents to run again.
-            described: a tensor of which `op` reads no contents.
+            like: a tensor of which `op` reads no contents.
         """
         reads: dict[int, None] = {}
         for tensor in tensors:
@@ -309,7 +294,7 @@ class OpRecorder:
                 if not self._compiled_depth and self.record.ops[self.record.versions[version].op].compiled:
                     self.force_save(version, ANOTHER_GRAPH)
                 self.note_stream(version)
-                if tensor is not described:
+                if tensor is not like:
                     self.note_contents(version)
             elif not any(tensor is other for other in unread):
                 self._note_reader(tensor, op)
@@ -320,9 +305,7 @@ class OpRecorder:
         if self.record.versions[version].blank:
             self.force_save(version, UNSEEN)
 
-    def begin_function(
-        self, call: FunctionCall, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> RecordedOp:
+    def begin_function(self, call: FunctionCall, args: Args, kwargs: Kwargs) -> RecordedOp:
         """Record a call of a Function that is about to run. The caller sets its marks."""
         tensors, index = call.arguments.tensors, len(self.record.ops)
         moves = sum(map(self.moves, tensors))  # notes all of them
@@ -340,7 +323,7 @@ class OpRecorder:
                 self.record.ops[-1].force_save(WRITES_ARGUMENTS)
             self._new_version(tensor, index, only_write=False)
 
-    def begin_inside(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def begin_inside(self, facts: OpFacts, args: Args, kwargs: Kwargs) -> None:
         """Note an op inside of a Function, which is recorded as a whole, before it runs."""
         if facts.collective:
             note_groups(facts, args, kwargs)
@@ -348,9 +331,7 @@ class OpRecorder:
             self.generators.keep(generator_of(args, kwargs))
             self.record.ops[-1].random = True
 
-    def end_inside(
-        self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-    ) -> None:
+    def end_inside(self, func: Any, facts: OpFacts, args: Args, kwargs: Kwargs, out: Any) -> None:
         """Note what the op of `begin_inside` has returned and written."""
         for tensor in written_tensors(facts, args, kwargs):
             self._new_version(tensor, len(self.record.ops) - 1, only_write=False)
@@ -462,7 +443,7 @@ class OpRecorder:
         if only_write:
             self.record.versions[-1].window = recipe_of(tensor)
 
-    def _new_output(self, tensor: Tensor, op: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _new_output(self, tensor: Tensor, op: int, args: Args, kwargs: Kwargs) -> None:
         if not has_storage(tensor):
             self.record.ops[op].must_save = "its output has no storage of its own"
             return

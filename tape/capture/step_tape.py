@@ -16,7 +16,7 @@ tensor (`replaced`), so that the record shows when the node frees it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,7 @@ from autoac.tape.capture.saved_tensor_recorder import SavedEvent, SavedTensorRec
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.module_paths import ROOT
 from autoac.tape.torch_facts.op_facts import OpFacts, facts_of
+from autoac.tape.torch_facts.op_signature import Args, Kwargs
 from autoac.tape.torch_facts.storage_table import has_storage
 from autoac.tape.unseen.function_calls import FunctionCall
 from autoac.tape.unseen.held_storages import HeldStorages
@@ -211,7 +212,7 @@ class StepTape:
             return self.recorder.module in self.wrappers
         return bool(self._op.must_save)
 
-    def call(self, kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, kernel: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Call the kernel of the op that runs, between two marks."""
         op, self._op = self._op, None
         if op is None:
@@ -222,7 +223,7 @@ class StepTape:
         finally:
             op.end_mark = self._mark()
 
-    def begin_function(self, call: FunctionCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def begin_function(self, call: FunctionCall, args: Args, kwargs: Kwargs) -> None:
         """Record a call of a Function, whose `run` is then called by `call`."""
         self.held.look()
         self._began = self._mark()

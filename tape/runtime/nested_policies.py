@@ -20,10 +20,9 @@ from autoac.planner.formats.profile import LIFTABLE
 from autoac.tape.checkpoints.own_checkpoints import context_of_forward
 from autoac.tape.runtime.cursor import Cursor, UseGroup
 from autoac.tape.torch_facts.op_facts import OpFacts
+from autoac.tape.torch_facts.op_signature import Args, Kwargs
 from autoac.tape.torch_facts.private import OpOverload, OpOverloadPacket
 
-Args = Sequence[Any]
-Kwargs = dict[str, Any]
 PolicyCallable = Callable[..., CheckpointPolicy | bool]
 
 # Tuples: the hash of an enumeration is a call.

@@ -14,7 +14,7 @@ from autoac.tape.runtime.cursor import UseGroup
 from autoac.tape.runtime.cuts import Cuts
 from autoac.tape.runtime.nested_policies import PlannedPolicy, PolicyFrame, parse_policy
 from autoac.tape.runtime.region import Region
-from autoac.tape.runtime.replay import EventLog
+from autoac.tape.runtime.replay import Log
 from autoac.tape.torch_facts.inductor import dynamo_is_active, keep_dynamo_out
 
 
@@ -53,7 +53,7 @@ class save_recompute_policy:
         self,
         policy: Any,
         *,
-        log: EventLog | None = None,
+        log: Log | None = None,
         checkpoint: UseGroup | None = None,
         site: Hashable = None,
         cuts: Cuts | None = None,

@@ -30,6 +30,7 @@ from autoac.tape.runtime.saved_handles import SavedHandle, handle_for
 from autoac.tape.runtime.tracked_storages import TrackedStorages
 from autoac.tape.runtime.write_guard import version_counter
 from autoac.tape.torch_facts.op_facts import OpFacts
+from autoac.tape.torch_facts.op_signature import Args, Kwargs
 from autoac.tape.torch_facts.view_recipes import recipe_of
 from autoac.tape.unseen.function_calls import FunctionCall
 
@@ -96,7 +97,7 @@ class RecordedFunction:
             next_order(), self.call.facts.name, self.call.rerun, args, {}, tuple(reads), None, stream
         )
 
-    def note_op(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def note_op(self, facts: OpFacts, args: Args, kwargs: Kwargs) -> None:
         """Note an op of the call. If it shows that the call must be saved, hold nothing to rerun it."""
         self.call.note_op(facts, args, kwargs)
         if self.call.unseen and self._copies is not None:

@@ -73,7 +73,7 @@ from autoac.tape.runtime.moves.region_moves import RegionMoves
 from autoac.tape.runtime.nested_policies import PlannedPolicy, PolicyFrame, PolicyStack
 from autoac.tape.runtime.nodes import Node, NodeVersion, UnsupportedTensor, next_order, run_with_shape
 from autoac.tape.runtime.recorded_function import RecordedFunction
-from autoac.tape.runtime.replay import EventLog, RegionGraph, nothing_held, recording_off
+from autoac.tape.runtime.replay import Log, RegionGraph, nothing_held, recording_off
 from autoac.tape.runtime.saved_tensor_hooks import RegionHooks
 from autoac.tape.runtime.tracked_storages import ForwardHolds, TrackedStorages, move_handles
 from autoac.tape.runtime.write_guard import note_wrappers
@@ -87,7 +87,7 @@ from autoac.tape.torch_facts.op_facts import (
     updates_statistics,
     written_tensors,
 )
-from autoac.tape.torch_facts.op_signature import outputs_of, tensors_in
+from autoac.tape.torch_facts.op_signature import Args, Kwargs, outputs_of, tensors_in
 from autoac.tape.torch_facts.rng import capture_generator, generator_of
 from autoac.tape.torch_facts.storage_table import has_storage
 from autoac.tape.torch_facts.streams import has_streams, hold_for_current_stream, streams_seen
@@ -111,7 +111,7 @@ class Region(RecordingMode):
     """
 
     def __init__(
-        self, log: EventLog | None = None, *, cuts: Cuts | None = None, tape: StepTape | None = None
+        self, log: Log | None = None, *, cuts: Cuts | None = None, tape: StepTape | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._log = log
@@ -230,12 +230,8 @@ class Region(RecordingMode):
         it wrote detects the write.
         """
         depth = private.len_dispatch_stack()
-        if (
-            self._paused
-            or depth == 0
-            or private.get_dispatch_stack_at(depth - 1) is not self
-            or not self.storages.note_counters()
-        ):
+        innermost = private.get_dispatch_stack_at(depth - 1) if depth else None
+        if self._paused or innermost is not self or not self.storages.note_counters():
             return False
         self._paused = True
         private.pop_dispatch_stack(None)
@@ -274,7 +270,7 @@ class Region(RecordingMode):
             self._tape.recorder.leave_compiled()
             self._written = ()
 
-    def run_compiled(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run_compiled(self, func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run an op of a compiled graph that an observed step interprets."""
         depth, recording_off.depth = recording_off.depth, 0
         try:
@@ -300,9 +296,7 @@ class Region(RecordingMode):
         if self._tape is not None:
             self._tape.recorder.hold(tensors, reason)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if types and any(map(wraps_others, types)):
             note_wrappers(tensors_in(args, kwargs or {}))
             self.storages.writes += 1  # no pause here: it would hide the wrappers that are made in it
@@ -347,7 +341,7 @@ class Region(RecordingMode):
             written = written_tensors(facts, args, kwargs) if facts.mutates else ()
             self.storages.cut(tensors_in(args, kwargs or {}), written)
         if self._log is not None:
-            self._log.add("compute", facts.name)
+            self._log("compute", facts.name)
         if facts.fills_packed >= 0:
             self._hooks.note_fill(args[facts.fills_packed])
         policy = self._policy
@@ -378,7 +372,7 @@ class Region(RecordingMode):
 
     note_wrappers = staticmethod(note_wrappers)  # on which a Function of torch's own runs
 
-    def run_function(self, cls: type, args: Sequence[Any], kwargs: dict[str, Any], apply: Apply) -> Any:
+    def run_function(self, cls: type, args: Args, kwargs: Kwargs, apply: Apply) -> Any:
         """Run a Function as one op, which the policies decide."""
         if recording_off.depth or self._function is not None:
             return apply(*args, **kwargs)
@@ -391,7 +385,7 @@ class Region(RecordingMode):
         if self.storages.cuts is not None:
             self.storages.cut(call.arguments.tensors, ())
         if self._log is not None:
-            self._log.add("compute", call.facts.name)
+            self._log("compute", call.facts.name)
         tape = self._tape
         if tape is not None:
             tape.begin_function(call, args, kwargs)
@@ -427,12 +421,7 @@ class Region(RecordingMode):
         return out
 
     def _run_in_function(
-        self,
-        function: RecordedFunction,
-        func: Any,
-        facts: OpFacts,
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
+        self, function: RecordedFunction, func: Any, facts: OpFacts, args: Args, kwargs: Kwargs | None
     ) -> Any:
         """Run an op inside of a Function, which is recorded as a whole."""
         if function.is_known and not self._asks_inside and self._tape is None:
@@ -450,9 +439,7 @@ class Region(RecordingMode):
             if origin.node.stream != self._stream:
                 self.storages.save(tensor)
 
-    def _run_saved(
-        self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None
-    ) -> Any:
+    def _run_saved(self, func: Any, facts: OpFacts, args: Args, kwargs: Kwargs | None) -> Any:
         """Run an op that backward does not run again."""
         if facts.mutates:
             if facts.opaque and not facts.writes_any:
@@ -466,7 +453,7 @@ class Region(RecordingMode):
             return self._tape.call(facts.again or facts.call, args, kwargs or {})
         return facts.call(*args, **kwargs) if kwargs else facts.call(*args)
 
-    def _run_opaque(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run_opaque(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run a higher-order op; version counters show afterwards which of its operands it wrote."""
         operands = tensor_versions((args, kwargs))
         if self._tape is not None:  # no plan has saved what reads them, so the old contents are kept
@@ -478,19 +465,14 @@ class Region(RecordingMode):
                 self.storages.after_opaque_write(tensor)
         return out
 
-    def _run_recorded(
-        self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None
-    ) -> Any:
+    def _run_recorded(self, func: Any, facts: OpFacts, args: Args, kwargs: Kwargs | None) -> Any:
         """Run an op that may run again in backward, and record a node for it."""
         storages = self.storages
         if storages.compares_reads:
             storages.look_last()
         replayed_args = args
-        if (
-            facts.statistics
-            and updates_statistics(facts, args, kwargs or {})
-            and not storages.writes_a_version(facts, args, kwargs)
-        ):
+        updates = facts.statistics and updates_statistics(facts, args, kwargs or {})
+        if updates and not storages.writes_a_version(facts, args, kwargs):
             # Replay without running statistics, so that they are updated once (pytorch#96136). Statistics
             # that a recorded op made are written again like any other version.
             replayed_args = [None if i in facts.statistics else arg for i, arg in enumerate(args)]

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoac.planner.formats.op_key import name_in_keys
 from autoac.tape.capture.step_tape import StepTape
 from autoac.tape.runtime.nodes import (
     FunctionNode,
@@ -141,15 +140,8 @@ class Pass:
                     stack.append(read.node)
 
 
-class EventLog:
-    """The compute and recompute events of a run, in order, as `planner/memory/schedule.py` defines them."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, str]] = []  # (kind, name of the op in keys)
-
-    def add(self, kind: str, name: str) -> None:
-        """Append an event of the op `name`; `kind` is "compute" or "recompute"."""
-        self.events.append((kind, name_in_keys(name)))
+Log = Callable[[str, str], object]
+"""Called with "compute" or "recompute" and the name of an op, for each that runs."""
 
 
 _numbers = itertools.count()
@@ -187,7 +179,7 @@ def _no_pass() -> None:
 class RegionGraph:
     """State shared by all that one region recorded: its backward passes in progress, and a lock."""
 
-    def __init__(self, log: EventLog | None) -> None:
+    def __init__(self, log: Log | None) -> None:
         self.lock = threading.RLock()
         self.handles: list[weakref.ref[Any]] = []  # of the region: each has a key, from this one on
         self.first_key = (number := next(_numbers)) << 32
@@ -403,7 +395,7 @@ def _fetch(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion) -
     """Queue the copies from the host of the outputs of `node`."""
     assert isinstance(node, MovedNode)
     if graph.log is not None:
-        graph.log.add("recompute", node.name)
+        graph.log("recompute", node.name)
     running.executed.add(node.order)
     for ref, copy in zip(node.outs, node.copies, strict=True):
         version = ref() if ref is not None else None
@@ -442,7 +434,7 @@ def _replay(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, 
     if kwargs:
         kwargs = {name: _argument(arg, node, cache, buffers) for name, arg in kwargs.items()}
     if graph.log is not None and node.order >= 0:  # a negative order marks a pinned version
-        graph.log.add("recompute", node.name)
+        graph.log("recompute", node.name)
     if node.flags != flags.current:
         flags.set(node.flags)
     began = tape.replays.begin() if tape is not None else None
@@ -454,12 +446,12 @@ def _replay(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, 
         tape.note_replay(node.order, began)
     for old, new in node.rewrites:
         version = new()
-        if version is not None and running.needs(version, target):
+        if version is not None and version.node is node and running.needs(version, target):
             storage = buffers[id(old)]
             cache[version.serial] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     for tensor, ref in zip((out,) if type(out) is Tensor else outputs_of(out), node.outs, strict=True):
         version = ref() if ref is not None else None
-        if version is None:
+        if version is None or version.node is not node:
             continue
         left = uses.get(version.serial)  # as `remaining_uses`; a call would cost as much
         if left is None:

@@ -34,12 +34,7 @@ from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.op_facts import OpFacts, written_tensors
 from autoac.tape.torch_facts.storage_table import StorageTable, has_storage
 from autoac.tape.torch_facts.view_recipes import Recipe, disjoint, make_view, recipe_of
-from autoac.tape.unseen.fingerprints import (
-    Fingerprint,
-    can_compare,
-    fingerprint_of,
-    same_contents,
-)
+from autoac.tape.unseen.fingerprints import Fingerprint, can_compare, fingerprint_of, same_contents
 from autoac.tape.unseen.function_calls import SMALL
 
 Origin = NodeVersion | Callable[[], Source | None]
@@ -306,7 +301,7 @@ class TrackedStorages:
             self.writes += 1
             self._table.drop(tensor)
 
-    def writes_a_version(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+    def writes_a_version(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
         """Return True if this call writes a storage whose contents a recorded op made."""
         return bool(self.versions_among(written_tensors(facts, args, kwargs)))
 

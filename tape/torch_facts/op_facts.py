@@ -7,7 +7,7 @@ or without). The tables of this file list what schemas leave out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from autoac.planner.formats.op_key import name_in_keys
 from autoac.planner.formats.profile import DECIDES, FUNCTIONAL_COLLECTIVE, LIFTABLE, SHAPED_BY_DATA
 from autoac.tape.torch_facts.nested_ops import NestedOp
-from autoac.tape.torch_facts.op_signature import outputs_of, tensors_in
+from autoac.tape.torch_facts.op_signature import Args, Kwargs, outputs_of, tensors_in
 from autoac.tape.torch_facts.private import HigherOrderOperator, OpOverload, tree_leaves
 from autoac.tape.torch_facts.rng import as_compiled
 from autoac.tape.torch_facts.storage_table import has_storage
@@ -208,7 +208,7 @@ class OpFacts:
         """Return a function that calls the op in backward. Call this from the mode that records the op."""
         return self.call.rerun() if isinstance(self.call, NestedOp) else self.again or self.call
 
-    def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def draws(self, args: Args, kwargs: Kwargs) -> bool:
         """Return True if a call draws random numbers: not if its dropout probability is 0."""
         if not self.random or self.dropout_at < 0:
             return self.random
@@ -336,7 +336,7 @@ def _must_save(op: OpOverload[Any, Any], collective: bool) -> str:
     return ""
 
 
-def decides(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
+def decides(facts: OpFacts, args: Args, kwargs: Kwargs, out: Any) -> bool:
     """Return True if a call turns floating-point numbers into integers or bools: indices or conditions.
 
     Integers computed from integers are the same a second time, for every kernel.
@@ -349,7 +349,7 @@ def decides(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], out:
     return any(t.dtype.is_floating_point or t.dtype.is_complex for t in tensors_in(args, kwargs))
 
 
-def unread_argument(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+def unread_argument(facts: OpFacts, args: Args, kwargs: Kwargs | None) -> Any:
     """Return the first argument if a call reads no contents of it, but only writes it or reads its shape."""
     if not (facts.may_skip_first and args):
         return None
@@ -358,7 +358,7 @@ def unread_argument(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
     return args[0]
 
 
-def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:
+def written_tensors(facts: OpFacts, args: Args, kwargs: Kwargs | None) -> list[Tensor]:
     """Return the tensors that a call writes."""
     if facts.writes == (0,) and args and isinstance(args[0], Tensor) and not facts.writes_named:
         return [args[0]]  # an op in place
@@ -381,7 +381,7 @@ def tensor_versions(operands: Any) -> list[tuple[Tensor, int]]:
     ]
 
 
-def updates_statistics(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def updates_statistics(facts: OpFacts, args: Args, kwargs: Kwargs) -> bool:
     """Return True if a call updates `facts.statistics`: batch norm in training."""
     return bool(facts.statistics) and _trains(args, kwargs)
 
@@ -398,6 +398,6 @@ def old_statistics(name: str, args: Sequence[Any]) -> Sequence[Any]:
     return [args[i] for i in _STATISTICS] if packet in _NEW_STATISTICS and trains else ()
 
 
-def _trains(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _trains(args: Args, kwargs: Kwargs) -> bool:
     """Return True if a batch norm call uses, and so updates, the statistics of its batch (argument 5)."""
     return bool(args[5] if len(args) > 5 else kwargs.get("training", True))

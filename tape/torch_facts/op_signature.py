@@ -11,6 +11,12 @@ from torch.utils.flop_counter import flop_registry
 
 from autoac.tape.torch_facts.storage_table import has_storage
 
+Args = Sequence[Any]
+"""The positional arguments of an op or a Function."""
+
+Kwargs = Mapping[str, Any]
+"""Its keyword arguments, by name."""
+
 _aten = torch.ops.aten
 _QUERY_OF: dict[Any, int] = {
     _aten._scaled_dot_product_flash_attention: 0,
@@ -23,7 +29,7 @@ _QUERY_OF: dict[Any, int] = {
 """The position of the query among the arguments; keys and values follow."""
 
 
-def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def tensors_in(args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
     """Yield the tensors among the arguments of an op, also those in lists and in lists of lists."""
     for arg in args:
         if isinstance(arg, Tensor):
@@ -39,7 +45,7 @@ def outputs_of(out: Any) -> Iterator[Tensor]:
     return tensors_in(out if isinstance(out, (list, tuple)) else (out,), {})
 
 
-def signature_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def signature_of(name: str, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     """Return op, types, shapes and strides of a call. Calls with equal signatures do the same work."""
 
     def describe(arg: Any) -> Any:
@@ -58,7 +64,7 @@ def signature_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     return (name, *(describe(a) for a in args), *((k, describe(v)) for k, v in sorted(kwargs.items())))
 
 
-def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+def flops_of(op: Any, args: Args, kwargs: Kwargs, out: Any) -> int:
     """Return the floating-point operations of a call, as torch counts them; 0 without a formula."""
     packet = getattr(op, "_overloadpacket", None)
     if packet is torch.ops.aten._grouped_mm:  # torch has no formula for it

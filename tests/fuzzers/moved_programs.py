@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from stepping import expected_log
+from stepping import EventLog, expected_log
 from torch import Tensor
 from waiting import engine_lets_go
 
@@ -37,7 +37,6 @@ from autoac.planner.problem.moves import Move, with_moves
 from autoac.profiler import Loop, observe
 from autoac.tape.runtime.cursor import Cursor, Route
 from autoac.tape.runtime.moves.host_memory import host_memory
-from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.module_paths import watch_modules
 from fuzzers.nested_checkpoints import BATCH, LENGTH, WIDTH
 from fuzzers.random_moves import ANY, random_moves

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import outputs_of_ranks
-from stepping import recomputed
+from stepping import EventLog, recomputed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -30,7 +30,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoac.tape.runtime.policy_context import save_recompute_policy
-from autoac.tape.runtime.replay import EventLog
 
 ROWS, WIDTH, STEPS = 4, 8, 10
 KINDS = 14

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from stepping import EventLog
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from unseen_kernels.layers import KINDS, WIDTH, Unseen
@@ -28,7 +29,6 @@ import ac_client
 from ac_client.planning import plan_batch
 from autoac.planner import PlannerError, find_minimum_peak, plan
 from autoac.profiler import ProfilerError, profile
-from autoac.tape.runtime.replay import EventLog
 from fuzzers.nested_checkpoints import Layer
 from fuzzers.random_programs import run_programs
 

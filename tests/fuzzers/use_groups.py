@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 from programs import same
-from stepping import expected_log
+from stepping import EventLog, expected_log
 from torch import Tensor, nn
 
 import ac_client
@@ -33,7 +33,6 @@ from autoac.planner.problem.use_groups import UseGroups, later_runs, with_use_gr
 from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.variables import Options
 from autoac.profiler import profile
-from autoac.tape.runtime.replay import EventLog
 from fuzzers.nested_checkpoints import BATCH, LENGTH, WIDTH, Layer
 from fuzzers.random_programs import run_programs
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch._functorch.config
 from fuzzers import moved_programs
-from stepping import same_gradients
+from stepping import EventLog, same_gradients
 from torch import nn
 
 import ac_client
@@ -41,7 +41,7 @@ from autoac.tape.runtime.moves import copies
 from autoac.tape.runtime.moves.host_memory import host_memory
 from autoac.tape.runtime.nodes import NodeVersion
 from autoac.tape.runtime.policy_context import save_recompute_policy
-from autoac.tape.runtime.replay import EventLog, Pass
+from autoac.tape.runtime.replay import Pass
 from autoac.tape.torch_facts.streams import streams_seen
 from benchmarks.models.gpt2 import gpt2
 
@@ -429,7 +429,7 @@ def test_compute_waits_at_the_unpack_and_not_at_the_end_of_the_unpacks_of_a_step
     def logged(running: Pass, versions: Iterable[NodeVersion]) -> None:
         for version in versions:
             if version.serial in running.arriving:
-                log.add("wait", version.node.name)
+                log("wait", version.node.name)
         awaits(running, versions)
 
     awaits = Pass.await_arrival

@@ -7,12 +7,11 @@ from types import ModuleType
 import pytest
 import torch
 from fuzzers.stream_programs import compare
-from stepping import recomputed
+from stepping import EventLog, recomputed
 from torch import Tensor
 
 from autoac.tape.runtime import region
 from autoac.tape.runtime.policy_context import save_recompute_policy
-from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.streams import streams_seen
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")

@@ -8,10 +8,10 @@ from unittest import mock
 
 import torch
 from checkpoints import checkpoint_each
+from stepping import EventLog
 from torch import Tensor, nn
 
 from autoac.tape.runtime.policy_context import save_recompute_policy
-from autoac.tape.runtime.replay import EventLog
 from unseen_kernels.library import seed_noise
 
 STEPS = 3  # under `apply`, the first is observed

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from checkpoints import same
-from stepping import gradients, recomputed, seeded
+from stepping import EventLog, gradients, recomputed, seeded
 from torch import Tensor, nn
 
 import ac_client
@@ -17,7 +17,6 @@ from autoac.planner.formats.profile import DECIDES
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId
 from autoac.profiler import profile
-from autoac.tape.runtime.replay import EventLog
 
 
 class Routed(nn.Module):

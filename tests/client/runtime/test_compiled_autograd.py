@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import Replays, recomputed, replays
+from stepping import EventLog, Replays, recomputed, replays
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -16,7 +16,6 @@ from torch._dynamo.utils import counters
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from autoac.tape.runtime.policy_context import save_recompute_policy
-from autoac.tape.runtime.replay import EventLog
 
 
 class Compiled:

@@ -15,7 +15,7 @@ import stepping
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from stepping import recomputed, smallest_found
+from stepping import EventLog, recomputed, smallest_found
 from torch import Tensor, nn
 
 import ac_client
@@ -23,7 +23,6 @@ from autoac.planner import Constraints
 from autoac.planner.units import GIB
 from autoac.profiler import profile
 from autoac.tape.runtime.policy_context import save_recompute_policy
-from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts import private
 
 pytestmark = [

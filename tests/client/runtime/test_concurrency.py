@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import SeenOps, policy_for, recomputed
+from stepping import EventLog, SeenOps, policy_for, recomputed
 from torch import Tensor, nn
 
 import ac_client
 from autoac.planner import Policy
 from autoac.tape.runtime.policy_context import active, save_recompute_policy
-from autoac.tape.runtime.replay import EventLog
 
 
 def chain(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from awkward_modules import ConvNet, Gates, InPlace, Views
 from fuzzers.random_moves import ANY, random_moves
-from stepping import expected_log, scalar, seeded
+from stepping import EventLog, expected_log, scalar, seeded
 from torch import nn
 
 import ac_client
@@ -27,7 +27,6 @@ from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import observe, profile
 from autoac.tape.runtime.cursor import Cursor, Route
 from autoac.tape.runtime.moves.host_memory import host_memory
-from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.module_paths import watch_modules
 from benchmarks.models.modules import Transformer
 from tests.client.observing.test_inner_backwards import Equilibrium, ForcesAfterDropout

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from blocks import Body
 from checkpoints import same
 from stepping import (
+    EventLog,
     SeenOps,
     assert_same,
     functions_of,
@@ -30,7 +31,6 @@ import ac_client
 from autoac.planner import build, plan
 from autoac.profiler import profile
 from autoac.tape.runtime.policy_context import active, save_recompute_policy
-from autoac.tape.runtime.replay import EventLog
 
 F = nn.functional
 

@@ -14,13 +14,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from stepping import policy_for, recomputed, replays
+from stepping import EventLog, policy_for, recomputed, replays
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
 import ac_client
 from ac_client import StaleError, save_recompute_policy
-from autoac.tape.runtime.replay import EventLog
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler", "nothing_is_open"),

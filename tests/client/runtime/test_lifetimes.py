@@ -11,11 +11,10 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 import pytest
 import torch
-from stepping import nothing_left, recomputed, scalar
+from stepping import EventLog, nothing_left, recomputed, scalar
 from torch import Tensor
 
 from autoac.tape.runtime.policy_context import active, save_recompute_policy
-from autoac.tape.runtime.replay import EventLog
 from benchmarks.models.modules import Transformer
 
 BATCH = torch.randn(2, 8, 32)

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from blocks import Body
-from stepping import assert_same, functions_of, nothing_left, region_on, step
+from stepping import EventLog, assert_same, functions_of, nothing_left, region_on, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ac_client import StaleError, save_recompute_policy
-from autoac.tape.runtime.replay import EventLog
 
 F = nn.functional
 

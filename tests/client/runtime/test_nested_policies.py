@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import recomputed
+from stepping import EventLog, recomputed
 from torch.utils.checkpoint import CheckpointPolicy as P
 
 from ac_client import PolicyConflict, save_recompute_policy
 from autoac.tape.runtime.nested_policies import PolicyFrame, parse_policy, resolve
-from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.op_facts import facts_of
 
 MM = torch.ops.aten.mm.default

@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import recomputed, seed
+from stepping import EventLog, recomputed, seed
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoac.tape.runtime.policy_context import save_recompute_policy
-from autoac.tape.runtime.replay import EventLog
 
 Function = Callable[..., Any]
 

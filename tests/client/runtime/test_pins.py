@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from stepping import recomputed, same_gradients
+from stepping import EventLog, recomputed, same_gradients
 from torch import Tensor, nn
 
 import ac_client
@@ -13,7 +13,6 @@ from autoac.planner import ConflictingPins, Stopped, build, plan
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import profile
-from autoac.tape.runtime.replay import EventLog
 from autoac.tape.torch_facts.module_pins import pins_of
 
 

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import same
-from stepping import nothing_left, recomputed, replays
+from stepping import EventLog, nothing_left, recomputed, replays
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from ac_client import save_recompute_policy, split_backward
-from autoac.tape.runtime.replay import EventLog
 
 
 class Attention(nn.Module):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import checkpoint_each
+from stepping import EventLog
 from torch import Tensor, nn
 from unseen_kernels.layers import FUNCTIONS, KINDS, batch, network
 from unseen_kernels.steps import STEPS, Run, in_a_region, in_checkpoints, loss_of, plainly
@@ -21,7 +22,6 @@ from unseen_kernels.steps import steps as taken
 import ac_client
 from autoac.planner import ConflictingPins, InfeasibleBudget, find_minimum_peak
 from autoac.profiler import profile
-from autoac.tape.runtime.replay import EventLog
 
 pytestmark = pytest.mark.usefixtures("unseen_kernels")
 

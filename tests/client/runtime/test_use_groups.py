@@ -10,7 +10,7 @@ import pytest
 import torch
 from fuzzers.use_groups import steps, tried_network
 from programs import Program, gradients, same
-from stepping import expected_log, scalar
+from stepping import EventLog, expected_log, scalar
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
@@ -28,7 +28,6 @@ from autoac.planner.solver.time_limit import Allowance, Stopwatch
 from autoac.planner.solver.variables import Options
 from autoac.profiler import profile
 from autoac.tape.runtime.cursor import Cursor, Route
-from autoac.tape.runtime.replay import EventLog
 from benchmarks.models.modules import Block
 
 PROGRAMS = int(os.environ.get("AUTOAC_PROGRAMS", "60"))  # the nightly target runs more

@@ -10,13 +10,12 @@ import pytest
 import torch
 from checkpoints import THEIRS, chain, replayed, same
 from fuzzers.nested_checkpoints import compare
-from stepping import SeenOps, recomputed
+from stepping import EventLog, SeenOps, recomputed
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import ac_client
 from ac_client import checkpoint, save_recompute_policy
-from autoac.tape.runtime.replay import EventLog
 
 
 @pytest.mark.parametrize("depth", [2, 4])
