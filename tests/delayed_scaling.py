@@ -15,7 +15,11 @@ from torch.nn import functional as F
 
 
 def _quantized(x: Tensor, scale: Tensor) -> Tensor:
-    return (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return (x * scale).clamp_(-448, 448).to(torch.float8_e4m3fn)
+
+
+def _restored(small: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    return small.to(dtype).mul_(inverse)
 
 
 class ScaledProduct(torch.autograd.Function):
@@ -28,13 +32,13 @@ class ScaledProduct(torch.autograd.Function):
         small_x, small_weight = _quantized(x, scale[0]), _quantized(weight, scale[1])
         inverse = 1 / scale
         ctx.save_for_backward(small_x, small_weight, inverse)
-        return (small_x.to(x.dtype) * inverse[0]) @ (small_weight.to(x.dtype) * inverse[1]).t()
+        return _restored(small_x, inverse[0], x.dtype) @ _restored(small_weight, inverse[1], x.dtype).t()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         small_x, small_weight, inverse = ctx.saved_tensors
-        dx = dy @ (small_weight.to(dy.dtype) * inverse[1])
-        x = (small_x.to(dy.dtype) * inverse[0]).flatten(0, -2)
+        dx = dy @ _restored(small_weight, inverse[1], dy.dtype)
+        x = _restored(small_x, inverse[0], dy.dtype).flatten(0, -2)
         return dx, dy.flatten(0, -2).t() @ x, None, None
 
 
