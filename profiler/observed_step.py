@@ -13,6 +13,7 @@ of the profile, outside of the model.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from bisect import bisect_left
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoac.planner.formats.profile import Profile
+from autoac.planner.units import format_bytes
 from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.environment import describe_leaf, environment_of_device
 from autoac.profiler.joint_graph.interpreted_part import InterpretedParts
@@ -35,22 +37,13 @@ from autoac.profiler.step_profile import profile_of, with_cached_backward
 from autoac.profiler.steps.step_record import StepRecord, force_saves_of_units
 from autoac.profiler.steps.training_loop import Loop, TrainingStep, check_roots, run_forwards
 from autoac.profiler.timing.cache import Times, machine
-from autoac.tape.capture.allocations import (
-    AllocationRecord,
-    allocated_between,
-    freed_between,
-    peaks_nbytes,
-)
+from autoac.tape.capture.allocations import AllocationRecord, allocated_between, freed_between, peaks_nbytes
 from autoac.tape.capture.backlog import Backlog
 from autoac.tape.capture.backward_calls import BackwardCalls
 from autoac.tape.capture.fake_allocations import Allocations, FakeAllocations
 from autoac.tape.capture.op_timer import OpSpans, median_and_spread
 from autoac.tape.capture.step_tape import StepTape
-from autoac.tape.checkpoints.own_checkpoints import (
-    NEEDED,
-    checkpoints_left_alone,
-    plain_checkpoints,
-)
+from autoac.tape.checkpoints.own_checkpoints import NEEDED, checkpoints_left_alone, plain_checkpoints
 from autoac.tape.distributed.ddp import buckets_of, wrapper_paths
 from autoac.tape.distributed.fsdp import check_sharded, gathered_nbytes, parameters_of, shards_of
 from autoac.tape.distributed.process_groups import noting_groups
@@ -247,9 +240,10 @@ class ObservedStep:
                 compile_within(self._tape.hiding)
                 weakref.finalize(self, self._allocations.close)  # also when the process ends
             self._path = [ROOT]
-            self._cuts = Cuts()
             self._others_follow = False
             if (model := self.model()) is not None and not self._is_fake:
+                trained = [p for p in parameters_of(model) if p.requires_grad and gradient_of(p) is None]
+                self._cuts = Cuts(gradients=memory_nbytes(trained, self._device.type, 1))
                 if self._shards is None:  # else units say when their weights are there
                     self._tape.recorder.begin_forward(model.parameters())
                 self._tape.small_buffers = small_buffers(model)
@@ -450,8 +444,9 @@ class ObservedStep:
         return still > HELD * nbytes
 
     def discard(self) -> None:
-        """Record no more, and forget the step."""
+        """Record no more, and forget the step. If memory ran out, say what the step needs."""
         forward, self._forward = self._forward, None
+        error = sys.exception() if self.recording else None
         with ExitStack() as stack:  # all of it, whatever fails
             stack.callback(self._allocations.close)
             stack.callback(self._calls.close)
@@ -461,6 +456,12 @@ class ObservedStep:
                 stack.callback(forward.close)
             self.recording = False
             self._tape.saved.closed = True
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note(
+                "autoac: this step was observed, without a plan, and needs over "
+                f"{format_bytes(self.peak_nbytes)}. A plan may need less: make one before (`autoac fit`), "
+                "and run the first step under it by ac_client.apply(model, policy=...)"
+            )
 
     @contextmanager
     def _or_discard(self) -> Iterator[None]:

@@ -10,14 +10,27 @@ After a module that has called others has returned, half the factor is enough: t
 forward are gone, so almost all that is live is read again. The second rule is the square root of Chen et al.
 (2016, arXiv:1604.06174), found online. No blocks need to be known.
 
+A recompute needs what the cuts before it hold, and makes what was made up to the next cut. While the last one
+needs the most, older cuts are too many, and cost nothing to drop, for each op runs again once in any case.
+So a cut is dropped, the oldest first, once
+
+    held before it + made from the cut before to the next + gradients <= bytes held + made since the last
+
+The left side is what the longer recompute needs, late in backward, when most gradients exist. A cut stays if
+the model or the loop still has what it holds, or if ops after the next cut have read it: recomputes from
+later cuts would then go back to the cut before. All cuts stay once an op writes what recorded ops have read
+from outside: what undoes them would hold copies of it. What backward does not need, as in layers that do not
+train, is held up to the next cut but one.
+
 A worked example, layers of several modules that make 100 bytes inside and 10 between them:
 
     before layer    made    live    held    cut
     2               110     10      0       holds the 10 bytes between layers 1 and 2
     3               110     10      10      holds 10 more; so do layers 4 to 12
-    13              110     10      110     holds 10 more
-    14              110     10      120     not yet: 110 < 120
-    15              220     10      120     holds 10 more; from here on before every second layer
+    13              110     10      110     holds 10 more; the oldest is dropped: 0 + 220 <= 110 + 110
+    15              110     10      110     holds 10 more; one is dropped: 10 + 220 <= 120 + 110
+    16              110     10      120     not yet: 110 < 120
+    17              220     10      70      holds 10 more; of those up to layer 13, every second is dropped
 
 - Live is what recorded ops made since the last cut, in storages that something still refers to.
 - What a cut holds is held when an op reads it next. No recompute starts from what no op reads.
@@ -29,9 +42,14 @@ A worked example, layers of several modules that make 100 bytes inside and 10 be
 
 from __future__ import annotations
 
+import math
 import weakref
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
+from autoac.tape.runtime.nodes import Node, NodeVersion, make_by, next_order, pin_version
 
 FACTOR = 8.0  # bytes made for each live byte: chosen on the models of benchmarks.observed_step
 AFTER_EXIT = 0.5  # share of the factor after a module that has called others has returned
@@ -46,22 +64,47 @@ class _Live(weakref.ref[torch.UntypedStorage]):
     serial: int  # of its newest version
 
 
-class Cuts:
-    """Count what the recorded ops of one region make, and say when to cut.
+@dataclass(slots=True, eq=False)
+class _Cut:
+    """Versions that are held so that a recompute starts before one op.
 
     Attributes:
-        due: bytes of the versions that are to be held when an op reads them next, by serial.
+        number: of the cut, in order.
+        made: bytes made since the cut before.
+        nbytes: held.
+        held: the versions that are held, each with the node that would recompute it.
     """
 
-    def __init__(self, factor: float = FACTOR) -> None:
-        self.due: dict[int, int] = {}
-        self._factor = factor
+    number: int
+    made: int
+    nbytes: int = 0
+    held: weakref.WeakKeyDictionary[NodeVersion, Node] = field(default_factory=weakref.WeakKeyDictionary)
+
+
+class Cuts:
+    """Count what the recorded ops of one region make, and say when to cut, and which cuts to drop.
+
+    Args:
+        factor: bytes made for each live byte at a cut.
+        gradients: bytes of the gradients that backward is to allocate.
+
+    Attributes:
+        due: versions that are to be held when an op reads them next, by serial, each with its cut.
+    """
+
+    def __init__(self, factor: float = FACTOR, gradients: int = 0) -> None:
+        self.due: dict[int, _Cut] = {}
+        self._factor, self._gradients = factor, gradients
         self._last_exit = ""  # path of the module that returned last
         self._after_exit = False  # a module that has called others has returned since the last op
         self._made = 0  # bytes made since the last cut
         self._held = 0  # bytes that cuts hold
         self._live: dict[int, _Live] = {}  # by serial of the newest version
         self._live_bytes = 0  # of these
+        self._number = 0  # of cuts, dropped ones included
+        self._cuts: list[_Cut] = []
+        self._last_reads: dict[int, int] = {}  # number of cuts at the last read of a version, by serial
+        self._next_drop = math.inf  # bytes: until a step needs them, there is no cut to drop
 
     def note_made(self, storage: torch.UntypedStorage, serial: int) -> None:
         """Count `storage`, which a recorded op has just made, with the serial of its version."""
@@ -77,13 +120,14 @@ class Cuts:
         if self._live.pop(made.serial, None) is not None:
             self._live_bytes -= made.nbytes
 
-    def note_read(self, serial: int) -> bool:
-        """Note that an op reads a version; return True if the version is to be held now."""
-        nbytes = self.due.pop(serial, None)
-        if nbytes is None:
-            return False
-        self._held += nbytes
-        return True
+    def note_read(self, version: NodeVersion, tensor: Tensor) -> None:
+        """Note that an op reads `tensor`, which shows `version`, and hold it if it is due."""
+        self._last_reads[version.serial] = self._number
+        cut = self.due.pop(version.serial, None)
+        if cut is not None:
+            cut.held[version] = version.node
+            nbytes = pin_version(version, tensor, next_order()).nbytes
+            cut.nbytes, self._held = cut.nbytes + nbytes, self._held + nbytes
 
     def note_rewritten(self, storage: torch.UntypedStorage, old: int, new: int) -> None:
         """Let the version with the serial `new` take the place of `old`, which an op has written over."""
@@ -105,6 +149,41 @@ class Cuts:
         """Make a cut before an op, if it is time for one."""
         factor, self._after_exit = self._factor * (AFTER_EXIT if self._after_exit else 1), False
         if self._live and self._made >= max(factor * self._live_bytes, self._held):
-            live, self._live = self._live, {}
-            self._made = self._live_bytes = 0
-            self.due |= {serial: made.nbytes for serial, made in live.items()}
+            self._number += 1
+            self._cuts.append(cut := _Cut(self._number, self._made))
+            self.due |= dict.fromkeys(self._live, cut)
+            self._live, self._live_bytes, self._made, self._next_drop = {}, 0, 0, 0
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop cuts, the oldest first, without which the step needs no more than it needs now."""
+        needed, kept = self._held + self._made, self._cuts[:1]
+        if needed < self._next_drop:
+            return
+        self._next_drop = math.inf
+        before = self._held - sum(cut.nbytes for cut in self._cuts)
+        for cut in self._cuts[1:]:
+            last = kept[-1]
+            for version in [v for v in last.held if not v.uses and v.tensor_ref() is None]:
+                self._release(version, last)  # backward does not need it
+            needs = before + last.made + cut.made + self._gradients
+            if needs > needed:
+                self._next_drop = min(self._next_drop, needs)
+            elif all(v.tensor_ref() is None and self._last_reads[v.serial] <= last.number for v in last.held):
+                for version in list(last.held):
+                    self._release(version, last)
+                cut.made, needed = cut.made + kept.pop().made, self._held + self._made
+            before += last.nbytes
+            kept.append(cut)
+        self._cuts = kept
+
+    def _release(self, version: NodeVersion, cut: _Cut) -> None:
+        nbytes = version.node.args[0].nbytes
+        cut.nbytes, self._held = cut.nbytes - nbytes, self._held - nbytes
+        make_by(version, cut.held.pop(version))
+
+    def settle(self) -> None:
+        """Drop none of the cuts so far from here on, and let go of what would recompute them."""
+        for cut in self._cuts:
+            cut.held.clear()
+        self._cuts.clear()

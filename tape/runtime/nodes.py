@@ -321,20 +321,24 @@ def remove_use(version: NodeVersion) -> None:
 
 def pin_version(version: NodeVersion, tensor: Tensor, order: int) -> Source:
     """Hold `tensor` as the contents of `version`, so that its node no longer has to make them."""
-    before, uses = version.node, version.uses
+    source = Source(tensor)
+    node = _pinned_node(source, order)
+    node.outs = (weakref.ref(version),)
+    make_by(version, node)
+    version.raw = True
+    return source
+
+
+def make_by(version: NodeVersion, node: Node) -> None:
+    """Have `node` make the contents of `version` from here on, in place of the node that did."""
+    uses = version.uses
     if uses:
         version.uses = 1
         remove_use(version)
-    before.outs = tuple(None if ref is not None and ref() is version else ref for ref in before.outs)
-    before.rewrites = tuple((old, _nothing if new() is version else new) for old, new in before.rewrites)
-    source = Source(tensor)
-    version.node = _pinned_node(source, order)
-    version.node.outs = (weakref.ref(version),)
-    version.raw = True
+    version.node = node
     if uses:
         add_use(version)
         version.uses = uses
-    return source
 
 
 def held_version(tensor: Tensor) -> NodeVersion:
@@ -357,4 +361,4 @@ def _nothing() -> None:
 def live_versions(node: Node) -> list[NodeVersion]:
     """Return the versions that `node` makes and that something still refers to."""
     versions = [ref() for ref in node.outs if ref is not None] + [new() for _, new in node.rewrites]
-    return [version for version in versions if version is not None]
+    return [version for version in versions if version is not None and version.node is node]

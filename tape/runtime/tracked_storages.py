@@ -132,6 +132,7 @@ class TrackedStorages:
         """Forget all origins. From here on the counters of the sources show writes."""
         self.look_last(everything=True)
         if self.cuts is not None:
+            self.cuts.settle()
             self._graph.elsewhere = {version.serial: held for version, held in self._held_elsewhere()}
         self._renew_guards()
         self._table.clear()
@@ -204,15 +205,14 @@ class TrackedStorages:
         assert cuts is not None
         if self.compares_reads:
             self.look_last()  # what only the comparison holds is not live
-        cuts.cut()
         rewritten = {tensor.untyped_storage()._cdata for tensor in written if has_storage(tensor)}
-        for tensor in read:
-            origin = self.origin(tensor)
-            if type(origin) is NodeVersion and tensor.untyped_storage()._cdata not in rewritten:
-                for version in origin.runs:
-                    if cuts.note_read(version.serial):
-                        with self._graph.lock:
-                            pin_version(version, tensor, next_order())
+        with self._graph.lock:
+            cuts.cut()
+            for tensor in read:
+                origin = self.origin(tensor)
+                if type(origin) is NodeVersion and tensor.untyped_storage()._cdata not in rewritten:
+                    for version in origin.runs:
+                        cuts.note_read(version, tensor)
 
     def note_saved(self, handle: Any) -> None:
         """Have the tensor of `handle` copied before it is written: NOTE [ Needed checkpoints ]."""
@@ -225,6 +225,12 @@ class TrackedStorages:
         """Have the tensor of `handle` copied no more: the write that comes is by the op that saved it."""
         handles = self._saved.get(handle.tensor) or []
         handles[:] = [ref for ref in handles if ref() is not handle]
+
+    def _copy(self, source: Source, copy: torch.UntypedStorage | None = None) -> None:
+        """Have `source` hold a copy, or `copy`."""
+        source.keep_copy(copy)
+        if self.cuts is not None:
+            self.cuts.settle()
 
     def _copy_saved(self, tensor: Tensor) -> torch.UntypedStorage | None:
         """Have the handles of `note_saved` hold a copy of `tensor`'s storage; return it, if one does."""
@@ -258,7 +264,7 @@ class TrackedStorages:
                     self.enter(tensor.untyped_storage(), origin)  # the counter is about to move
                     continue
                 if source is not None:
-                    source.keep_copy(copy)
+                    self._copy(source, copy)
                 if origin is not _written_unseen:
                     self._table.drop(tensor)
             else:
@@ -395,7 +401,7 @@ class TrackedStorages:
             elif origin is not None and ((source := origin()) is None or not shown):
                 self.writes += 1
                 if source is not None:
-                    source.keep_copy(copies.get(tensor.untyped_storage()._cdata))
+                    self._copy(source, copies.get(tensor.untyped_storage()._cdata))
                 self._table.drop(tensor)
 
     def arguments(
@@ -473,7 +479,7 @@ class TrackedStorages:
                 self._copied[address] = source
                 return source
             if unseen:
-                source.keep_copy()  # nothing would show the next write
+                self._copy(source)  # nothing would show the next write
                 if self._graph.tape is not None:
                     self._compare_with_last_read(tensor, self._graph.tape)
                 return source

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +36,21 @@ class Layers(nn.Module):
             x = x + layer(x).sin()
             parts.append(self.odd(x).sigmoid().square().mean())
         return {"loss": torch.stack(parts).sum()}
+
+
+class Distilled(nn.Module):
+    """Layers that do not train, before a few that do."""
+
+    def __init__(self, teacher: Layers, student: Layers, grad: bool) -> None:
+        super().__init__()
+        self.teacher, self.student, self.grad = teacher, student, grad
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.grad):
+            for layer in self.teacher.layers:
+                x = x + layer(x).sin()
+        with torch.enable_grad():
+            return self.student(x)["loss"]
 
 
 TASK = Task(Layers, lambda: {"x": torch.randn(65536, 32, generator=torch.Generator().manual_seed(0))})
@@ -73,6 +91,46 @@ def test_budget_of_the_device_trains_where_plain_runs_out_of_memory(gpu: ModuleT
     assert report.budget_bytes == limit
     assert max(reserved) <= limit
     assert report.predicted_reserved_bytes == pytest.approx(reserved[-1], rel=0.05)
+
+
+def test_first_step_on_a_full_device_drops_its_oldest_cuts(gpu: ModuleType) -> None:
+    deep = Task(partial(Layers, 40), lambda: {"x": torch.randn(16384, 32)})
+    gpu.set_limit(0, 72 * MIB)  # plain training takes 342, and with all cuts 82
+    model, optimizer, batch = deep.made()
+    ac_client.apply(model, "device", optimizer=optimizer)
+    for _ in range(3):
+        step(deep, model, optimizer, batch, Training(None))
+    assert ac_client.applied(model).policy is not None
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["frozen", "without gradients"])
+def test_first_step_holds_nothing_of_what_backward_does_not_need(gpu: ModuleType, grad: bool) -> None:
+    def peak(**options: Any) -> int:
+        torch.manual_seed(0)
+        teacher, student = Layers(40).requires_grad_(False).cuda(), Layers(2).cuda()
+        model = Distilled(teacher, student, grad)
+        if options:
+            ac_client.apply(model, **options)
+        batch = torch.randn(16384, 32, device="cuda")
+        gpu.reset_peak(0)
+        model(batch).backward()
+        return gpu.peak(0)
+
+    plain = peak()
+    gc.collect()
+    assert peak(budget_gb=1) <= 1.02 * plain
+
+
+def test_first_step_that_runs_out_of_memory_says_what_it_needs(gpu: ModuleType) -> None:
+    deep = Task(partial(Layers, 40), lambda: {"x": torch.randn(16384, 32)})
+    gpu.set_limit(0, 52 * MIB)
+    model, optimizer, batch = deep.made()
+    ac_client.apply(model, "device", optimizer=optimizer)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        step(deep, model, optimizer, batch, Training(None))
+    needs = re.search(r"without a plan, and needs over ([\d.]+) MiB", raised.value.__notes__[0])
+    assert needs is not None
+    assert 30 < float(needs[1]) < 52
 
 
 def test_reserved_bytes_after_an_observed_step_are_those_of_its_plan(gpu: ModuleType) -> None:
