@@ -499,9 +499,8 @@ function timeline(root, picture) {
     if (plain) facts.push(["Nothing recomputed", size(plain.live_bytes[plain.peak]), `${size(plain.live_bytes[plain.peak] - lines[0].peak)} more`]);
     facts.push(["Recompute", time(plan.recompute_us), picture.step_us ? `${(100 * plan.recompute_us / picture.step_us).toFixed(1)} % of ${time(picture.step_us)}` : ""]);
     if (copies.length) facts.push(["Moved to the host", size(mostOnHost), `compute waits for copies: ${time(copies.reduce((sum, one) => sum + one.stall_us, 0))}`]);
-    const spent = copies.length ? "recompute and waiting time" : "recompute time", spentUs = copies.reduce((sum, one) => sum + one.stall_us, plan.recompute_us);
-    const small = picture.gap * spentUs <= .001 * picture.step_us;  // of the step: a better plan would not be felt
-    facts.push(["Proven gap", `${(100 * picture.gap).toFixed(1)} %`, picture.gap <= .1 ? `of the ${spent} to the best` : small ? `of the ${spent}: too little of the step to search on` : `of the ${spent}: a longer time limit may find a better plan`]);
+    const spent = copies.length ? "recompute and waiting time" : "recompute time";
+    facts.push(["Proven gap", `${(100 * picture.gap).toFixed(1)} %`, picture.gap <= .1 ? `of the ${spent} to the best` : picture.stopped === "optimal" ? `of the ${spent}: too little of the step to search on` : `of the ${spent}: a longer time limit may find a better plan`]);
     part("facts").replaceChildren(...facts.map(([name, value, more]) => {
       const div = make("div"), dd = make("dd", value);
       if (more) dd.append(make("small", more));

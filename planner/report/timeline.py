@@ -100,6 +100,7 @@ class Picture:
     peak_at: str
     step_us: float
     gap: float
+    stopped: str  # why the search for the plan did: a value of `Stopped`
     static: tuple[tuple[str, int], ...]  # (name, bytes)
     modules: tuple[str, ...]
     labels: tuple[str, ...]
@@ -173,6 +174,7 @@ def picture(plan: Plan, *, policy: Policy | None = None, measured_peak_bytes: in
         peak_at=plan.peak_at,
         step_us=plan.step_us,
         gap=plan.gap,
+        stopped=plan.stopped.value,
         static=tuple((name, nbytes) for name, nbytes in standing if nbytes),
         modules=tuple(modules),
         labels=tuple(labels),

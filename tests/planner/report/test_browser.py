@@ -11,7 +11,7 @@ import pytest
 from drawings import moving, small, timeline_of
 from serving import Tab, in_chromium
 
-from autoac.planner import Picture, picture
+from autoac.planner import Picture, Stopped, picture
 from autoac.planner.report.page import timeline_page
 from autoac.planner.units import format_bytes
 
@@ -64,11 +64,14 @@ def test_page_opens_at_the_peak_with_what_is_live_there(opened: Opened, small_pi
     assert "+1.00 % compared with predicted" in opened.text("facts")
 
 
-def test_large_gap_asks_for_more_time_only_if_the_step_would_gain(
+def test_large_gap_asks_for_more_time_only_if_the_search_had_too_little(
     browser: Any, small_picture: Picture, tmp_path: Path
 ) -> None:
-    for step_us, words in ((1e12, "too little of the step"), (1.0, "a longer time limit may find")):
-        made = Opened(browser, replace(small_picture, gap=0.2, step_us=step_us), tmp_path)
+    for stopped, words in (
+        (Stopped.OPTIMAL, "too little of the step"),
+        (Stopped.WORK_LIMIT, "a longer time limit may find"),
+    ):
+        made = Opened(browser, replace(small_picture, gap=0.2, stopped=stopped.value), tmp_path)
         assert words in made.text("facts")
         made.close("file:")
 
