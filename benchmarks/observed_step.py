@@ -93,7 +93,7 @@ def train(make: Callable[[], ModelAndBatch], way: str) -> Step:
         torch.manual_seed(1)
         began = os.times().user
         if way == "observed":
-            cuts = Cuts()
+            cuts = Cuts(gradients=sum(p.nbytes for p in model.parameters() if p.requires_grad))
             watch_modules(model, enter=lambda _: None, leave=cuts.note_exit)
             with save_recompute_policy("recompute_all", cuts=cuts):
                 out = model(**batch)
