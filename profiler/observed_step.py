@@ -412,7 +412,7 @@ class ObservedStep:
         if self.in_forward:
             return
         if raised:
-            self.discard()  # it saw only a part of a backward
+            self.discard(sys.exception())  # it saw only a part of a backward
         elif self._reaches or not (self._missed or self.has_backward or self._tape.saved.first_task < 0):
             with self._or_discard():
                 self.end_backward()
@@ -443,10 +443,10 @@ class ObservedStep:
         nbytes, still = (sum(record.storages[s].nbytes for s in part) for part in (of_reached, held))
         return still > HELD * nbytes
 
-    def discard(self) -> None:
-        """Record no more, and forget the step. If memory ran out, say what the step needs."""
+    def discard(self, error: BaseException | None = None) -> None:
+        """Record no more, and forget the step; have an `error` of it say what it needs, if memory ran out."""
         forward, self._forward = self._forward, None
-        error = sys.exception() if self.recording else None
+        was_recording = self.recording
         with ExitStack() as stack:  # all of it, whatever fails
             stack.callback(self._allocations.close)
             stack.callback(self._calls.close)
@@ -456,7 +456,7 @@ class ObservedStep:
                 stack.callback(forward.close)
             self.recording = False
             self._tape.saved.closed = True
-        if isinstance(error, torch.OutOfMemoryError):
+        if was_recording and isinstance(error, torch.OutOfMemoryError):
             error.add_note(
                 "autoac: this step was observed, without a plan, and needs over "
                 f"{format_bytes(self.peak_nbytes)}. A plan may need less: make one before (`autoac fit`), "

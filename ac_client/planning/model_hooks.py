@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -103,11 +104,11 @@ class ModelHooks:
             self._of_thread.forward.end()  # left open by a forward that was interrupted
             self._forget_observation()
 
-    def _forget_observation(self) -> None:
+    def _forget_observation(self, error: BaseException | None = None) -> None:
         planner = self._planning.planner
         observation, planner.observation = planner.observation, None
         if observation is not None:
-            observation.step.discard()
+            observation.step.discard(error)
 
     def _look_for_compiled(self, model: nn.Module) -> None:
         """Look up which parts of the model torch.compile runs; their graphs know their modules."""
@@ -233,7 +234,7 @@ class ModelHooks:
         observed = self._planning.planner.observed_here
         if observed is not None and not profiling:
             if raised:
-                self._forget_observation()
+                self._forget_observation(sys.exception())
             else:
                 self._planning.observed_forward_ended(observed, call, out)
             return

@@ -11,16 +11,19 @@ forward are gone, so almost all that is live is read again. The second rule is t
 (2016, arXiv:1604.06174), found online. No blocks need to be known.
 
 A recompute needs what the cuts before it hold, and makes what was made up to the next cut. While the last one
-needs the most, older cuts are too many, and cost nothing to drop, for each op runs again once in any case.
-So a cut is dropped, the oldest first, once
+needs the most, older cuts are too many, and cost next to nothing to drop: what was made before a cut runs
+again in any case, but for the last ops, which only make what the cut holds. So a cut is dropped, the oldest
+first, once
 
     held before it + made from the cut before to the next + gradients <= bytes held + made since the last
 
 The left side is what the longer recompute needs, late in backward, when most gradients exist. A cut stays if
 the model or the loop still has what it holds, or if ops after the next cut have read it: recomputes from
 later cuts would then go back to the cut before. All cuts stay once an op writes what recorded ops have read
-from outside: what undoes them would hold copies of it. What backward does not need, as in layers that do not
-train, is held up to the next cut but one.
+from outside: what undoes them would hold copies of it.
+
+Through layers that do not train flows no gradient. What a cut finds there is saved, as if its op were: what
+made it need not run again, and only ops that backward runs again hold it.
 
 A worked example, layers of several modules that make 100 bytes inside and 10 between them:
 
@@ -45,6 +48,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -71,8 +75,8 @@ class _Cut:
     Attributes:
         number: of the cut, in order.
         made: bytes made since the cut before.
-        nbytes: held.
-        held: the versions that are held, each with the node that would recompute it.
+        nbytes: held, of versions that may be recomputed again.
+        held: these versions, each with the node that would recompute it.
     """
 
     number: int
@@ -89,11 +93,11 @@ class Cuts:
         gradients: bytes of the gradients that backward is to allocate.
 
     Attributes:
-        due: versions that are to be held when an op reads them next, by serial, each with its cut.
+        due: versions that are to be held when an op reads them next, by serial, each with its cut's number.
     """
 
     def __init__(self, factor: float = FACTOR, gradients: int = 0) -> None:
-        self.due: dict[int, _Cut] = {}
+        self.due: dict[int, int] = {}
         self._factor, self._gradients = factor, gradients
         self._last_exit = ""  # path of the module that returned last
         self._after_exit = False  # a module that has called others has returned since the last op
@@ -102,7 +106,7 @@ class Cuts:
         self._live: dict[int, _Live] = {}  # by serial of the newest version
         self._live_bytes = 0  # of these
         self._number = 0  # of cuts, dropped ones included
-        self._cuts: list[_Cut] = []
+        self._cuts: dict[int, _Cut] = {}  # those that may be dropped, by number
         self._last_reads: dict[int, int] = {}  # number of cuts at the last read of a version, by serial
         self._next_drop = math.inf  # bytes: until a step needs them, there is no cut to drop
 
@@ -120,14 +124,19 @@ class Cuts:
         if self._live.pop(made.serial, None) is not None:
             self._live_bytes -= made.nbytes
 
-    def note_read(self, version: NodeVersion, tensor: Tensor) -> None:
-        """Note that an op reads `tensor`, which shows `version`, and hold it if it is due."""
+    def note_read(self, version: NodeVersion, tensor: Tensor) -> bool:
+        """Note that an op reads `tensor`, which shows `version`; return True if it is to be held now.
+
+        If a gradient flows through it, it is held on return. Else the caller saves it.
+        """
         self._last_reads[version.serial] = self._number
-        cut = self.due.pop(version.serial, None)
-        if cut is not None:
-            cut.held[version] = version.node
-            nbytes = pin_version(version, tensor, next_order()).nbytes
-            cut.nbytes, self._held = cut.nbytes + nbytes, self._held + nbytes
+        number = self.due.pop(version.serial, 0)
+        if number and tensor.requires_grad:
+            node, nbytes = version.node, pin_version(version, tensor, next_order()).nbytes
+            self._held += nbytes
+            if (cut := self._cuts.get(number)) is not None:
+                cut.held[version], cut.nbytes = node, cut.nbytes + nbytes
+        return number > 0
 
     def note_rewritten(self, storage: torch.UntypedStorage, old: int, new: int) -> None:
         """Let the version with the serial `new` take the place of `old`, which an op has written over."""
@@ -150,40 +159,35 @@ class Cuts:
         factor, self._after_exit = self._factor * (AFTER_EXIT if self._after_exit else 1), False
         if self._live and self._made >= max(factor * self._live_bytes, self._held):
             self._number += 1
-            self._cuts.append(cut := _Cut(self._number, self._made))
-            self.due |= dict.fromkeys(self._live, cut)
+            self._cuts[self._number] = _Cut(self._number, self._made)
+            self.due |= dict.fromkeys(self._live, self._number)
             self._live, self._live_bytes, self._made, self._next_drop = {}, 0, 0, 0
         self.drop()
 
     def drop(self) -> None:
         """Drop cuts, the oldest first, without which the step needs no more than it needs now."""
-        needed, kept = self._held + self._made, self._cuts[:1]
+        needed = self._held + self._made
         if needed < self._next_drop:
             return
         self._next_drop = math.inf
-        before = self._held - sum(cut.nbytes for cut in self._cuts)
-        for cut in self._cuts[1:]:
-            last = kept[-1]
-            for version in [v for v in last.held if not v.uses and v.tensor_ref() is None]:
-                self._release(version, last)  # backward does not need it
+        before = self._held - sum(cut.nbytes for cut in self._cuts.values())
+        for last, cut in pairwise(list(self._cuts.values())):
             needs = before + last.made + cut.made + self._gradients
-            if needs > needed:
-                self._next_drop = min(self._next_drop, needs)
-            elif all(v.tensor_ref() is None and self._last_reads[v.serial] <= last.number for v in last.held):
-                for version in list(last.held):
-                    self._release(version, last)
-                cut.made, needed = cut.made + kept.pop().made, self._held + self._made
-            before += last.nbytes
-            kept.append(cut)
-        self._cuts = kept
+            is_empty = not last.held and last.number not in self.due.values()
+            if is_empty or (needs <= needed and all(self._is_over(version, last) for version in last.held)):
+                for version, node in last.held.items():
+                    make_by(version, node)
+                cut.made += self._cuts.pop(last.number).made
+                self._held -= last.nbytes
+                needed = self._held + self._made
+            else:
+                self._next_drop = min(self._next_drop, needs) if needs > needed else self._next_drop
+                before += last.nbytes
 
-    def _release(self, version: NodeVersion, cut: _Cut) -> None:
-        nbytes = version.node.args[0].nbytes
-        cut.nbytes, self._held = cut.nbytes - nbytes, self._held - nbytes
-        make_by(version, cut.held.pop(version))
+    def _is_over(self, version: NodeVersion, cut: _Cut) -> bool:
+        """Return True if nothing but `cut` holds `version`, and nothing after the next cut has read it."""
+        return version.tensor_ref() is None and self._last_reads[version.serial] <= cut.number
 
     def settle(self) -> None:
         """Drop none of the cuts so far from here on, and let go of what would recompute them."""
-        for cut in self._cuts:
-            cut.held.clear()
         self._cuts.clear()

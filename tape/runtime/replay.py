@@ -399,7 +399,7 @@ def _fetch(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion) -
     running.executed.add(node.order)
     for ref, copy in zip(node.outs, node.copies, strict=True):
         version = ref() if ref is not None else None
-        if version is None or copy is None:
+        if version is None or version.node is not node or copy is None:
             continue
         needed = running.needs(version, target)
         storage, wait = copy.fetch()

@@ -210,9 +210,12 @@ class TrackedStorages:
             cuts.cut()
             for tensor in read:
                 origin = self.origin(tensor)
-                if type(origin) is NodeVersion and tensor.untyped_storage()._cdata not in rewritten:
-                    for version in origin.runs:
-                        cuts.note_read(version, tensor)
+                if type(origin) is NodeVersion:
+                    address = tensor.untyped_storage()._cdata
+                    if address not in rewritten and cuts.note_read(origin, tensor):
+                        self._watched.pop(address, None)  # it shows what unseen kernels write, as if saved
+                        if not tensor.requires_grad:  # what made it need not run again
+                            self.save(tensor)
 
     def note_saved(self, handle: Any) -> None:
         """Have the tensor of `handle` copied before it is written: NOTE [ Needed checkpoints ]."""

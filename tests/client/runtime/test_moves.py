@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fuzzers import moved_programs
@@ -9,7 +11,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoac.planner.formats.policy import THE_END, MovePoints
 from autoac.tape.runtime.cursor import Cursor, Route
-from autoac.tape.runtime.policy_context import save_recompute_policy
+from autoac.tape.runtime.moves.copies import HostCopy
+from autoac.tape.runtime.policy_context import active, save_recompute_policy
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -40,3 +43,22 @@ def test_write_under_a_policy_that_sees_outputs_waits_for_the_copy() -> None:
 
     expected, got = gradient(False), gradient(True)
     assert torch.equal(expected, got)
+
+
+def test_moved_output_that_is_held_since_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched, fetch = [], HostCopy.fetch
+
+    def spied(copy: HostCopy) -> Any:
+        fetched.append(copy)
+        return fetch(copy)
+
+    monkeypatch.setattr(HostCopy, "fetch", spied)
+    norm, sin = "./aten.native_layer_norm.default#0", "./aten.sin.default#0"
+    route = Route({norm: "offload", sin: "recompute"}, moves={norm: MovePoints(free=THE_END, fetch=sin)})
+    x = torch.linspace(0, 1, 1024).reshape(4, 256).requires_grad_()
+    with save_recompute_policy(Cursor(route)):
+        out, _, _ = torch.native_layer_norm(x, [256], None, None, 1e-5)
+        y = out.sin()
+        active.region.storages.pin(out)
+    y.sum().backward(retain_graph=True)
+    assert len(fetched) == 2  # the mean and the deviation
