@@ -20,10 +20,10 @@ first, once
 The left side is what the longer recompute needs, late in backward, when most gradients exist. A cut stays if
 the model or the loop still has what it holds, or if ops after the next cut have read it: recomputes from
 later cuts would then go back to the cut before. All cuts stay once an op writes what recorded ops have read
-from outside: what undoes them would hold copies of it.
+from outside: to recompute what they hold would take a copy of it.
 
-Through layers that do not train flows no gradient. What a cut finds there is saved, as if its op were: what
-made it need not run again, and only ops that backward runs again hold it.
+No gradient flows through layers that do not train. What is live there at a cut is saved, as if its op were:
+the ops that made it need not run again, and it is freed when no op that backward runs again reads it.
 
 A worked example, layers of several modules that make 100 bytes inside and 10 between them:
 
@@ -108,7 +108,7 @@ class Cuts:
         self._number = 0  # of cuts, dropped ones included
         self._cuts: dict[int, _Cut] = {}  # those that may be dropped, by number
         self._last_reads: dict[int, int] = {}  # number of cuts at the last read of a version, by serial
-        self._next_drop = math.inf  # bytes: until a step needs them, there is no cut to drop
+        self._next_drop = math.inf  # bytes that the step must need before another cut can be dropped
 
     def note_made(self, storage: torch.UntypedStorage, serial: int) -> None:
         """Count `storage`, which a recorded op has just made, with the serial of its version."""
@@ -173,7 +173,7 @@ class Cuts:
         before = self._held - sum(cut.nbytes for cut in self._cuts.values())
         for last, cut in pairwise(list(self._cuts.values())):
             needs = before + last.made + cut.made + self._gradients
-            is_empty = not last.held and last.number not in self.due.values()
+            is_empty = not last.held and last.number not in self.due.values()  # as where nothing trains
             if is_empty or (needs <= needed and all(self._is_over(version, last) for version in last.held)):
                 for version, node in last.held.items():
                     make_by(version, node)

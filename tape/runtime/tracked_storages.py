@@ -230,7 +230,7 @@ class TrackedStorages:
         handles[:] = [ref for ref in handles if ref() is not handle]
 
     def _copy(self, source: Source, copy: torch.UntypedStorage | None = None) -> None:
-        """Have `source` hold a copy, or `copy`."""
+        """Have `source` hold `copy`, or a new copy. Cuts so far stay: to drop one would hold it, too."""
         source.keep_copy(copy)
         if self.cuts is not None:
             self.cuts.settle()
