@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ac_client.planning.facts.model_structure import module_changes
 from ac_client.planning.facts.optimizer_steps import UnplannedSteps
 from ac_client.planning.model_planning import ModelPlanning
 from ac_client.planning.plan_batch import check_hooks
-from ac_client.planning.planned_forward import ForwardOfThread
+from ac_client.planning.planned_forward import EVERY, WHOLES, ForwardOfThread, Watched
 from autoac.profiler.compiler.private_compiler import check_version, is_tested
 from autoac.profiler.observed_step import ObservedStep, recorded_step
 from autoac.tape.distributed.ddp import wrapper_paths
@@ -30,7 +31,7 @@ from autoac.tape.errors import CannotProfile
 from autoac.tape.runtime.cursor import OffPath
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.inductor import compiled_parts, is_called_compiled
-from autoac.tape.torch_facts.module_paths import ModuleHook, watch_modules
+from autoac.tape.torch_facts.module_paths import ModuleHook, is_whole, watch_modules
 from autoac.tape.torch_facts.streams import is_capturing
 from autoac.tape.unseen.fingerprints import Comparison
 
@@ -78,7 +79,7 @@ class ModelHooks:
         planning.planner.watch_calls = weakref.WeakMethod(self._watch_submodules)
         self._left_out: ObservedStep | None = None  # of another model, which leaves out this forward
         self._submodule_handles: ExitStack | None = None
-        self._watches_parts = True
+        self._watched: Watched = EVERY
         self._has_left = False  # some forward has left its policy
         self._compiled = False  # torch.compile ran the last forward as a whole
         self._compiled_parts: list[str] = []  # that were compiled by themselves
@@ -123,19 +124,15 @@ class ModelHooks:
             check_version()
         self._compiled_parts = parts
 
-    def _watch_submodules(self, model: nn.Module, *, parts: bool = True) -> None:
-        """Follow the calls of submodules, except in compiled code.
-
-        Args:
-            parts: also of modules without parts inside of others: they say where a forward has left its
-                policy, and cost more than all else in one that does not.
-        """
-        if self._submodule_handles and self._watches_parts != parts:
+    def _watch_submodules(self, model: nn.Module, watched: Watched = EVERY) -> None:
+        """Follow the calls of the submodules that are `watched`, except in compiled code."""
+        if self._submodule_handles and self._watched != watched:
             self._unwatch_submodules()
-        if not (self._compiled or self._submodule_handles):
-            self._watches_parts = parts
-            called = None if parts else self._planning.planner.called
-            self._submodule_handles = watch_modules(model, self._enter, self._leave, called=called)
+        if watched and not (self._compiled or self._submodule_handles):
+            self._watched = watched
+            whole = partial(is_whole, model, self._planning.planner.called)
+            wanted = whole if watched == WHOLES else None if watched == EVERY else watched.__contains__
+            self._submodule_handles = watch_modules(model, self._enter, self._leave, wanted=wanted)
 
     def _unwatch_submodules(self) -> None:
         if self._submodule_handles is not None:
@@ -216,10 +213,13 @@ class ModelHooks:
             has_compiled_parts=bool(self._compiled_parts),
             compares=compares,
         )
-        if forward.follows_calls:
-            self._watch_submodules(model, parts=forward.follows_parts or self._has_left)
-        elif planning.planner.observation is None and not planning.store.recomputes:
-            self._unwatch_submodules()
+        if planning.planner.observation is not None:
+            return  # another thread runs the step that is observed, and needs all hooks
+        watched = EVERY if forward.watched == WHOLES and self._has_left else forward.watched
+        if isinstance(watched, str) or not planning.store.recomputes:
+            self._watch_submodules(model, watched)
+        elif watched:  # hooks for other batches would come and go
+            self._watch_submodules(model)
 
     def _forward_ended(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any

@@ -218,7 +218,7 @@ class ModelPlanning:
             bucket.stale = ""
         if ran:
             self._warn_of_skipped(bucket, ran)
-        self.watch.after_forward(call, out, partial(self._backward_begins, bucket, bucket.loaded))
+        self.watch.in_flight.add(call.tensors, out, partial(self._backward_begins, bucket, bucket.loaded))
 
     def _warn_of_skipped(self, bucket: PlannedBucket, paths: Collection[str]) -> None:
         """Warn of modules that ran, and that the profiled forward skipped; the next step is observed."""
@@ -237,7 +237,7 @@ class ModelPlanning:
         if step.needs_checkpoints:
             self.planner.needs_checkpoints = True  # the next step is observed in place of this one
         else:
-            self.watch.after_forward(call, out, BackwardListener(step))
+            self.watch.in_flight.add(call.tensors, out, BackwardListener(step))
 
     def optimizer_stepped(self) -> None:
         """End an observed step: what follows is not part of it."""

@@ -234,7 +234,7 @@ class BatchPlanner:
     def _completed(self, profile: Profile, call: ModelCall) -> Profile:
         """Return `profile` with what optimizers and the link add to it. Measure what others hold."""
         self.on_device.measure_uncounted(call.args, call.kwargs, self.on_device.kept_nbytes(call, profile))
-        self.on_device.note_batches(call.tensors, profile.static.inputs)
+        self.on_device.note_batches(call, profile.static.inputs)
         profile = self.on_device.optimizers_need(self._dropped_nbytes).counted_in(profile)
         for message in unplanned_in(profile):
             self.warn_once(message, message)

@@ -24,6 +24,15 @@ from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.module_paths import ROOT, is_called
 from autoac.tape.unseen.moving_weights import MOVES
 
+Watched = str | Set[str]
+"""Paths of modules, or `EVERY` or `WHOLES`.
+
+Modules without parts inside of others say where a forward has left its policy. To watch them costs more than
+all else in a forward that does not.
+"""
+
+EVERY, WHOLES = "every module", "modules with parts, and those inside of none"
+
 
 class PlannedForward:
     """The planned forward that is running on one thread.
@@ -37,8 +46,7 @@ class PlannedForward:
         call: of the model, whose forward runs.
         left: the forward has left its policy.
         ran_skipped: modules that the forward has run, and the profiled one had skipped.
-        follows_calls: the forward needs to know of the calls of modules.
-        follows_parts: of modules without parts inside of others, too.
+        watched: the modules of whose calls the forward needs to know.
     """
 
     def __init__(self, options: ApplyOptions, report: Callable[[OffPath], None], wrappers: Set[str]) -> None:
@@ -52,7 +60,7 @@ class PlannedForward:
         self._cursor: Cursor | None = None
         self._bucket: PlannedBucket | None = None
         self._route: ForwardRoute | None = None
-        self.follows_calls = self.follows_parts = False
+        self.watched: Watched = EVERY
         self._skipped: Set[str] = frozenset()  # modules that the profiled forward did not call
         self.ran_skipped: set[str] = set()
         self._follows = False  # every op is recorded
@@ -93,9 +101,10 @@ class PlannedForward:
         weights_move = bucket.profile is not None and MOVES in bucket.profile.reasons
         records = self._follows or (not compiled and (loaded.recomputes or weights_move))
         strict = self._options.strict or loaded.communicates
-        needs_parts = self._follows or has_compiled_parts or bool(bucket.step.skipped)
-        self.follows_calls = records or needs_parts
-        self.follows_parts = needs_parts or compares or strict or self._options.verify is not None
+        self.watched = self._skipped
+        if records or has_compiled_parts:
+            parts = self._follows or has_compiled_parts or self._skipped or compares or strict
+            self.watched = EVERY if parts or self._options.verify is not None else WHOLES
         self._nodes_before = private.get_sequence_nr()
         self._calls = [(ROOT, id(sys.exception()))]
         if compiled or has_compiled_parts:

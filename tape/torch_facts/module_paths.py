@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack
 from functools import partial
+from itertools import accumulate
 from types import FrameType
 from typing import Any
 
@@ -79,8 +80,7 @@ class WatchedCompiledCall:
 def is_called(model: weakref.ref[nn.Module]) -> bool:
     """Return True if a call of the model is on this thread's stack."""
     called = model()
-    frames = (frame for frame in frames_from(sys._getframe(1)) if frame.f_code is _CALL)
-    return any(frame.f_locals.get("self") is called for frame in frames)
+    return any(f.f_code is _CALL and f.f_locals.get("self") is called for f in frames_from(sys._getframe(1)))
 
 
 def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
@@ -98,7 +98,7 @@ def watch_modules(
     enter: Callable[[str], None],
     leave: Callable[[str], None],
     *,
-    called: Set[str] | None = None,
+    wanted: Callable[[str], bool] | None = None,
 ) -> ExitStack:
     """Call `enter(path)` and `leave(path)` around the forward of each submodule, also when it raises.
 
@@ -106,7 +106,7 @@ def watch_modules(
     the compiler would trace the calls; so are those of TorchScript, which takes no hooks.
 
     Args:
-        called: paths of modules. If given, modules without submodules inside of any of them are skipped.
+        wanted: returns False for the path of a module that is skipped, too.
 
     Returns:
         What removes the hooks when it is closed.
@@ -114,7 +114,7 @@ def watch_modules(
     skipped: set[nn.Module] = set()
     with ExitStack() as handles:
         for path, module in model.named_modules():
-            if module is model or module in skipped or (called and _is_part(path, module, called)):
+            if module is model or module in skipped or (wanted is not None and not wanted(path)):
                 continue
             if isinstance(module, torch.jit.ScriptModule):
                 skipped.update(module.modules())
@@ -131,7 +131,7 @@ def watch_modules(
         return handles.pop_all()
 
 
-def _is_part(path: str, module: nn.Module, modules: Set[str]) -> bool:
-    """Return True if `module` has no submodules, and is inside of one of `modules`."""
-    names = path.split(".")
-    return not module._modules and any(".".join(names[:i]) in modules for i in range(1, len(names)))
+def is_whole(model: nn.Module, called: Set[str], path: str) -> bool:
+    """Return False if the module of `model` at `path` has no submodules, and is inside of one at `called`."""
+    around = accumulate(path.split(".")[:-1], "{}.{}".format)
+    return called.isdisjoint(around) or bool(model.get_submodule(path)._modules)

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.forwards_in_flight import ForwardsInFlight, storages_of
@@ -202,11 +202,11 @@ class ModelOnDevice:
             gc.collect()  # garbage is not held
             self._uncounted = more_than_held()
 
-    def note_batches(self, batch: Sequence[Tensor], inputs: int) -> None:
+    def note_batches(self, call: ModelCall, inputs: int) -> None:
         """Note what waiting forwards of others hold as batches, and a pipeline's schedule, on a CPU.
 
         Args:
-            batch: of the forward that begins.
+            call: of the model, whose forward begins.
             inputs: bytes of batches that the plan of the model counts.
         """
         schedule = held_by_schedule()
@@ -217,7 +217,9 @@ class ModelOnDevice:
         forwards = self._in_flight.alive()
         of_others = {other: other._in_flight.alive() for other in self.neighbors()}
         outputs = {ref for each in (forwards, *of_others.values()) for one in each for ref in one.outputs}
-        own = storages_of(batch) | {ref: nbytes for one in forwards for ref, nbytes in one.batch.items()}
+        own = storages_of(call.tensors) | {
+            ref: nbytes for one in forwards for ref, nbytes in one.batch.items()
+        }
         if schedule:
             more = storages_of(schedule) | self._in_flight.outputs  # some are held by what is being sent
             own |= {ref: nbytes for ref, nbytes in more.items() if ref not in outputs}
@@ -294,7 +296,7 @@ class ModelOnDevice:
 
     def _others(self) -> list[ModelOnDevice]:
         """Return the other planned models on the same device."""
-        others = [one for one in _all if one is not self]
+        others = [one for one in _all if one is not self] if len(_all) > 1 else []
         device = self.device() if others else None
         return [one for one in others if device is not None and one.device() == device]
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ac_client.planning.batch_shape import ModelCall
-from ac_client.planning.facts.forwards_in_flight import BackwardFacts, ForwardsInFlight, Listener
+from ac_client.planning.facts.forwards_in_flight import BackwardFacts, ForwardsInFlight
 from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_watch import PeakWatch
@@ -22,32 +22,32 @@ class StepWatch:
     """Watches the training loop around one planned model.
 
     Attributes:
+        in_flight: the forwards that wait for their backward.
         optimizers: that step the model.
         on_device: the other planned models on the device.
         peaks: of the steps.
     """
 
     def __init__(self, model: nn.Module, options: ApplyOptions, optimizer: Any) -> None:
-        self._options = options
-        self._in_flight = ForwardsInFlight()
+        self.in_flight = ForwardsInFlight()
         self._found_gradients = 0  # bytes that the last forward found, until a backward has begun
         self._graphs = 0  # created by backwards since the last one that freed what it used
         self._stepped_at = 0  # steps of the optimizers when the last backward began
         self.optimizers = ModelOptimizers(model, optimizer)
         self.peaks = PeakWatch(options, self.optimizers)
         self.on_device = ModelOnDevice(
-            model, type(model).__name__, self.optimizers, self._in_flight, self.peaks
+            model, type(model).__name__, self.optimizers, self.in_flight, self.peaks
         )
 
     def waiting_for(self, bucket: PlannedBucket) -> int:
         """Return how many forwards wait; of microbatches, as many as hold their bytes under `bucket`."""
         if bucket.planned_for.microbatches == 1 or bucket.extent is None:
-            return self._in_flight.waiting()
-        return -(-sum(one.elements for one in self._in_flight.alive()) // max(1, bucket.extent.elements))
+            return self.in_flight.waiting()
+        return -(-sum(one.elements for one in self.in_flight.alive()) // max(1, bucket.extent.elements))
 
     def close(self) -> None:
         """Stop watching."""
-        self._in_flight.forget()
+        self.in_flight.forget()
         self.optimizers.close()
         self.on_device.close()
 
@@ -69,7 +69,7 @@ class StepWatch:
         if not waiting and bucket.statistics.compared < WATCHED_STEPS:
             counts = (needs.state, profile.static.workspaces) if bucket.statistics.steps else None
             self.on_device.measure_uncounted(call.args, call.kwargs, kept, counts=counts)
-        self.on_device.note_batches(call.tensors, profile.static.inputs)
+        self.on_device.note_batches(call, profile.static.inputs)
         if gradients and not profile.static.gradients:
             self._found_gradients = profile.gradient_nbytes
         others, share = self.on_device.others_nbytes(), self.on_device.share
@@ -77,10 +77,6 @@ class StepWatch:
         more = max(0, self.waiting_for(bucket) - before) if before else 0
         frees = bool(bucket.frees_gradients)
         return Present(self._found_gradients > 0, frees, needs, others, kept, more, share)
-
-    def after_forward(self, call: ModelCall, out: Any, listener: Listener) -> None:
-        """Watch the forward of `call`, which returned `out`, until its backward begins."""
-        self._in_flight.add(call.tensors, out, listener)
 
     def in_backward(
         self, bucket: PlannedBucket, backward: BackwardFacts, gradients_exist: Callable[[], bool]
