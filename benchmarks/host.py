@@ -1,16 +1,17 @@
 """Measure the host's time of a step: `python -m benchmarks.host [--only Llama] [--rounds N] [--profile WAY]`.
 
 Models on a few numbers, where all the time is that of Python and the dispatcher. All ways of training take
-turns within each round, in one process, by the CPU time of the thread; the least of the rounds is printed
-with the quartiles. *Floor* is a dispatch mode that passes each call on, with hooks that return their
-argument. What *nothing recomputed* adds to plain is the fixed cost of a plan. The line under a table compares
-ours with torch's checkpoint at the same peak. benchmarks/overhead.py measures single ops.
+turns within each round, each in a process of its own (planned models in one process look at each other), by
+the CPU time of the thread; the least of the rounds is printed with the quartiles. *Floor* is a dispatch mode
+that passes each call on, with hooks that return their argument. What *nothing recomputed* adds to plain is
+the fixed cost of a plan. The line under a table compares ours with torch's checkpoint at the same peak.
+benchmarks/overhead.py measures single ops.
 """
 
 from __future__ import annotations
 
-import copy
 import cProfile
+import multiprocessing
 import pstats
 import statistics
 import time
@@ -19,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ SAVES_ALL, AT_CHECKPOINT, HALF_WAY = "ours, nothing recomputed", "ours, checkpoi
 WAYS = [PLAIN, FLOOR, CHECKPOINT, SELECTIVE, SAVES_ALL, HALF_WAY, AT_CHECKPOINT]
 if find_spec("torch_remat"):
     WAYS.append(REMAT)
+STEPS = 3  # in a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,37 +162,57 @@ class Training:
         self.forward, self.backward, self.optimize, self.both = [], [], [], []
 
 
-def trainings(model: HostModel) -> dict[str, Training]:
-    """Return each way of training `model`, planned and warm."""
+def training_of(model: HostModel, way: str) -> Training:
+    """Return one way of training `model`, planned and warm."""
     torch.manual_seed(0)
-    first, batch = model.make().train(), model.batch()
-    made: dict[str, Training] = {}
-    peaks = {}
-    for way in WAYS:
-        module = copy.deepcopy(first)
-        if way in (CHECKPOINT, SELECTIVE):
-            wrap_blocks(model.blocks(module), "checkpoint" if way == CHECKPOINT else "selective")
-        elif way == REMAT:
-            remat = import_module("torch_remat").checkpoint
-            for i, block in enumerate(model.blocks(module)):
-                block.forward = remat(region_name=str(i))(block.forward)
-        trainee = Trainee(module, batch)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-        if way in (PLAIN, CHECKPOINT):
-            trainee.step()
-            peaks[way] = trainee.peak()
-        elif way == SAVES_ALL:
-            ac_client.apply(module, budget_gb=1, optimizer=optimizer)
-        elif way in (AT_CHECKPOINT, HALF_WAY):  # policies: budgets would count the other models
-            taken = profile(module, **batch)
-            peak = peaks[CHECKPOINT] if way == AT_CHECKPOINT else (peaks[CHECKPOINT] + peaks[PLAIN]) // 2
-            made_plan = plan(taken, budget_bytes=taken.static.total + peak, work_limit=4)
-            ac_client.apply(module, policy=made_plan.policy(), optimizer=optimizer)
-        made[way] = Training(trainee, optimizer, floor=way == FLOOR)
-        for _ in range(5):
-            made[way].step()
-        made[way].forget_times()
+    module, batch = model.make().train(), model.batch()
+    if way in (CHECKPOINT, SELECTIVE):
+        wrap_blocks(model.blocks(module), "checkpoint" if way == CHECKPOINT else "selective")
+    elif way == REMAT:
+        remat = import_module("torch_remat").checkpoint
+        for i, block in enumerate(model.blocks(module)):
+            block.forward = remat(region_name=str(i))(block.forward)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    if way == SAVES_ALL:
+        ac_client.apply(module, budget_gb=1, optimizer=optimizer)
+    elif way in (AT_CHECKPOINT, HALF_WAY):
+        made_plan = plan(profile(module, **batch), budget_bytes=_budget(model, way), work_limit=4)
+        ac_client.apply(module, policy=made_plan.policy(), optimizer=optimizer)
+    made = Training(Trainee(module, batch), optimizer, floor=way == FLOOR)
+    for _ in range(5):
+        made.step()
+    made.forget_times()
     return made
+
+
+def _budget(model: HostModel, way: str) -> int:
+    """Return the bytes that a step takes with the checkpoint around each block, or half way up to plain."""
+    plain, wrapped = (Trainee(model.make().train(), model.batch()) for _ in range(2))
+    wrap_blocks(model.blocks(wrapped.model), "checkpoint")
+    peaks = []
+    for trainee in (plain, wrapped):
+        trainee.step()
+        peaks.append(trainee.peak())
+    static = profile(plain.model, **plain.batch).static.total
+    return static + (peaks[1] if way == AT_CHECKPOINT else sum(peaks) // 2)
+
+
+def train(turns: Connection, way: str) -> None:
+    """Train the models whose names come through `turns`, a few steps for each None; send what they took."""
+    torch.set_num_threads(1)
+    made: Training | None = None
+    while (name := turns.recv()) != "":
+        if name is not None:
+            made = None  # planned models count each other
+            made = training_of(MODELS[name], way)
+            planned = way.startswith("ours")
+            turns.send(str(ac_client.applied(made.trainee.model).report().recomputed) if planned else "")
+            continue
+        assert made is not None
+        made.forget_times()
+        for _ in range(STEPS):
+            made.step()
+        turns.send((made.forward, made.backward, made.optimize, made.both))
 
 
 def _shown(values: list[float]) -> str:
@@ -197,35 +220,54 @@ def _shown(values: list[float]) -> str:
     return f"{min(values):.2f} ({low:.2f} to {high:.2f})"
 
 
-def measure(name: str, rounds: int) -> str:
-    """Return the table of a model, with a line below it."""
-    made = trainings(MODELS[name])
+def measure(name: str, rounds: int, turns: dict[str, Connection]) -> str:
+    """Return the table of a model, with a line below it.
+
+    Args:
+        turns: to the process of each way.
+    """
+    recomputed: dict[str, str] = {}
+    for way, turn in turns.items():
+        turn.send(name)
+        recomputed[way] = turn.recv()
+    taken: dict[str, list[list[float]]] = {way: [[], [], [], []] for way in turns}
     for number in range(rounds):
-        for way in rotated(WAYS, number):
-            made[way].step()
-    rows = []
-    for way, training in made.items():
-        times = (training.forward, training.backward, training.optimize, training.both)
-        recomputed = ""
-        if way.startswith("ours"):
-            recomputed = str(ac_client.applied(training.trainee.model).report().recomputed)
-        rows.append([way, recomputed, *map(_shown, times)])
-    ours, theirs, plain, saves = (made[way] for way in (AT_CHECKPOINT, CHECKPOINT, PLAIN, SAVES_ALL))
-    added = (min(ours.forward) - min(plain.forward)) / (min(made[FLOOR].forward) - min(plain.forward))
+        for way in rotated(list(turns), number):
+            turns[way].send(None)
+            for times, more in zip(taken[way], turns[way].recv(), strict=True):
+                times += more
+    rows = [[way, recomputed[way], *map(_shown, times)] for way, times in taken.items()]
+    least = {way: [min(one) for one in times] for way, times in taken.items()}
+    ours, theirs, plain, saves = (least[way] for way in (AT_CHECKPOINT, CHECKPOINT, PLAIN, SAVES_ALL))
+    added = (ours[0] - plain[0]) / (least[FLOOR][0] - plain[0])
     line = (
-        f"At the checkpoint's peak: forward and backward {min(ours.both) / min(theirs.both):.2f} of the "
-        f"checkpoint's, backward {min(ours.backward) / min(theirs.backward):.2f}; forward adds {added:.1f} "
-        f"times what the floor adds. Nothing recomputed: {min(saves.forward) / min(plain.forward):.2f} "
-        f"of plain's forward, {min(saves.forward) - min(plain.forward):+.2f} ms; the optimizer "
-        f"{min(saves.optimize) - min(plain.optimize):+.2f} ms."
+        f"At the checkpoint's peak: forward and backward {ours[3] / theirs[3]:.2f} of the "
+        f"checkpoint's, backward {ours[1] / theirs[1]:.2f}; forward adds {added:.1f} "
+        f"times what the floor adds. Nothing recomputed: {saves[0] / plain[0]:.2f} "
+        f"of plain's forward, {saves[0] - plain[0]:+.2f} ms; the optimizer "
+        f"{saves[2] - plain[2]:+.2f} ms."
     )
     head = [f"{name}, ms", "recomputed ops", "forward", "backward", "optimizer", "forward and backward"]
     return f"{markdown_table(head, rows)}\n\n{line}\n"
 
 
+def tables(names: list[str], rounds: int) -> str:
+    """Return the table of each model, measured by a process for each way."""
+    spawn, turns, processes = multiprocessing.get_context("spawn"), {}, []
+    for way in WAYS:
+        turns[way], end = spawn.Pipe()
+        processes.append(spawn.Process(target=train, args=(end, way), daemon=True))
+        processes[-1].start()
+    found = "\n".join(measure(name, rounds, turns) for name in names)
+    for turn, process in zip(turns.values(), processes, strict=True):
+        turn.send("")
+        process.join()
+    return found
+
+
 def profiled(name: str, way: str) -> None:
     """Print where ten steps of one way spend their time."""
-    training = trainings(MODELS[name])[way]
+    training = training_of(MODELS[name], way)
     with cProfile.Profile() as calls:
         for _ in range(10):
             training.step()
@@ -240,12 +282,12 @@ def main() -> None:
     parser.add_argument("--profile", choices=WAYS, help="print where the steps of this way spend their time")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    names = chosen(MODELS, options.only)
+    names = list(chosen(MODELS, options.only))
     if options.profile is not None:
         for name in names:
             profiled(name, options.profile)
         return
-    write_result("\n".join(measure(name, options.rounds) for name in names), options.out)
+    write_result(tables(names, options.rounds), options.out)
 
 
 if __name__ == "__main__":
