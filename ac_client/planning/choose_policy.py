@@ -18,6 +18,7 @@ from ac_client.planning.batch_shape import Key, ModelCall, key_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, largest
 from ac_client.planning.plan_batch import (
     NO_PLAN,
+    OTHER_THREAD,
     AnotherIsObserved,
     BatchPlanner,
     InCheckpoint,
@@ -49,6 +50,7 @@ from autoac.tape.torch_facts.torch_trace import profiler_is_running
 log = logging.getLogger("ac_client")
 
 MOST_OBSERVED = 2  # steps that begin alike, for a later forward that was longer
+UNPLANNED_UNTIL = "it runs without a plan until a step can be observed"
 OTHER_PARAMETERS = "other parameters train than before, or the dtype or the mode changed"
 
 
@@ -158,7 +160,9 @@ class PolicyChooser:
         again, ranks = not step.has_backward, self.ranks if observation.meets else None
         # A rank whose step nobody differentiated has no profile: then all observe another step.
         if ranks.any(again) if ranks is not None else again:
-            self._planner.missed += step.missed_backward
+            if step.missed_backward:
+                self._planner.missed += 1
+                self._planner.warn_once("busy", f"{UNPLANNED_UNTIL}: {OTHER_THREAD}")
             step.discard()
         elif ranks is not None:
             with self._giving_up():
@@ -406,13 +410,13 @@ class PolicyChooser:
         if isinstance(busy, InCheckpoint):
             self._planner.warn_once("in checkpoint", str(busy))
             return None
-        if isinstance(busy, AnotherIsObserved) and not self._store.all:
-            self._planner.observe(call, key_of(call.args, call.kwargs), recorded=False)
-            return None  # its turn comes in the next step
         if self._store.all:
             why = f"none is added until a step can be observed ({busy})"
             return self._uncovered("busy beyond", call.shape, why)
-        self._planner.warn_once("busy", f"it runs without a plan until a step can be observed: {busy}")
+        its_turn_comes = isinstance(busy, AnotherIsObserved)  # in the next step
+        if not its_turn_comes:
+            self._planner.warn_once("busy", f"{UNPLANNED_UNTIL}: {busy}")
+        meets = meets and not its_turn_comes
         self._planner.observe(call, key_of(call.args, call.kwargs), meets=meets, recorded=False)
         return None
 

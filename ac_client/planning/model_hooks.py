@@ -239,7 +239,8 @@ class ModelHooks:
                 self._planning.observed_forward_ended(observed, call, out)
             return
         bucket = None if profiling else forward.end(whole=not raised)
-        self._read_counter()
+        if not profiling:
+            self._planning.watch.peaks.read()
         if bucket is not None and not raised:
             if not forward.left:
                 self.log.off_path = ""
@@ -250,13 +251,8 @@ class ModelHooks:
                 route.compared = False
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        self._read_counter()
         self._planning.optimizer_stepped()
         self.unplanned.optimizer_stepped(optimizer, self.log.forwards)
-
-    def _read_counter(self) -> None:
-        if not self._planning.planner.profiling:
-            self._planning.watch.peaks.read()
 
     def _enter(self, path: str) -> None:
         planner = self._planning.planner

@@ -240,7 +240,8 @@ class ModelPlanning:
             self.watch.in_flight.add(call.tensors, out, BackwardListener(step))
 
     def optimizer_stepped(self) -> None:
-        """End an observed step: what follows is not part of it."""
+        """Read the counter, and end an observed step: what follows is not part of it."""
+        self.watch.peaks.read()
         self.watch.on_device.note_step()
         observation = self.planner.observation
         if observation is not None and observation.step.has_backward and not observation.runs_elsewhere:

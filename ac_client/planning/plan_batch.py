@@ -66,7 +66,11 @@ log = logging.getLogger("ac_client")
 
 MOST_TRIES = 3  # to leave room for a plan's fragments
 MOST_DIVISIONS = 4  # of a device for one of its models
-MOST_MISSED = 3  # steps that are observed in vain, since another thread calls backward
+MOST_MISSED = 2  # steps that are observed in vain, since another thread calls backward
+OTHER_THREAD = (
+    "another thread than that of its forward calls backward, whose memory torch.profiler does not see then. "
+    "Call both on one thread, or plan before with ac_client.applied(model).plan_for(...)"
+)
 NO_PLAN = InfeasibleBudget, SolverOutOfTime
 WAIT_STEPS, WAIT_S = 20, 2.0  # a plan takes the CPU time of so many steps, or so many seconds if more
 NEAR = 0.005  # of the step: a plan proven so close to the fastest is good enough for a training loop
@@ -120,10 +124,6 @@ class AnotherIsObserved(ProfilerBusy):
 
 class InCheckpoint(ProfilerBusy):
     """The forward that begins is inside of one of torch's checkpoints."""
-
-
-class _ThreadState(threading.local):
-    profiling = False
 
 
 # Limit, extra static bytes, all ranks carry it out, share of the device.
@@ -188,7 +188,7 @@ class BatchPlanner:
         self._optimizers = optimizers
         self.on_device = on_device
         on_device.planner = weakref.ref(self)
-        self._thread = _ThreadState()
+        self._thread = threading.local()
         self._dropped_nbytes = 0  # of the batch of the last profile, before the optimizer steps
         # The latest plan made here, with profile and terms: `limit_of` tries what `plan` then takes.
         self._latest: tuple[Profile, Any, tuple[Policy, Plan]] | None = None
@@ -200,7 +200,7 @@ class BatchPlanner:
     @property
     def profiling(self) -> bool:
         """Return True if the forward that runs on this thread is only profiled."""
-        return self._thread.profiling
+        return getattr(self._thread, "profiling", False)
 
     def profile(self, call: ModelCall, forwards: int) -> Profile:
         """Run the step of `call` now, for real, without the optimizer, and return its profile.
@@ -295,11 +295,7 @@ class BatchPlanner:
             if recorded:
                 _check_idle()
                 if self.missed >= MOST_MISSED:
-                    raise ProfilerBusy(
-                        "another thread than that of its forward calls backward, whose memory torch.profiler "
-                        "does not see then. Call both on one thread, or plan before with "
-                        "ac_client.applied(model).plan_for(...), which runs a step of its own"
-                    )
+                    raise ProfilerBusy(OTHER_THREAD)
                 if recorded_step() is not None or is_recorded_elsewhere():
                     raise AnotherIsObserved("a step of another model is observed now")
                 self.on_device.forget_peaks()
