@@ -3,11 +3,11 @@
     python -m benchmarks.loops [--on cpu|standin] [--only PATTERN ...] [--shares 0.6 0.1]
                                [--above minimum|static]
     python -m benchmarks.loops --random 1000 | --seeds SEED ... [--on cpu|standin]
-    python -m benchmarks.loops --pipelines [--shares 0.6]
+    python -m benchmarks.loops --pipelines [--only PATTERN ...] [--shares 0.6 0.1]
 
 Each written loop runs plainly first, then with a budget that nothing fits, whose error gives the smallest
 peak, then at shares of the way from that (with `--above static`: from the bytes between steps and the
-gradients) to plain's peak. For random loops see random_loops.py, for pipelines on two ranks pipelines.py.
+gradients) to plain's peak. For random loops see random_loops.py, for pipelines pipelines.py.
 Each step's peak is the device's: of the stand-in's counter, or on a CPU, from the fourth step on, of an
 allocator's record.
 
@@ -19,6 +19,7 @@ can be compared with `diff`. The faults that the verdict names:
 - *over in silence*: steps above the budget without a warning in that step, or an earlier one that lasts;
 - *over, said a step later*: the warning came in the step after;
 - *kept by checkpoints* (random loops): a warning says that the budget cannot be kept;
+- *above checkpoint* (pipelines): the smallest peak is larger than with torch's checkpoint around each block;
 - *false words*: warnings of measured steps, and no step was over;
 - *never planned*: every step ran without a plan;
 - *planned again*: plans and observed steps after the loop has repeated four times.
@@ -104,7 +105,7 @@ def main() -> None:
         if options.pipelines:
             from benchmarks.loops import pipelines
 
-            yield from pipelines.rows(options.shares)
+            yield from pipelines.rows(options.shares, options.only)
             return
         small = (name for name in LOOPS if name not in LARGE)
         for name in chosen(LOOPS, options.only) if options.only else small:

@@ -87,9 +87,8 @@ def test_stages_train_as_without_plans_and_are_planned_for_what_waits(tmp_path: 
     assert first["ScheduleInterleaved1F1B"][1][0] == 4
 
 
-def test_what_a_schedule_holds_besides_the_parts_is_counted(tmp_path: Path) -> None:
+def test_what_a_schedule_holds_besides_the_parts_is_counted() -> None:
     """Count targets, outputs of microbatches that are done, and buffers to receive into or to send."""
-    script = pipelines.SCRIPT.format(name="Schedule1F1B", share=0.6, infers=False)
-    first, second = (json.loads(out.splitlines()[-1]) for out in outputs_of_ranks(script, tmp_path / "store"))
-    assert max(first["peaks"]) <= first["budget"]
-    assert (first["faults"], second["faults"]) == ([], [])
+    rows = pipelines.rows_of("Schedule1F1B, 2 ranks", "0.6", [5_490_070, 4_900_000])
+    assert max(rows[0].peaks) <= rows[0].budget
+    assert [row.faults for row in rows] == [(), ()]
