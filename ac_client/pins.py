@@ -14,10 +14,7 @@ from autoac.tape.runtime.region import Region
 from autoac.tape.torch_facts.module_paths import ModuleHook
 from autoac.tape.torch_facts.module_pins import MUST_RECOMPUTE, MUST_SAVE, pins
 
-_DECISIONS = {
-    MUST_SAVE: CheckpointPolicy.MUST_SAVE,
-    MUST_RECOMPUTE: CheckpointPolicy.MUST_RECOMPUTE,
-}
+_DECISIONS = {MUST_SAVE: CheckpointPolicy.MUST_SAVE, MUST_RECOMPUTE: CheckpointPolicy.MUST_RECOMPUTE}
 
 
 class Pin:

@@ -51,8 +51,7 @@ def fit_command(
         ),
     ] = None,
     axis: Annotated[
-        Axis,
-        typer.Option(help="What the size counts, in words: samples of the batch, or tokens."),
+        Axis, typer.Option(help="What the size counts, in words: samples of the batch, or tokens.")
     ] = Axis.BATCH,
     multiple: Annotated[int, typer.Option(min=1, help="Sizes are multiples of this.")] = 1,
     most: Annotated[

@@ -36,10 +36,7 @@ except ModuleNotFoundError as error:
 
 @contextmanager
 def planned(
-    accelerator: Accelerator,
-    model: nn.Module,
-    budget_gb: Budget = None,
-    **options: Unpack[ApplyArguments],
+    accelerator: Accelerator, model: nn.Module, budget_gb: Budget = None, **options: Unpack[ApplyArguments]
 ) -> Iterator[Applied]:
     """Apply a budget to a prepared model for a with-block, and remove it however the block ends.
 

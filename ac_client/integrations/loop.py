@@ -21,9 +21,7 @@ from ac_client.planning.options import Budget
 
 @contextmanager
 def planned(
-    model: nn.Module,
-    budget_gb: Budget = None,
-    **options: Unpack[ApplyArguments],
+    model: nn.Module, budget_gb: Budget = None, **options: Unpack[ApplyArguments]
 ) -> Iterator[Applied]:
     """Apply a budget for a with-block, and remove it however the block ends.
 

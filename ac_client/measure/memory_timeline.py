@@ -105,10 +105,7 @@ class AllocatorTimeline:
             self._trace.mark(f"{_RELEASED}{nbytes} {address}")
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         trace, self._trace = self._trace, None
         assert trace is not None

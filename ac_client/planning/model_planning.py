@@ -26,13 +26,7 @@ from ac_client.planning.loaded_policy import (
     skipped_modules,
 )
 from ac_client.planning.options import ApplyOptions
-from ac_client.planning.plan_batch import (
-    BatchPlanner,
-    Observation,
-    first_line,
-    form_of,
-    optimizers_in,
-)
+from ac_client.planning.plan_batch import BatchPlanner, Observation, first_line, form_of, optimizers_in
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.planning.trigger import (
     GRADIENTS,
@@ -111,7 +105,7 @@ class ModelPlanning:
             ShapeNotPlanned: strict, and no bucket covers the batch.
             PlannerError, RemoteError, ProfilerError: planning failed.
         """
-        self.watch.on_device.note_moment(forward=True)
+        self.watch.on_device.note_moment(call)
         captures = is_capturing()
         if captures and self.chooser.plans_first:
             raise CannotCapture(self._name, "its plan is not made yet")

@@ -234,7 +234,7 @@ class BatchPlanner:
     def _completed(self, profile: Profile, call: ModelCall) -> Profile:
         """Return `profile` with what optimizers and the link add to it. Measure what others hold."""
         self.on_device.measure_uncounted(call.args, call.kwargs, self.on_device.kept_nbytes(call, profile))
-        self.on_device.note_batches(call, profile.static.inputs)
+        self.on_device.inputs = profile.static.inputs
         profile = self.on_device.optimizers_need(self._dropped_nbytes).counted_in(profile)
         for message in unplanned_in(profile):
             self.warn_once(message, message)
@@ -476,7 +476,7 @@ class BatchPlanner:
             `extra_static` from then on; None if nothing has changed.
         """
         device, waiting = self.on_device, self.on_device.waiting_nbytes()
-        if not waiting or self._divided >= MOST_DIVISIONS:
+        if not device.waiting_nbytes(alone=True) or self._divided >= MOST_DIVISIONS:
             return None
         self._divided += 1
         parts = {device: Part(self._plan_for_share, profile, limit, max(0, extra_static - waiting))}
@@ -540,7 +540,7 @@ class BatchPlanner:
             _explain(error, profile, terms)
             smallest = error.smallest_found
             fits_alone = smallest is not None and smallest - others <= self.options.limit
-            if not (running or fits_alone or self.on_device.neighbors_nbytes()):
+            if not (running or fits_alone or self.on_device.neighbors()):
                 self.on_device.name_others(error)
                 raise
             policy, plan, infeasible = self.plan_or_tightest(profile, limit, others)

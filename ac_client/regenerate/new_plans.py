@@ -33,10 +33,7 @@ from autoac.profiler import DATASHEETS
 
 
 def new_plans(
-    config: Config,
-    folder: Path,
-    on_task: Callable[[str], None],
-    progress: Callable[[Progress], bool | None],
+    config: Config, folder: Path, on_task: Callable[[str], None], progress: Callable[[Progress], bool | None]
 ) -> Iterator[tuple[str, float, Plan | Exception]]:
     """Plan each budget of each listed model.
 

@@ -76,10 +76,7 @@ def request_policy(
         ValueError: `url` is not an http or https URL.
     """
     rules = None if constraints == Constraints() else constraints
-    options: dict[str, Any] = {
-        "budget_bytes": budget_bytes,
-        "gap": DEFAULT_GAP if gap is None else gap,
-    }
+    options: dict[str, Any] = {"budget_bytes": budget_bytes, "gap": DEFAULT_GAP if gap is None else gap}
     if time_limit_s is not None:
         options["time_limit_s"] = time_limit_s
     with ServiceConnection(url, token, transport, timeout_s) as connection:

@@ -7,6 +7,7 @@ import sys
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autoac.tape.torch_facts import private
@@ -28,19 +29,23 @@ def infers_metadata() -> bool:
     return inference is not None and _is_called_from(sys._getframe(1), inference.__code__)
 
 
-def is_input_half() -> bool:
-    """Return True if `stage_backward_input` waits for the running graph task."""
+def nodes_of_weight_half() -> list[torch.autograd.graph.Node]:
+    """Return where the weight half begins if `stage_backward_input` waits for the running graph task."""
     module = sys.modules.get("torch.distributed.pipelining._backward")
     if module is None:
-        return False
+        return []
     code = module.stage_backward_input.__code__
+    found = _groups_at(sys._getframe(1), code)
+    if not found and not _is_called_from(sys._getframe(1), private.engine_run_backward.__code__):
+        # This is a thread of the engine (CUDA), and the caller waits in another thread.
+        found = next(filter(None, (_groups_at(one, code) for one in sys._current_frames().values())), [])
+    return [node for group in found for node in group["intermediates"]]
+
+
+def _groups_at(frame: FrameType, code: CodeType) -> list[dict[str, Any]]:
+    """Return the groups of weights of the caller of `frame` that runs `code`."""
     # A frame in a local variable would be a cycle, and keep alive the variables of every caller.
-    if _is_called_from(sys._getframe(1), code):
-        return True
-    if _is_called_from(sys._getframe(1), private.engine_run_backward.__code__):
-        return False
-    # This is a thread of the engine (CUDA), and the caller waits in another thread.
-    return any(_is_called_from(other, code) for other in sys._current_frames().values())
+    return next((f.f_locals["param_groups"] for f in frames_from(frame) if f.f_code is code), [])
 
 
 def held_by_schedule() -> list[Tensor]:
@@ -65,6 +70,8 @@ def held_by_schedule() -> list[Tensor]:
             rest += one
         elif type(one).__module__ in HOLDERS:
             rest += getattr(one, "__dict__", {}).values()
+        elif type(one).__module__ == "torch.distributed.pipelining.schedules":
+            rest += getattr(one, "_internal_losses", ())
     return found
 
 

@@ -3,8 +3,9 @@
 To autograd the two halves are unrelated graph tasks, one for the inputs and one for each group of weights.
 Here they are parts of one backward pass, and recomputed tensors that the second half needs stay cached in
 between. The tasks alone do not show that they belong together: a partial backward with `retain_graph=True`
-looks the same and must leave nothing behind. So one of these must show it: `split_backward`, torch's
-`GraphExecGroup`, or a call from `stage_backward_input` of torch.distributed.pipelining.
+looks the same and must leave nothing behind. So one of these must show it: `split_backward`, or torch's
+`GraphExecGroup`. The stages of torch.distributed.pipelining have many microbatches between their halves, so
+there each half recomputes what it needs, and nothing stays in between.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 
-from autoac.tape.distributed.pipelining import is_input_half
 from autoac.tape.torch_facts import private
 from autoac.tape.torch_facts.module_paths import frames_from
 
@@ -57,8 +57,7 @@ def split_backward() -> Iterator[None]:
             dw = torch.autograd.grad(hidden, weights, dhidden)          # the weight half
 
     Each op is recomputed at most once for all of them. A recomputed tensor that a later call may need stays
-    until autograd drops its saved tensors, at the latest until the end of the block. The stages of
-    torch.distributed.pipelining need no such block.
+    until autograd drops its saved tensors, at the latest until the end of the block.
     """
     outer = _declared()
     split = Split()
@@ -75,10 +74,7 @@ def split_backward() -> Iterator[None]:
 
 def current_split() -> Split | None:
     """Return the split backward that the running graph task is a part of; None outside any."""
-    split = _declared() or _of_group()
-    if split is None and is_input_half():
-        split = Split()  # never closed: its pass is freed with the graph
-    return split
+    return _declared() or _of_group()
 
 
 def leaves_gradients() -> bool:

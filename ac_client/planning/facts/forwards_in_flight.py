@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from autoac.planner.units import rounded_bytes
 from autoac.profiler.static_memory import allocator_rounding
+from autoac.tape.distributed.pipelining import nodes_of_weight_half
 from autoac.tape.distributed.wrapped_tensors import below, with_memory
 from autoac.tape.runtime.split_backward import current_split
 from autoac.tape.torch_facts import private
@@ -37,6 +39,7 @@ class BackwardFacts(NamedTuple):
     passes: int = 1  # of backward that have reached the forward, this one included
     creates_graph: bool = False  # it does, or an earlier one did
     graphs: int = 1  # of forwards, created since the last backward that freed one
+    forward: InFlight | None = None
 
 
 Listener = Callable[[BackwardFacts], None]
@@ -48,11 +51,11 @@ class ForwardsInFlight:
     """The forwards of one model that wait for their backward.
 
     Attributes:
-        outputs: of all forwards, as long as they exist.
+        made: outputs of all forwards and gradients that a schedule sends, as long as they exist.
     """
 
     def __init__(self) -> None:
-        self.outputs = Storages()
+        self.made = Storages()
         self._forwards: list[weakref.ref[InFlight]] = []
         self._last: weakref.ref[InFlight] | None = None
 
@@ -81,9 +84,16 @@ class ForwardsInFlight:
         forward = InFlight(batch, storages_of(tensors), storages_of(roots_of(out)), listener)
         for node in nodes:
             node.register_prehook(forward)
-        self.outputs = {ref: nbytes for ref, nbytes in self.outputs.items() if ref()} | forward.outputs
+        self.made = {ref: nbytes for ref, nbytes in self.made.items() if ref()} | forward.outputs
         self._last = weakref.ref(forward)
         self._forwards.append(self._last)
+
+    def note_gradients_of(self, batch: Sequence[Tensor]) -> None:
+        """Add the gradients of `batch` to what was made, from now on, once for each of its tensors."""
+        for tensor in batch:
+            if tensor.requires_grad and not hasattr(tensor, _NOTED):
+                setattr(tensor, _NOTED, True)
+                tensor.register_hook(partial(_note_gradient, weakref.ref(self)))
 
     def ended(self) -> InFlight | None:
         """Return the last forward if its graph is still there after a backward, and no forward waits."""
@@ -98,6 +108,15 @@ class ForwardsInFlight:
         self._forwards.clear()
 
 
+_NOTED = "_autoac_gradient_noted"
+"""Attribute of a tensor whose gradients are noted."""
+
+
+def _note_gradient(noting: Callable[[], ForwardsInFlight | None], gradient: Tensor) -> None:
+    if (forwards := noting()) is not None:
+        forwards.made |= storages_of([gradient])
+
+
 class InFlight:
     """One forward. Only the autograd nodes of its outputs hold it, as their hook."""
 
@@ -109,7 +128,7 @@ class InFlight:
         self.elements = sum(tensor.numel() for tensor in batch if not tensor.is_nested)
         self._created_graph = False
         self.listener: Listener | None = listener
-        self.begun = False
+        self.begun = self._halves = False
         self._tasks: set[int] = set()  # graph tasks that have reached the forward
         self._roots, self.outputs = roots, roots | outputs
 
@@ -136,12 +155,16 @@ class InFlight:
         task = private.current_graph_task_id()
         if task in self._tasks:
             return
+        first = not self._tasks
         self._tasks.add(task)
-        first, self.begun = not self.begun, True
-        if self.listener is None or (not first and current_split() is not None):
+        of_weights = nodes_of_weight_half() if first else []
+        for node in of_weights[:1]:  # in between the forward waits again
+            node.register_prehook(self)
+        self.begun, self._halves = not of_weights, self._halves or bool(of_weights)
+        if self.listener is None or (not first and (self._halves or current_split() is not None)):
             return
         self._created_graph |= torch.is_grad_enabled()
-        self.listener(BackwardFacts(len(self._tasks), self._created_graph))
+        self.listener(BackwardFacts(len(self._tasks), self._created_graph, forward=self))
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Storages:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ac_client.planning.batch_shape import ModelCall
-from ac_client.planning.facts.forwards_in_flight import ForwardsInFlight, storages_of
+from ac_client.planning.facts.forwards_in_flight import ForwardsInFlight, InFlight, storages_of
 from ac_client.planning.facts.model_structure import device_of, module_changes
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_watch import PeakWatch
@@ -37,11 +37,13 @@ from autoac.tape.torch_facts.libraries import free_workspaces, pool_nbytes
 from autoac.tape.torch_facts.streams import is_capturing
 
 
-class _InFlightNow(NamedTuple):
-    """Count the forwards that wait for their backward."""
+class _Moment(NamedTuple):
+    """Count the forwards that wait for their backward as another begins, or its backward."""
 
     own: int
     others: dict[ModelOnDevice, int]
+    batches: int  # bytes that batches hold
+    by_schedule: int  # bytes that a pipeline's schedule holds in addition
 
 
 _turns = itertools.count(1)
@@ -61,6 +63,7 @@ class ModelOnDevice:
         bucket: of the last forward, or of the next one, if it was planned since.
         share: of what a forward may save, that it may hold while it waits: device_share.py.
         allowed_nbytes: these bytes, of a forward under the share.
+        inputs: bytes of batches that the plan of the model counts.
         planner: returns the `BatchPlanner` of the model, if it is still there.
         settle: returns the function that plans the observed step of the model, if that is over.
     """
@@ -88,14 +91,11 @@ class ModelOnDevice:
         # What planned models that may never train hold, as last measured.
         self._idle: weakref.WeakKeyDictionary[ModelOnDevice, int] = weakref.WeakKeyDictionary()
         self._unreduced = 0  # bytes of gradients that waited for a reduction as a forward began, at most
-        # Bytes on the device that no planned model holds, as last measured; on a CPU, of a schedule, at most.
-        self._uncounted = 0
-        # Of the batch of a waiting forward of each other model, at most.
-        self._batches: weakref.WeakKeyDictionary[ModelOnDevice, int] = weakref.WeakKeyDictionary()
+        self._uncounted = 0  # bytes on the device that no planned model holds, as last measured
+        self.inputs = 0
         self._counted: dict[Hashable, tuple[Any, int]] = {}  # by `_once`: when, and how many bytes
-        # How many forwards of this model and of each other one wait at moments of its steps.
-        self._moments: list[_InFlightNow] = []  # of the last step
-        self._running: list[_InFlightNow] = []  # of the step that runs
+        self._moments: list[_Moment] = []  # of the last step
+        self._running: list[_Moment] = []  # of the step that runs
         self._others_wait = False  # as of the last of these moments
         self._passing = 1 << 62  # the least bytes of waiting forwards that are gone as an optimizer steps
         _all.add(self)
@@ -104,16 +104,20 @@ class ModelOnDevice:
         """Stop counting in the plans of the neighbors."""
         _all.discard(self)
 
-    def note_moment(self, *, forward: bool = False) -> None:
-        """Note how many forwards wait on the device as a forward or a backward of the model begins.
+    def note_moment(self, running: ModelCall | InFlight) -> None:
+        """Note how many forwards wait, and what is held, as a forward of the model begins, or a backward.
 
-        If none does before a `forward`, the observed steps of other models are planned: a plan of this one
+        If no forward waits before one, the observed steps of other models are planned: a plan of this one
         counts what they hold.
+
+        Args:
+            running: the call of the model; the forward that backward has reached.
         """
-        others = self._others()
+        others, forward = self._others(), isinstance(running, ModelCall)
         self._trains_at = next(_turns) if forward else self._trains_at
-        waiting = _InFlightNow(self.in_flight(), {other: other.in_flight() for other in others})
-        self._others_wait = any(waiting.others.values())
+        in_flight = {other: other.in_flight() for other in others}
+        self._others_wait = any(in_flight.values())
+        waiting = _Moment(self.in_flight(), in_flight, *self._held_beyond_plans(running))
         if not (waiting.own or self._others_wait):
             for other in others if forward else ():
                 if (settle := other.settle()) is not None and (model := other._model()) is not None:
@@ -125,6 +129,8 @@ class ModelOnDevice:
 
     def note_step(self) -> None:
         """Note whether a forward of another model waits as an optimizer of this one has stepped."""
+        if self._running:
+            self._moments, self._running = self._running, []
         self._passing = 0 if any(other.in_flight() for other in self._others()) else self._passing
 
     def forget_peaks(self) -> None:
@@ -202,32 +208,31 @@ class ModelOnDevice:
             gc.collect()  # garbage is not held
             self._uncounted = more_than_held()
 
-    def note_batches(self, call: ModelCall, inputs: int) -> None:
-        """Note what waiting forwards of others hold as batches, and a pipeline's schedule, on a CPU.
+    def _held_beyond_plans(self, running: ModelCall | InFlight) -> tuple[int, int]:
+        """Return the bytes that batches hold, and those of a pipeline's schedule; 0 if nobody else holds any.
 
-        Args:
-            call: of the model, whose forward begins.
-            inputs: bytes of batches that the plan of the model counts.
+        They are 0 on a GPU, where `measure_uncounted` counts them.
         """
         schedule = held_by_schedule()
-        if not (schedule or self._others_wait):
-            return
-        if (device := self.device()) is None or device.type == "cuda":
-            return  # `measure_uncounted` counts them
-        forwards = self._in_flight.alive()
-        of_others = {other: other._in_flight.alive() for other in self.neighbors()}
-        outputs = {ref for each in (forwards, *of_others.values()) for one in each for ref in one.outputs}
-        own = storages_of(call.tensors) | {
-            ref: nbytes for one in forwards for ref, nbytes in one.batch.items()
-        }
-        if schedule:
-            more = storages_of(schedule) | self._in_flight.outputs  # some are held by what is being sent
-            own |= {ref: nbytes for ref, nbytes in more.items() if ref not in outputs}
-            self._uncounted = max(self._uncounted, sum(n for ref, n in own.items() if ref()) - inputs)
-        for other, waiting in of_others.items():
-            batches = {ref: nbytes for one in waiting for ref, nbytes in one.batch.items()}
-            nbytes = sum(n for ref, n in batches.items() if ref() and ref not in own and ref not in outputs)
-            self._batches[other] = max(self._batches.get(other, 0), nbytes // max(1, len(waiting)))
+        device = self.device() if schedule or self._others_wait else None
+        if device is None or device.type == "cuda":
+            return 0, 0
+        in_flight = {one: one._in_flight.alive() for one in (self, *self.neighbors())}
+        counted = {ref for forwards in in_flight.values() for one in forwards for ref in one.outputs}
+        if isinstance(running, InFlight):
+            batches, counted = dict(running.batch), counted.union(running.outputs)
+        else:
+            batches = storages_of(running.tensors)
+            if schedule:
+                self._in_flight.note_gradients_of(running.tensors)
+        held = storages_of(schedule)
+        for one, forwards in in_flight.items():
+            held |= one._in_flight.made if schedule else {}  # some are being sent
+            for forward in forwards:
+                batches |= {r: n for r, n in forward.batch.items() if one is self or r not in counted}
+        counted |= batches.keys()
+        rest = sum(nbytes for ref, nbytes in held.items() if ref() and ref not in counted)
+        return sum(nbytes for ref, nbytes in batches.items() if ref()), rest
 
     def kept_nbytes(self, call: ModelCall, profile: Profile) -> int:
         """Return the bytes that variables keep of the last step, whose profile this is, as `call` begins."""
@@ -251,7 +256,9 @@ class ModelOnDevice:
         """Return the bytes that the neighbors hold between steps, and for forwards in flight."""
         return sum(o._held_nbytes(n) for o, n in self._in_turn(self.neighbors())) + self.waiting_nbytes()
 
-    def waiting_nbytes(self, forwards: Mapping[ModelOnDevice, int] | None = None) -> int:
+    def waiting_nbytes(
+        self, forwards: Mapping[ModelOnDevice, int] | None = None, *, alone: bool = False
+    ) -> int:
         """Return the bytes that waiting forwards of the neighbors hold.
 
         They are those of the moment at which the forwards of all models hold most, less what the forwards of
@@ -259,17 +266,18 @@ class ModelOnDevice:
 
         Args:
             forwards: bytes that one waiting forward of each model holds; None: as planned now.
+            alone: leave out what a pipeline's schedule holds.
         """
-        bucket, moments = self.bucket, [m for m in (*self._moments, *self._running) if any(m.others.values())]
-        if not moments:
+        bucket, moments = self.bucket, [*self._moments, *self._running]
+        if not any(any(m.others.values()) or m.by_schedule for m in moments):
             return 0
         if forwards is None:
             forwards = {one: one.forward_nbytes() for one in (self, *self.neighbors())}
-        forwards = {one: nbytes + self._batches.get(one, 0) for one, nbytes in forwards.items()}
         most = bucket.planned_for.microbatches - 1 if bucket is not None else 0
         held = (
             (min(m.own, most) - most) * forwards[self]
             + sum(n * forwards[other] for other, n in m.others.items() if other in forwards)
+            + max(0, m.batches + (0 if alone else m.by_schedule) - self.inputs)
             for m in moments
         )
         return max(0, max(held, default=0))
@@ -280,7 +288,7 @@ class ModelOnDevice:
         Args:
             dropped: bytes of the batch that are gone then, in addition to waiting forwards of the neighbors.
         """
-        passing = min(self._passing, self.waiting_nbytes())
+        passing = min(self._passing, self.waiting_nbytes(alone=True))
         if self._optimizers.steps:
             self._passing = passing  # from now on it only falls, so plans do not take turns
         return self._optimizers.needs().less(dropped + passing)

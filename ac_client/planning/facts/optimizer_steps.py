@@ -17,12 +17,7 @@ from ac_client.planning.facts.model_structure import device_of
 from ac_client.planning.warn_once import WarnOnce
 from autoac.planner.units import format_bytes
 from autoac.profiler.observed_step import ObservedStep, recorded_step
-from autoac.profiler.static_memory import (
-    OptimizerBytes,
-    bytes_of_one,
-    optimizer_state_nbytes,
-    unwrapped,
-)
+from autoac.profiler.static_memory import OptimizerBytes, bytes_of_one, optimizer_state_nbytes, unwrapped
 from autoac.tape.distributed.fsdp import parameters_of
 
 STEPS_THAT_MAKE_STATE = 8  # of all optimizers of a model: an average of the weights may come late

@@ -69,7 +69,7 @@ class StepWatch:
         if not waiting and bucket.statistics.compared < WATCHED_STEPS:
             counts = (needs.state, profile.static.workspaces) if bucket.statistics.steps else None
             self.on_device.measure_uncounted(call.args, call.kwargs, kept, counts=counts)
-        self.on_device.note_batches(call, profile.static.inputs)
+        self.on_device.inputs = profile.static.inputs
         if gradients and not profile.static.gradients:
             self._found_gradients = profile.gradient_nbytes
         others, share = self.on_device.others_nbytes(), self.on_device.share
@@ -86,7 +86,8 @@ class StepWatch:
         The second are the bytes of gradients that forward found, as backward finds them; None: not looked at.
         """
         gradients, self._found_gradients = self._found_gradients, 0
-        self.on_device.note_moment()
+        if backward.forward is not None:
+            self.on_device.note_moment(backward.forward)
         if not private.current_graph_task_keeps_graph() or self.optimizers.steps > self._stepped_at:
             self._graphs = 0
         self._graphs += backward.creates_graph and backward.passes == 1

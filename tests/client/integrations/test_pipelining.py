@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from ranks import outputs_of_ranks
 
 from benchmarks.loops import pipelines
@@ -87,8 +88,16 @@ def test_stages_train_as_without_plans_and_are_planned_for_what_waits(tmp_path: 
     assert first["ScheduleInterleaved1F1B"][1][0] == 4
 
 
-def test_what_a_schedule_holds_besides_the_parts_is_counted() -> None:
-    """Count targets, outputs of microbatches that are done, and buffers to receive into or to send."""
-    rows = pipelines.rows_of("Schedule1F1B, 2 ranks", "0.6", [5_490_070, 4_900_000])
-    assert max(rows[0].peaks) <= rows[0].budget
+@pytest.mark.parametrize(
+    ("setting", "budgets"),
+    [
+        ("Schedule1F1B, 2 ranks", [5_490_070, 4_900_000]),
+        ("ScheduleInterleaved1F1B, 2 ranks, 3 parts", [20_198_902, 17_749_496]),
+        ("ScheduleZBVZeroBubble, 2 ranks, 2 parts", [14_443_415, 16_306_272]),
+    ],
+)
+def test_what_a_schedule_holds_besides_the_parts_is_counted(setting: str, budgets: list[int]) -> None:
+    """Count targets, losses, what is being sent, buffers to receive into, and halves of backwards."""
+    rows = pipelines.rows_of(setting, "0.6", budgets)
+    assert all(max(row.peaks) <= row.budget for row in rows if row.budget != 4_900_000)  # infeasible
     assert [row.faults for row in rows] == [(), ()]
