@@ -49,7 +49,7 @@ from autoac.planner import (
 )
 from autoac.planner import plan_with_host as plan_profile
 from autoac.planner.formats.policy_set import Shape
-from autoac.planner.plan import DEFAULT_WORK_LIMIT
+from autoac.planner.plan import DEFAULT_WORK_LIMIT, FLOOR_SHARE
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.microbatch import microbatch_of
 from autoac.planner.units import format_bytes
@@ -85,8 +85,8 @@ def spare_bytes(reserved: int) -> int:
 class PlanNotice:
     """Warn that a training step waits for its plan: after two seconds, and then every ten."""
 
-    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._what, self._clock = what, clock
+    def __init__(self, what: str, brief: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._clock, self.brief = what, clock, brief
         self._began, self._next_s, self.most_s = clock(), FIRST_NOTICE_S, 0.0
 
     def __call__(self, now: Progress) -> None:
@@ -105,11 +105,17 @@ def waiting_work(profile: Profile) -> float:
 
 
 def plan(profile: Profile, *, progress: PlanNotice, **terms: Any) -> Plan:
-    """Plan with the work of a few steps, and where that finds no plan, with as much as for `autoac plan`."""
-    progress.most_s = waiting_work(profile)
+    """Plan with the work of a few steps, and where that finds no plan, with as much as for `autoac plan`.
+
+    If `progress` is brief, plan with a part of this work: a search that fails takes `FLOOR_SHARE` times that.
+    """
+    work = waiting_work(profile) / (FLOOR_SHARE if progress.brief else 1)
+    progress.most_s = work * (1 + FLOOR_SHARE)
     try:
-        return plan_profile(profile, work_limit=progress.most_s, step_gap=NEAR, progress=progress, **terms)
+        return plan_profile(profile, work_limit=work, step_gap=NEAR, progress=progress, **terms)
     except SolverOutOfTime:
+        if progress.brief:
+            raise
         log.warning("no plan was found in the CPU time of %d steps: the search goes on", WAIT_STEPS)
         progress.most_s += DEFAULT_WORK_LIMIT
         return plan_profile(profile, progress=progress, **terms)
@@ -126,8 +132,8 @@ class InCheckpoint(ProfilerBusy):
     """The forward that begins is inside of one of torch's checkpoints."""
 
 
-# Limit, extra static bytes, all ranks carry it out, share of the device.
-_Terms = tuple[int, int, bool, float]
+# Limit, extra static bytes, all ranks carry it out, share of the device, whether the search is brief.
+_Terms = tuple[int, int, bool, float, bool]
 PlanObserved = Callable[[Profile, ModelCall, "Observation"], PlannedBucket]
 """Plans an observed step: from its profile, and the call of the step that begins."""
 
@@ -312,8 +318,8 @@ class BatchPlanner:
             step.begin_forward(recorded=recorded)
             if recorded:
                 log.info("%s: observing one step", self.name)
-        batch = [weakref.ref(tensor) for tensor in call.tensors]
-        self.observation = Observation(step, call.shape, key, then, meets, state_nbytes=state, batch=batch)
+        batch = [*map(weakref.ref, call.tensors)]
+        self.observation = Observation(step, call.shape, key, then, meets, state, batch)
 
     def observed(self, call: ModelCall, observation: Observation) -> Profile:
         """Return the profile of an observed step that is over; `call` is the one that begins.
@@ -368,9 +374,7 @@ class BatchPlanner:
             fragments = fragments_of(plan) or 0
             if infeasible is None and plan.peak + fragments <= room:
                 break
-            before, limit = limit, max(1, room - fragments)
-            if limit == before:
-                break
+            limit = max(1, room - fragments)
         return limit
 
     def plan_within(
@@ -394,7 +398,7 @@ class BatchPlanner:
             ServiceUnavailable: the service is away, and is required.
             ServiceRefused: the service refused the request.
         """
-        terms = limit, extra_static, together or not others_wait(), self.on_device.share
+        terms = limit, extra_static, together or not others_wait(), self.on_device.share, False
         made = self._plan_within(profile, terms, start)
         if self.host.pins(made[0], self.on_device.device()):
             return made
@@ -403,7 +407,7 @@ class BatchPlanner:
     def _plan_within(
         self, profile: Profile, terms: _Terms, start: SaveSet | None = None
     ) -> tuple[Policy, Plan]:
-        limit, extra_static, together, share = terms
+        limit, extra_static, together, share, brief = terms
         constraints = self.host.added_to(self.options.constraints)
         latest, key = self._latest, (terms, constraints)
         if latest is not None and latest[0] == profile and latest[1] == key:
@@ -435,9 +439,10 @@ class BatchPlanner:
         stored = PolicyFile(profile, (budget, constraints))
         if (found := stored.read()) is not None:
             return found, as_planned(found, step)
-        notice, starts = PlanNotice(what), () if start is None else (start,)
+        notice, starts = PlanNotice(what, brief=brief), () if start is None else (start,)
         made = plan(profile, budget_bytes=budget, constraints=constraints, start=starts, progress=notice)
-        stored.write(made.policy())
+        if not brief:
+            stored.write(made.policy())
         if share < 1:  # what the others' share takes is none of this step's
             made = replace(as_planned(made.policy(), step), bound_us=made.bound_us, gained_us=made.gained_us)
         self._latest = step, key, (made.policy(), made)
@@ -500,7 +505,7 @@ class BatchPlanner:
         return extra_static - waiting + device.waiting_nbytes()
 
     def _plan_for_share(self, profile: Profile, limit: int, extra_static: int, share: float) -> Plan:
-        return self._plan_within(profile, (limit, extra_static, not others_wait(), share))[1]
+        return self._plan_within(profile, (limit, extra_static, not others_wait(), share, True))[1]
 
     def warn_over_budget(self, needs: int, reason: str) -> None:
         """Warn that no plan keeps the budget."""

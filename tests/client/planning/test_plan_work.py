@@ -12,7 +12,7 @@ from ac_client.planning import plan_batch
 from ac_client.planning.plan_batch import PlanNotice, plan, waiting_work  # before a fixture takes its place
 from autoac.planner import Profile, Progress, bounds, build
 from autoac.planner.errors import SolverOutOfTime
-from autoac.planner.plan import DEFAULT_WORK_LIMIT
+from autoac.planner.plan import DEFAULT_WORK_LIMIT, FLOOR_SHARE
 from autoac.planner.solver.time_limit import Allowance
 from autoac.profiler import profile
 from benchmarks.models.modules import Transformer
@@ -67,6 +67,10 @@ def test_budget_that_little_work_does_not_reach_is_planned_with_more(
     assert plan(step, budget_bytes=10, progress=PlanNotice("model")) == "a plan"  # type: ignore[comparison-overlap]
     assert limits == [waiting_work(step), None]
     assert "the search goes on" in caplog.text
+    limits.clear()
+    with pytest.raises(SolverOutOfTime):  # one share of a device of several
+        plan(step, budget_bytes=10, progress=PlanNotice("model", brief=True))
+    assert limits == [waiting_work(step) / FLOOR_SHARE]
 
 
 def test_notice_comes_after_two_seconds_and_then_every_ten(caplog: pytest.LogCaptureFixture) -> None:
