@@ -114,7 +114,8 @@ class ModelPlanning:
             return None
         bucket.forwards += 1
         planned = bucket.planned_for
-        form, warning = form_rule(planned, bucket.shown, self.watch.waiting_for(bucket), left=bucket.left)
+        alike = 0 if self.watch.on_device.scheduled else self.watch.waiting_for(bucket)
+        form, warning = form_rule(planned, bucket.shown, alike, left=bucket.left)
         if warning is not None:
             bucket.warn(self._name, warning)
         if not planned.stays and form != planned.form:

@@ -64,6 +64,7 @@ class ModelOnDevice:
         share: of what a forward may save, that it may hold while it waits: device_share.py.
         allowed_nbytes: these bytes, of a forward under the share.
         inputs: bytes of batches that the plan of the model counts.
+        scheduled: a pipeline's schedule runs, in which each forward has a backward of its own.
         planner: returns the `BatchPlanner` of the model, if it is still there.
         settle: returns the function that plans the observed step of the model, if that is over.
     """
@@ -93,6 +94,7 @@ class ModelOnDevice:
         self._unreduced = 0  # bytes of gradients that waited for a reduction as a forward began, at most
         self._uncounted = 0  # bytes on the device that no planned model holds, as last measured
         self.inputs = 0
+        self.scheduled = False
         self._counted: dict[Hashable, tuple[Any, int]] = {}  # by `_once`: when, and how many bytes
         self._moments: list[_Moment] = []  # of the last step
         self._running: list[_Moment] = []  # of the step that runs
@@ -214,6 +216,7 @@ class ModelOnDevice:
         They are 0 on a GPU, where `measure_uncounted` counts them.
         """
         schedule = held_by_schedule()
+        self.scheduled = bool(schedule)
         device = self.device() if schedule or self._others_wait else None
         if device is None or device.type == "cuda":
             return 0, 0
@@ -268,9 +271,7 @@ class ModelOnDevice:
             forwards: bytes that one waiting forward of each model holds; None: as planned now.
             alone: leave out what a pipeline's schedule holds.
         """
-        bucket, moments = self.bucket, [*self._moments, *self._running]
-        if not any(any(m.others.values()) or m.by_schedule for m in moments):
-            return 0
+        bucket = self.bucket
         if forwards is None:
             forwards = {one: one.forward_nbytes() for one in (self, *self.neighbors())}
         most = bucket.planned_for.microbatches - 1 if bucket is not None else 0
@@ -278,7 +279,7 @@ class ModelOnDevice:
             (min(m.own, most) - most) * forwards[self]
             + sum(n * forwards[other] for other, n in m.others.items() if other in forwards)
             + max(0, m.batches + (0 if alone else m.by_schedule) - self.inputs)
-            for m in moments
+            for m in (*self._moments, *self._running)
         )
         return max(0, max(held, default=0))
 

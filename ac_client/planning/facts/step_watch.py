@@ -74,7 +74,7 @@ class StepWatch:
             self._found_gradients = profile.gradient_nbytes
         others, share = self.on_device.others_nbytes(), self.on_device.share
         before = profile.waiting_microbatches
-        more = max(0, self.waiting_for(bucket) - before) if before else 0
+        more = max(0, self.waiting_for(bucket) - before) if before or self.on_device.scheduled else 0
         frees = bool(bucket.frees_gradients)
         return Present(self._found_gradients > 0, frees, needs, others, kept, more, share)
 
