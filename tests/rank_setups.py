@@ -489,12 +489,7 @@ Facts = dict[str, Any]
 
 
 def facts_of(
-    names: Sequence[str],
-    store: Path,
-    backend: str,
-    only: Sequence[int] | None = None,
-    *,
-    exact: bool = True,
+    names: Sequence[str], store: Path, backend: str, only: Sequence[int] | None = None, *, exact: bool = True
 ) -> dict[str, list[Facts]]:
     """Return the facts of setups with equally many ranks, by rank.
 

@@ -413,10 +413,10 @@ class PolicyChooser:
         if self._store.all:
             why = f"none is added until a step can be observed ({busy})"
             return self._uncovered("busy beyond", call.shape, why)
-        its_turn_comes = isinstance(busy, AnotherIsObserved)  # in the next step
-        if not its_turn_comes:
+        queued = isinstance(busy, AnotherIsObserved)  # its turn comes in the next step
+        if not queued:
             self._planner.warn_once("busy", f"{UNPLANNED_UNTIL}: {busy}")
-        meets = meets and not its_turn_comes
+        meets &= not queued
         self._planner.observe(call, key_of(call.args, call.kwargs), meets=meets, recorded=False)
         return None
 

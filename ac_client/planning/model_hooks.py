@@ -126,6 +126,8 @@ class ModelHooks:
 
     def _watch_submodules(self, model: nn.Module, watched: Watched = EVERY) -> None:
         """Follow the calls of the submodules that are `watched`, except in compiled code."""
+        if not (isinstance(watched, str) or isinstance(self._watched, str)):
+            watched |= self._watched  # else hooks would come and go with batches
         if self._submodule_handles and self._watched != watched:
             self._unwatch_submodules()
         if watched and not (self._compiled or self._submodule_handles):

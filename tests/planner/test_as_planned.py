@@ -5,15 +5,7 @@ from __future__ import annotations
 import graphs
 import pytest
 
-from autoac.planner import (
-    Constraints,
-    OtherProfile,
-    Policy,
-    as_planned,
-    carried,
-    plan,
-    simulate,
-)
+from autoac.planner import Constraints, OtherProfile, Policy, as_planned, carried, plan, simulate
 
 
 @pytest.mark.parametrize("waiting", [0, 2])

@@ -92,8 +92,7 @@ class ForwardsInFlight:
         """Add the gradients of `batch` to what was made, from now on, once for each of its tensors."""
         for tensor in batch:
             if tensor.requires_grad and not hasattr(tensor, _NOTED):
-                setattr(tensor, _NOTED, True)
-                tensor.register_hook(partial(_note_gradient, weakref.ref(self)))
+                setattr(tensor, _NOTED, tensor.register_hook(partial(_note_gradient, weakref.ref(self))))
 
     def ended(self) -> InFlight | None:
         """Return the last forward if its graph is still there after a backward, and no forward waits."""
@@ -112,8 +111,8 @@ _NOTED = "_autoac_gradient_noted"
 """Attribute of a tensor whose gradients are noted."""
 
 
-def _note_gradient(noting: Callable[[], ForwardsInFlight | None], gradient: Tensor) -> None:
-    if (forwards := noting()) is not None:
+def _note_gradient(noting: Callable[[], ForwardsInFlight | None], gradient: Tensor | None) -> None:
+    if gradient is not None and (forwards := noting()) is not None:
         forwards.made |= storages_of([gradient])
 
 

@@ -124,10 +124,8 @@ class ModelOnDevice:
             for other in others if forward else ():
                 if (settle := other.settle()) is not None and (model := other._model()) is not None:
                     settle(model)
-            if self._running:
-                self._moments, self._running = self._running, []
         if waiting not in self._running:
-            self._running.append(waiting)
+            self._running = [*self._running[-256:], waiting]  # of steps that no optimizer ends, the last
 
     def note_step(self) -> None:
         """Note whether a forward of another model waits as an optimizer of this one has stepped."""
@@ -347,8 +345,9 @@ class ModelOnDevice:
             return own + _unsharded_nbytes(model) - shared
         static = bucket.profile.static
         held = static.total - static.inputs - static.workspaces  # which models share
-        state = bucket.planned_for.present.optimizers.state
-        held += state - static.optimizer_state - min(shared, state)
+        held -= static.optimizer_state
+        if not all(any(one is other for other in counted) for one in self._optimizers.all):
+            held += max(0, bucket.planned_for.present.optimizers.state - shared)
         return held + (0 if static.gradients else bucket.profile.gradient_nbytes)
 
     def forward_nbytes(self) -> int:

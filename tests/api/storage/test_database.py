@@ -28,12 +28,7 @@ from waiting import until
 from autoac.api import InvalidSettings, Settings, create_app
 from autoac.api.errors import DatabaseNotReady
 from autoac.api.solving import job_runner
-from autoac.api.storage.database import (
-    POSTGRES_WAITS,
-    Database,
-    newest_revision,
-    read_url,
-)
+from autoac.api.storage.database import POSTGRES_WAITS, Database, newest_revision, read_url
 from autoac.api.storage.job_runs import JobRuns
 from autoac.api.storage.job_store import Job
 from autoac.api.storage.tables import keys, metadata

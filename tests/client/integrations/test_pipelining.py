@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import outputs_of_ranks
 
+from ac_client.planning.facts.forwards_in_flight import ForwardsInFlight
 from benchmarks.loops import pipelines
 
 SCRIPT = """
@@ -101,3 +103,14 @@ def test_what_a_schedule_holds_besides_the_parts_is_counted(setting: str, budget
     rows = pipelines.rows_of(setting, "0.6", budgets)
     assert all(max(row.peaks) <= row.budget for row in rows if row.budget != 4_900_000)  # infeasible
     assert [row.faults for row in rows] == [(), ()]
+
+
+def test_batch_of_a_stage_may_get_no_gradient() -> None:
+    forwards, x = ForwardsInFlight(), torch.ones(2, requires_grad=True)
+    forwards.note_gradients_of([x, x])
+    torch._C._functions.UndefinedGrad()(x).sum().backward()
+    assert not forwards.made
+    (2 * x).sum().backward()
+    assert list(forwards.made.values()) == [x.nbytes]
+    x.grad = None
+    assert not any(ref() for ref in forwards.made)

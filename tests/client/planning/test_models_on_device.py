@@ -35,18 +35,19 @@ def sharing(models: list[nn.Module]) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("planned", [False, True])
-def test_state_of_an_optimizer_that_models_share_counts_once(planned: bool) -> None:
+@pytest.mark.parametrize(("rounds", "steps"), [(1, True), (4, True), (3, False)])
+def test_state_of_an_optimizer_that_models_share_counts_once(rounds: int, steps: bool) -> None:
     optimizer = sharing(models := [part(0), part(1)])
-    for _ in range(4 if planned else 1):
+    for _ in range(rounds):
         optimizer.zero_grad()
         models[1](models[0](torch.randn(ROWS, WIDTH))).square().mean().backward()
-        optimizer.step()
+        if steps:  # else the state does not exist yet
+            optimizer.step()
     parameters = sum(p.nbytes for p in models[0].parameters())
     for model in models:
         on_device = ac_client.applied(model)._planning.watch.on_device
         forward = ROWS * WIDTH * 4 * 7
-        if planned:
+        if rounds > 1:
             assert 2 * parameters <= on_device.neighbors_nbytes() <= 2 * parameters + forward
         own = on_device.standing_nbytes() + on_device.others_standing_nbytes()
         assert own <= 2 * 4 * parameters + 4096

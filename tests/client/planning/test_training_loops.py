@@ -521,6 +521,16 @@ def test_modules_that_the_first_batch_skipped_are_planned_once_they_run(
     assert ac_client.applied(model).report().buckets == 1
 
 
+def test_hooks_stay_where_two_shapes_skip_different_modules() -> None:
+    model = ac_client.apply(Skips(), 1.0)
+    hooks = []
+    for i in range(8):
+        model.runs = [1 + i % 2]
+        model(torch.randn(ROWS // (1 + i % 2), WIDTH)).backward()
+        hooks.append([id(hook) for module in model.modules() for hook in module._forward_pre_hooks.values()])
+    assert hooks[-1] == hooks[-2] == hooks[-3] != []
+
+
 class Residual(nn.Module):
     """A layer with ops in place: on its input, and on what it saves."""
 
