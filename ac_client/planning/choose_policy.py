@@ -50,7 +50,6 @@ from autoac.tape.torch_facts.torch_trace import profiler_is_running
 log = logging.getLogger("ac_client")
 
 MOST_OBSERVED = 2  # steps that begin alike, for a later forward that was longer
-UNPLANNED_UNTIL = "it runs without a plan until a step can be observed"
 OTHER_PARAMETERS = "other parameters train than before, or the dtype or the mode changed"
 
 
@@ -162,7 +161,7 @@ class PolicyChooser:
         if ranks.any(again) if ranks is not None else again:
             if step.missed_backward:
                 self._planner.missed += 1
-                self._planner.warn_once("busy", f"{UNPLANNED_UNTIL}: {OTHER_THREAD}")
+                self._planner.warn_once("busy", f"it has no plan, and may go over the budget: {OTHER_THREAD}")
             step.discard()
         elif ranks is not None:
             with self._giving_up():
@@ -415,7 +414,7 @@ class PolicyChooser:
             return self._uncovered("busy beyond", call.shape, why)
         queued = isinstance(busy, AnotherIsObserved)  # its turn comes in the next step
         if not queued:
-            self._planner.warn_once("busy", f"{UNPLANNED_UNTIL}: {busy}")
+            self._planner.warn_once("busy", f"it runs without a plan until a step can be observed: {busy}")
         meets &= not queued
         self._planner.observe(call, key_of(call.args, call.kwargs), meets=meets, recorded=False)
         return None

@@ -348,11 +348,12 @@ class BatchPlanner:
     def terms(self, call: ModelCall, profile: Profile) -> PlannedFor:
         """Return the terms of the first plan of a step, without its limit.
 
-        A library may be known to free gradients in the step.
+        A library may be known to free gradients in the step. Those of a pipeline's first microbatch stay.
         """
         frees = self.frees_gradients and not profile.static.gradients
-        kept = self.on_device.kept_nbytes(call, profile)
-        present = Present(frees, frees, optimizers_in(profile), kept_nbytes=kept)
+        exist = frees or (self.on_device.scheduled and not profile.static.gradients)
+        kept, optimizers = self.on_device.kept_nbytes(call, profile), optimizers_in(profile)
+        present = Present(exist, frees, optimizers, kept_nbytes=kept)
         return PlannedFor(0, form=form_of(profile, Form()), present=present)
 
     def limit_of(self, profile: Profile) -> int:

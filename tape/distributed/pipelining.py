@@ -48,8 +48,12 @@ def _groups_at(frame: FrameType, code: CodeType) -> list[dict[str, Any]]:
     return next((f.f_locals["param_groups"] for f in frames_from(frame) if f.f_code is code), [])
 
 
-def held_by_schedule() -> list[Tensor]:
-    """Return what the schedule that runs holds: batches, targets, outputs, and buffers to receive into."""
+def held_by_schedule(*, losses: bool) -> list[Tensor]:
+    """Return what the schedule that runs holds: batches, targets, outputs, and buffers to receive into.
+
+    Args:
+        losses: of microbatches count, too.
+    """
     looked_at, found, rest = set[int](), list[Tensor](), list[Any]()
     frame = sys._getframe(1) if HOLDERS[0] in sys.modules else None
     while frame is not None:  # without a function call for each
@@ -70,7 +74,7 @@ def held_by_schedule() -> list[Tensor]:
             rest += one
         elif type(one).__module__ in HOLDERS:
             rest += getattr(one, "__dict__", {}).values()
-        elif type(one).__module__ == "torch.distributed.pipelining.schedules":
+        elif losses and type(one).__module__ == "torch.distributed.pipelining.schedules":
             rest += getattr(one, "_internal_losses", ())
     return found
 

@@ -213,7 +213,7 @@ class ModelOnDevice:
 
         They are 0 on a GPU, where `measure_uncounted` counts them.
         """
-        schedule = held_by_schedule()
+        schedule = held_by_schedule(losses=isinstance(running, ModelCall))  # plans count that of a backward
         self.scheduled = bool(schedule)
         device = self.device() if schedule or self._others_wait else None
         if device is None or device.type == "cuda":
