@@ -83,8 +83,7 @@ class ModelOnDevice:
         self._in_flight = in_flight
         self._peaks = peaks
         self.bucket: PlannedBucket | None = None
-        self.share = 1.0
-        self.allowed_nbytes = 0
+        self.share, self.allowed_nbytes = 1.0, 0
         self.planner: Callable[[], Any] = lambda: None
         self.settle: Callable[[], Callable[[nn.Module], None] | None] = lambda: None
         self._planned_at = next(_turns)
@@ -93,8 +92,7 @@ class ModelOnDevice:
         self._idle: weakref.WeakKeyDictionary[ModelOnDevice, int] = weakref.WeakKeyDictionary()
         self._unreduced = 0  # bytes of gradients that waited for a reduction as a forward began, at most
         self._uncounted = 0  # bytes on the device that no planned model holds, as last measured
-        self.inputs = 0
-        self.scheduled = False
+        self.inputs, self.scheduled = 0, False
         self._counted: dict[Hashable, tuple[Any, int]] = {}  # by `_once`: when, and how many bytes
         self._moments: list[_Moment] = []  # of the last step
         self._running: list[_Moment] = []  # of the step that runs
@@ -269,17 +267,19 @@ class ModelOnDevice:
             forwards: bytes that one waiting forward of each model holds; None: as planned now.
             alone: leave out what a pipeline's schedule holds.
         """
-        bucket = self.bucket
+        moments = [m for m in (*self._moments, *self._running) if m.by_schedule or any(m.others.values())]
+        if not moments:
+            return 0
         if forwards is None:
             forwards = {one: one.forward_nbytes() for one in (self, *self.neighbors())}
-        most = bucket.planned_for.microbatches - 1 if bucket is not None else 0
+        most = self.bucket.planned_for.microbatches - 1 if self.bucket is not None else 0
         held = (
             (min(m.own, most) - most) * forwards[self]
             + sum(n * forwards[other] for other, n in m.others.items() if other in forwards)
             + max(0, m.batches + (0 if alone else m.by_schedule) - self.inputs)
-            for m in (*self._moments, *self._running)
+            for m in moments
         )
-        return max(0, max(held, default=0))
+        return max(0, *held)
 
     def optimizers_need(self, dropped: int) -> OptimizerBytes:
         """Return what the optimizers need, less what is gone when they step.
