@@ -351,9 +351,9 @@ class BatchPlanner:
         A library may be known to free gradients in the step. Those of a pipeline's first microbatch stay.
         """
         frees = self.frees_gradients and not profile.static.gradients
-        exist = frees or (self.on_device.scheduled and not profile.static.gradients)
-        kept, optimizers = self.on_device.kept_nbytes(call, profile), optimizers_in(profile)
-        present = Present(exist, frees, optimizers, kept_nbytes=kept)
+        counted = profile.static.gradients or unreduced_nbytes(call.model)
+        exist = frees or (self.on_device.scheduled and not counted)
+        present = Present(exist, frees, optimizers_in(profile), 0, self.on_device.kept_nbytes(call, profile))
         return PlannedFor(0, form=form_of(profile, Form()), present=present)
 
     def limit_of(self, profile: Profile) -> int:
