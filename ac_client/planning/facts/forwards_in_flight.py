@@ -8,6 +8,8 @@ of the model show the form, at almost no cost:
   forward is in flight: autograd holds what it saved, even under a plan that recomputes nothing.
 - When the hook is called, a backward has reached the model. It is the first one, or an earlier backward has
   retained the graph. If grad mode is on, gradients of gradients may follow.
+- Where a pipeline splits backward, the first node of the weight half holds the prehook, too. Between the
+  halves the forward is in flight again.
 
 Weak references to the storages of the outputs show what names of the loop keep until the next forward.
 """
@@ -92,7 +94,7 @@ class ForwardsInFlight:
         """Add the gradients of `batch` to what was made, from now on, once for each of its tensors."""
         for tensor in batch:
             if tensor.requires_grad and not hasattr(tensor, _NOTED):
-                setattr(tensor, _NOTED, tensor.register_hook(partial(_note_gradient, weakref.ref(self))))
+                setattr(tensor, _NOTED, tensor.register_hook(partial(_note_gradient, weakref.ref(self))).id)
 
     def ended(self) -> InFlight | None:
         """Return the last forward if its graph is still there after a backward, and no forward waits."""
@@ -108,7 +110,7 @@ class ForwardsInFlight:
 
 
 _NOTED = "_autoac_gradient_noted"
-"""Attribute of a tensor whose gradients are noted."""
+"""Attribute of a tensor whose gradients are noted: a number, so that the tensor can be saved."""
 
 
 def _note_gradient(noting: Callable[[], ForwardsInFlight | None], gradient: Tensor | None) -> None:

@@ -107,11 +107,11 @@ class ModelOnDevice:
     def note_moment(self, running: ModelCall | InFlight) -> None:
         """Note how many forwards wait, and what is held, as a forward of the model begins, or a backward.
 
-        If no forward waits before one, the observed steps of other models are planned: a plan of this one
+        If none waits as a forward begins, the observed steps of other models are planned: a plan of this one
         counts what they hold.
 
         Args:
-            running: the call of the model; the forward that backward has reached.
+            running: the call that begins, or the forward that backward has reached.
         """
         others, forward = self._others(), isinstance(running, ModelCall)
         self._trains_at = next(_turns) if forward else self._trains_at
@@ -126,7 +126,10 @@ class ModelOnDevice:
             self._running = [*self._running[-256:], waiting]  # of steps that no optimizer ends, the last
 
     def note_step(self) -> None:
-        """Note whether a forward of another model waits as an optimizer of this one has stepped."""
+        """Begin the moments of another step; note whether a forward of another model waits now.
+
+        An optimizer of this model has stepped.
+        """
         if self._running:
             self._moments, self._running = self._running, []
         self._passing = 0 if any(other.in_flight() for other in self._others()) else self._passing
@@ -207,9 +210,10 @@ class ModelOnDevice:
             self._uncounted = more_than_held()
 
     def _held_beyond_plans(self, running: ModelCall | InFlight) -> tuple[int, int]:
-        """Return the bytes that batches hold, and those of a pipeline's schedule; 0 if nobody else holds any.
+        """Return the bytes of batches, and of what else a pipeline's schedule holds.
 
-        They are 0 on a GPU, where `measure_uncounted` counts them.
+        Both are 0 on a GPU, where `measure_uncounted` counts them, and without a schedule or a
+        waiting forward of another model.
         """
         schedule = held_by_schedule(losses=isinstance(running, ModelCall))  # plans count that of a backward
         self.scheduled = bool(schedule)
